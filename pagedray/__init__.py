@@ -1,0 +1,53 @@
+"""PagedRay: large language models served from Ray actors with a paged KV cache.
+
+The public names are loaded when they are first used, so that importing this package
+costs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.llm import LLM, Completion, Generation
+    from pagedray.errors import PagedRayError
+    from pagedray.request import FinishReason, SamplingParams
+
+__all__ = ["LLM", "Completion", "FinishReason", "Generation", "PagedRayError", "SamplingParams"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "cluster.llm",
+    "Completion": "cluster.llm",
+    "Generation": "cluster.llm",
+    "FinishReason": "pagedray.request",
+    "PagedRayError": "pagedray.errors",
+    "SamplingParams": "pagedray.request",
+}
+_NEIGHBOURS = ("attention", "cluster", "workers")
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def _check_neighbours() -> None:
+    # The packages beside this one have common names: a user's own `cluster` that is found
+    # first would be imported in place of ours.
+    root = Path(__file__).resolve().parent.parent
+    for name in _NEIGHBOURS:
+        spec = find_spec(name)
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        expected = root / name / "__init__.py"
+        if found != expected:
+            raise ImportError(
+                f"pagedray needs its package {name!r} at {expected}, but Python finds {found}."
+            )
+
+
+_check_neighbours()

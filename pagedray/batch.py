@@ -1,0 +1,133 @@
+"""All that crosses between controller and worker.
+
+A plan carries what changed, not what stayed. A sequence has a row from its start
+to its end; the worker keeps the row's tokens, block table and sampling state, and
+appends the tokens it samples, so that the controller can send plan k + 1 before it
+has seen the tokens of step k.
+
+A rank carries a plan out in this order: ends, starts, block copies (swap-outs,
+swap-ins, then copies on the device), forward pass, sampling. Plans are carried out
+in the order they were sent. A block may therefore be given to another sequence by
+the plan after the one that last writes it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagedray.request import SamplingParams
+
+__all__ = [
+    "BlockCopy",
+    "ControllerMessage",
+    "SequencePlan",
+    "SequenceStart",
+    "Shutdown",
+    "StepAck",
+    "StepOutput",
+    "StepPlan",
+    "TokenLogprobs",
+    "WorkerFailure",
+    "WorkerMessage",
+]
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """One block's content goes from `source` to `target`; which pools is the field's matter."""
+
+    source: int
+    target: int
+
+
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence enters the batch, for the first time or again after preemption."""
+
+    row: int
+    """Free until this plan; in `[0, max_num_seqs)`."""
+    token_ids: list[int]
+    """All tokens known so far: the prompt, then what was already sampled."""
+    num_prompt_tokens: int
+    block_ids: list[int]
+    """Its block table so far, cached and swapped-in blocks included."""
+    sampling: SamplingParams
+    seed: int
+    index: int
+    """Its index among the sequences of its request."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Forbidden while fewer than `min_tokens` were sampled."""
+
+
+class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of one sequence that a step computes."""
+
+    row: int
+    first_position: int
+    num_tokens: int
+    is_sampled: bool
+    """Whether the step samples the token that follows."""
+    new_block_ids: list[int] = []
+    """Appended to the row's block table before the forward pass."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """What one step runs."""
+
+    step: int
+    """Counts up by one within an epoch."""
+    sequences: list[SequencePlan]
+    """Sequences of several tokens come first, then those of one token."""
+    starts: list[SequenceStart] = []
+    ended_rows: list[int] = []
+    """Rows that are free from this plan on; they may be in `starts` of the same plan."""
+    swap_outs: list[BlockCopy] = []
+    """Device block to CPU block."""
+    swap_ins: list[BlockCopy] = []
+    """CPU block to device block."""
+    copies: list[BlockCopy] = []
+    """Device block to device block: copy-on-write."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, before temperature and penalties."""
+
+    chosen: float
+    token_ids: list[int]
+    """The likeliest tokens, likeliest first."""
+    logprobs: list[float]
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
+    """What rank 0 returns of a step."""
+
+    step: int
+    token_ids: list[int]
+    """One for each sampled sequence, in the plan's order; -1 where logits were not finite."""
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty, or one for each sampled sequence; None where none were asked for."""
+    forward_s: float = 0.0
+    """Seconds from the plan's arrival to the sampled tokens."""
+
+
+class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """A rank other than 0 has finished a step, its block copies included."""
+
+    step: int
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """A rank's last words."""
+
+    text: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """The rank is to end its loop."""
+
+
+ControllerMessage = StepPlan | Shutdown
+WorkerMessage = StepOutput | StepAck | WorkerFailure

@@ -1,0 +1,229 @@
+"""The step channel: typed messages between the controller and its ranks.
+
+Frames are a four-byte length and a msgpack body, over an AF_UNIX stream on one node
+and TCP between nodes; nothing that arrives is ever unpickled. A rank opens with its
+number and the epoch's secret. End-of-file means that the other end has died.
+
+The channel knows sockets and frames; what the messages mean is `batch`'s matter.
+"""
+
+from __future__ import annotations
+
+import hmac
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import msgspec
+
+from pagedray.batch import ControllerMessage, WorkerMessage
+from pagedray.errors import WorkerError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["ChannelClosedError", "ChannelTimeoutError", "StepChannel", "StepListener", "connect"]
+
+MAX_FRAME_BYTES = 256 * 2**20
+_LENGTH = struct.Struct("!I")
+_CHUNK_BYTES = 1 << 16
+
+Outgoing = TypeVar("Outgoing")
+Incoming = TypeVar("Incoming")
+
+
+class ChannelClosedError(WorkerError):
+    """The other end is gone."""
+
+
+class ChannelTimeoutError(WorkerError):
+    """Nothing arrived in time."""
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    secret: bytes
+
+
+class StepChannel(Generic[Outgoing, Incoming]):
+    """One end of a connected channel. One thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket, incoming: object) -> None:
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select`."""
+        return self._socket.fileno()
+
+    def send(self, message: Outgoing) -> None:
+        """Send one message. Raises ChannelClosedError when the other end is gone."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"A message of {len(body)} bytes is over {MAX_FRAME_BYTES}.")
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError as error:
+            raise ChannelClosedError(f"The step channel is closed: {error}.") from error
+
+    def receive(self, timeout_s: float | None = None) -> Incoming:
+        """Return the next message.
+
+        Raises ChannelTimeoutError when none is complete in time, and ChannelClosedError
+        when the other end is gone or sends what is no message.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline_s, peek=True))
+        if length > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"A frame of {length} bytes is over {MAX_FRAME_BYTES}.")
+        frame = self._take(_LENGTH.size + length, deadline_s)
+        try:
+            return self._decoder.decode(memoryview(frame)[_LENGTH.size :])
+        except msgspec.MsgspecError as error:
+            raise ChannelClosedError(f"A frame is no message: {error}.") from error
+
+    def has_message(self) -> bool:
+        """Return whether `receive` has something to read at once, an end-of-file included."""
+        if len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if len(self._received) >= _LENGTH.size + length:
+                return True
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Close this end; the other end reads end-of-file."""
+        self._socket.close()
+
+    def _take(self, size: int, deadline_s: float | None, *, peek: bool = False) -> bytes:
+        # A frame that is cut by a timeout stays in the buffer for the next call.
+        while len(self._received) < size:
+            self._fill(deadline_s, size - len(self._received))
+        taken = bytes(self._received[:size])
+        if not peek:
+            del self._received[:size]
+        return taken
+
+    def _fill(self, deadline_s: float | None, missing: int) -> None:
+        left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 1e-6)
+        try:
+            self._socket.settimeout(left_s)
+            chunk = self._socket.recv(max(missing, _CHUNK_BYTES))
+        except TimeoutError as error:
+            raise ChannelTimeoutError("No message arrived in time.") from error
+        except OSError as error:
+            raise ChannelClosedError(f"The step channel is closed: {error}.") from error
+        if not chunk:
+            raise ChannelClosedError("The other end of the step channel is gone.")
+        self._received += chunk
+
+
+ControllerChannel = StepChannel[ControllerMessage, WorkerMessage]
+WorkerChannel = StepChannel[WorkerMessage, ControllerMessage]
+
+
+class StepListener:
+    """The controller's end before the ranks have connected."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Listen on `unix:PATH` or `tcp:HOST:PORT` (port 0 lets the system choose)."""
+        self._socket, self.endpoint = _listen(endpoint)
+
+    def accept(self, num_ranks: int, secret: bytes, timeout_s: float) -> list[ControllerChannel]:
+        """Return one channel a rank, by rank, once all have connected with the secret.
+
+        A connection with a wrong secret is closed and does not count.
+        Raises ChannelTimeoutError.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        channels: dict[int, ControllerChannel] = {}
+        try:
+            while len(channels) < num_ranks:
+                self._accept_one(channels, num_ranks, secret, deadline_s)
+        except BaseException:
+            for channel in channels.values():
+                channel.close()
+            raise
+        return [channels[rank] for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """Stop listening; connected channels stay."""
+        self._socket.close()
+        if self.endpoint.startswith("unix:"):
+            Path(self.endpoint.removeprefix("unix:")).unlink(missing_ok=True)
+
+    def _accept_one(
+        self,
+        channels: dict[int, ControllerChannel],
+        num_ranks: int,
+        secret: bytes,
+        deadline_s: float,
+    ) -> None:
+        self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-6))
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError as error:
+            missing = sorted(set(range(num_ranks)) - set(channels))
+            raise ChannelTimeoutError(f"Ranks {missing} did not connect in time.") from error
+        rank = _greeted_rank(connection, secret)
+        if rank is None or rank in channels or not 0 <= rank < num_ranks:
+            connection.close()
+        else:
+            channels[rank] = StepChannel(connection, WorkerMessage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> WorkerChannel:
+    """Return the worker's end of the channel of `rank`."""
+    kind, _, address = endpoint.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    hello: StepChannel[_Hello, object] = StepChannel(connection, object)
+    hello.send(_Hello(rank, secret))
+    return StepChannel(connection, ControllerMessage)
+
+
+def _listen(endpoint: str) -> tuple[socket.socket, str]:
+    kind, _, address = endpoint.partition(":")
+    if kind == "unix":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(address)
+        listener.listen()
+        return listener, endpoint
+    if kind == "tcp":
+        host, _, port = address.rpartition(":")
+        listener = socket.create_server((host, int(port)))
+        bound_host, bound_port = listener.getsockname()[:2]
+        return listener, f"tcp:{bound_host}:{bound_port}"
+    raise ValueError(f"Endpoint {endpoint!r} is neither unix:PATH nor tcp:HOST:PORT.")
+
+
+def _greeted_rank(connection: socket.socket, secret: bytes) -> int | None:
+    # Only the greeting is read here: a rank sends nothing more until it has a plan.
+    channel: StepChannel[object, _Hello] = StepChannel(connection, _Hello)
+    try:
+        hello = channel.receive(timeout_s=5.0)
+    except WorkerError:
+        return None
+    return hello.rank if hmac.compare_digest(hello.secret, secret) else None

@@ -1,0 +1,170 @@
+"""What a client asks for: sampling parameters, requests and how they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from pagedray.errors import InvalidRequestError
+
+__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_N", "FinishReason", "Request", "SamplingParams"]
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP = 16
+MAX_STOP_LENGTH = 512
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a request are chosen, and when it ends.
+
+    Raises InvalidRequestError, naming the field and what is allowed.
+    """
+
+    n: int = 1
+    """Sequences that continue the prompt."""
+    max_tokens: int = 16
+    """Tokens of a continuation at most."""
+    min_tokens: int = 0
+    """Tokens of a continuation before an end-of-sequence or stop token may end it."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Only tokens at least this probable beside the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or continuation."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that is in the continuation."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the continuation."""
+    logit_bias: Mapping[int, float] = {}
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Makes the choice repeatable; None lets the engine choose."""
+    stop: Sequence[str] = ()
+    """Strings that end a continuation, and are not part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end a continuation."""
+    ignore_eos: bool = False
+    """Whether the model's end-of-sequence tokens are ordinary tokens."""
+    logprobs: int | None = None
+    """Likeliest tokens to report beside the chosen one; None reports nothing."""
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, is_low_open=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_stop(self.stop)
+        _check_logit_bias(self.logit_bias)
+        _check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request, as the controller takes it."""
+
+    id: str
+    """Made by the server, never by the client."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """The seed in force: the client's, or one the server chose."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Token ids that end a continuation unless `ignore_eos`."""
+    tenant: str = ""
+    """Whom the request is billed to; prefixes are shared within a tenant only."""
+    priority: int = 0
+    """Lower is served earlier."""
+    deadline_s: float | None = None
+    """When it is given up, on the monotonic clock."""
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    # bool is an int to Python but not to a client.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, not {_shown(value)}.", param=name)
+    if value < low or (high is not None and value > high):
+        allowed = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} must be {allowed}, not {value}.", param=name)
+
+
+def _check_float(
+    name: str, value: object, low: float, high: float, *, is_low_open: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
+    if math.isfinite(value) and low <= value <= high and not (is_low_open and value == low):
+        return
+    allowed = f"more than {low:g} and at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
+    raise InvalidRequestError(f"{name} must be {allowed}, not {value:g}.", param=name)
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
+
+
+def _check_stop(stop: object) -> None:
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise InvalidRequestError("stop must be a list of strings.", param="stop")
+    _check_size("stop", len(stop), MAX_STOP)
+    for text in stop:
+        if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(
+                f"stop must hold strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            )
+
+
+def _check_logit_bias(bias: Mapping[int, float]) -> None:
+    _check_size("logit_bias", len(bias), MAX_LOGIT_BIAS)
+    for token_id, value in bias.items():
+        _check_int("logit_bias", token_id, 0, 2**31 - 1)
+        _check_float("logit_bias", value, -100.0, 100.0)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

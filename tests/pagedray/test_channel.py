@@ -1,0 +1,149 @@
+"""The step channel over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedray.batch import SequencePlan, SequenceStart, Shutdown, StepAck, StepOutput, StepPlan
+from pagedray.channel import (
+    ChannelClosedError,
+    ChannelTimeoutError,
+    StepListener,
+    connect,
+)
+from pagedray.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StepListener]:
+    endpoint = f"unix:{tmp_path / 's'}" if request.param == "unix" else "tcp:127.0.0.1:0"
+    with StepListener(endpoint) as listening:
+        yield listening
+
+
+def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    start = SequenceStart(3, [1, 2, 3], 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0)
+    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, [7])], [start], ended_rows=[1])
+
+    controller.send(plan)
+    assert worker.receive(5.0) == plan
+    worker.send(StepOutput(4, [11]))
+    assert controller.receive(5.0) == StepOutput(4, [11])
+    worker.close()
+    controller.close()
+
+
+def test_message_larger_than_a_socket_buffer_arrives_whole(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    tokens = list(range(1_000_000))
+    start = SequenceStart(0, tokens, len(tokens), [], SamplingParams(), 0, 0)
+
+    sender = threading.Thread(target=controller.send, args=(StepPlan(0, [], [start]),))
+    sender.start()
+    received = worker.receive(30.0)
+    sender.join()
+    assert isinstance(received, StepPlan)
+    assert received.starts[0].token_ids == tokens
+    worker.close()
+    controller.close()
+
+
+def test_has_message_sees_frames_that_are_already_buffered(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    assert not controller.has_message()
+
+    for step in range(3):
+        worker.send(StepAck(step))
+    seen: list[object] = []
+    while len(seen) < 3:
+        assert controller.has_message() or controller.receive(5.0)
+        seen.append(controller.receive(5.0))
+    assert seen == [StepAck(0), StepAck(1), StepAck(2)]
+    assert not controller.has_message()
+    worker.close()
+    controller.close()
+
+
+def test_timeout_leaves_half_a_frame_for_the_next_call(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    raw = socket.socket(fileno=os.dup(controller.fileno()))
+    body = b"\x91\xa8shutdown"
+    frame = struct.pack("!I", len(body)) + body
+
+    raw.sendall(frame[:6])
+    with pytest.raises(ChannelTimeoutError):
+        worker.receive(0.05)
+    raw.sendall(frame[6:])
+    assert worker.receive(5.0) == Shutdown()
+    raw.close()
+    worker.close()
+    controller.close()
+
+
+def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    worker.close()
+    assert controller.has_message()
+    with pytest.raises(ChannelClosedError):
+        controller.receive(5.0)
+    with pytest.raises(ChannelClosedError):
+        controller.send(Shutdown())
+    controller.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("!I", 2**31) + b"x",
+        struct.pack("!I", 4) + b"\xff\xff\xff\xff",
+        struct.pack("!I", 3) + b"\x80\x05.",
+    ],
+    ids=["huge", "garbage", "pickle"],
+)
+def test_bytes_that_are_no_message_close_the_channel(listener: StepListener, frame: bytes) -> None:
+    worker = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    raw = socket.socket(fileno=os.dup(worker.fileno()))
+    raw.sendall(frame)
+    with pytest.raises(ChannelClosedError):
+        controller.receive(5.0)
+    raw.close()
+    worker.close()
+    controller.close()
+
+
+def test_wrong_secret_does_not_take_a_ranks_place(listener: StepListener) -> None:
+    stranger = connect(listener.endpoint, 0, b"x" * 32, 5.0)
+    friend = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    controller.send(Shutdown())
+    assert friend.receive(5.0) == Shutdown()
+    with pytest.raises(ChannelClosedError):
+        stranger.receive(5.0)
+    for channel in (stranger, friend, controller):
+        channel.close()
+
+
+def test_missing_ranks_are_named(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 1, SECRET, 5.0)
+    with pytest.raises(ChannelTimeoutError, match=r"\[0, 2\]"):
+        listener.accept(3, SECRET, 0.2)
+    worker.close()
