@@ -1,0 +1,6 @@
+"""Attention over a paged KV cache: the boundary to the kernels.
+
+Owns the abstract interface, the cache layout and the backends. Knows torch; never Ray.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,286 @@
+"""The interface between the engine and an attention backend.
+
+Owns the words both sides use: parameters of a layer, host data of a step, metadata, state. Does
+not know how any backend computes. Metadata is always an argument; nothing here is a global.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention import cache
+from attention.batch import AttentionBatch
+from attention.params import AttentionParams, AttentionSpec, AttentionType, problems_of
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionImpl",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionParams",
+    "AttentionSpec",
+    "AttentionState",
+    "AttentionType",
+    "EagerAttentionState",
+]
+
+
+class AttentionMetadata(ABC):
+    """What all layers of one forward share; valid until its builder builds again."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+
+    @property
+    def batch(self) -> AttentionBatch:
+        """Return the host data that this was built from."""
+        return self._batch
+
+    @property
+    def num_prefills(self) -> int:
+        """Return the number of prefill sequences."""
+        return self._batch.num_prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Return the number of tokens of all prefills."""
+        return self._batch.num_prefill_tokens
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Return the number of decode tokens, which is that of decode sequences."""
+        return self._batch.num_decodes
+
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """Return the slot of each token, -1 for do not write, on the host."""
+        return self._batch.slot_mapping
+
+    def asdict_zerocopy(self, skip_fields: Collection[str] = ()) -> dict[str, Any]:  # Any: mixed
+        """Return the batch's fields by name, not copied; `make_metadata` takes them back."""
+        names = [field.name for field in fields(AttentionBatch)]
+        return {name: getattr(self._batch, name) for name in names if name not in skip_fields}
+
+    @property
+    @abstractmethod
+    def prefill_metadata(self) -> "AttentionMetadata | None":
+        """Return metadata of the prefills alone, or None if there are none."""
+
+    @property
+    @abstractmethod
+    def decode_metadata(self) -> "AttentionMetadata | None":
+        """Return metadata of the decodes and the padding, or None if there are no decodes."""
+
+    @abstractmethod
+    def advance_step(self) -> "AttentionMetadata":
+        """Return the metadata of the next step of a decode-only batch; this one ends."""
+
+
+class AttentionMetadataBuilder(ABC):
+    """Builds the metadata of each step into buffers that it keeps."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Return what this builder plans for."""
+        return self._spec
+
+    @abstractmethod
+    def build(self, batch: AttentionBatch) -> AttentionMetadata:
+        """Return the metadata of one step; the one built before is no longer valid."""
+
+
+class AttentionState(ABC):
+    """What a worker keeps between steps: buffers of captured graphs and the like."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        """Hold the buffers that graphs up to this size share; released even after an error."""
+        try:
+            self._allocate_capture_buffers(max_batch_size)
+            yield
+        finally:
+            self._release_capture_buffers()
+
+    @abstractmethod
+    def _allocate_capture_buffers(self, max_batch_size: int) -> None:
+        """Allocate what `graph_capture` holds."""
+
+    @abstractmethod
+    def _release_capture_buffers(self) -> None:
+        """Release what was allocated, also if only a part of it was."""
+
+    @abstractmethod
+    def graph_capture_get_metadata_for_batch(self, batch_size: int) -> AttentionMetadata:
+        """Return metadata of a decode-only batch to capture with; within `graph_capture`."""
+
+    @abstractmethod
+    def graph_clone(self, batch_size: int) -> "AttentionState":
+        """Return the state to keep with the graph of this size; within `graph_capture`."""
+
+    @abstractmethod
+    def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
+        """Return the tensors whose addresses the captured graph holds, by name."""
+
+    @abstractmethod
+    def prepare_graph_input_buffers(
+        self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
+    ) -> None:
+        """Copy live metadata into a graph's input buffers before a replay."""
+
+    @abstractmethod
+    def begin_forward(self, metadata: AttentionMetadata) -> None:
+        """Do what must happen before every forward, eager or replayed."""
+
+
+class EagerAttentionState(AttentionState):
+    """The state of a backend that captures no graphs; each capture method says so."""
+
+    def _refuse(self) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not capture graphs.")
+
+    def _allocate_capture_buffers(self, max_batch_size: int) -> None:
+        raise self._refuse()
+
+    def _release_capture_buffers(self) -> None:
+        """Release nothing: nothing is ever allocated."""
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int) -> AttentionMetadata:
+        """Refuse."""
+        raise self._refuse()
+
+    def graph_clone(self, batch_size: int) -> AttentionState:
+        """Refuse."""
+        raise self._refuse()
+
+    def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
+        """Refuse."""
+        raise self._refuse()
+
+    def prepare_graph_input_buffers(
+        self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
+    ) -> None:
+        """Refuse."""
+        raise self._refuse()
+
+    def begin_forward(self, metadata: AttentionMetadata) -> None:
+        """Do nothing: the builder has planned everything."""
+
+
+class AttentionImpl(ABC):
+    """The computation of one layer."""
+
+    def __init__(self, params: AttentionParams, layer_index: int) -> None:
+        self._params = params
+        self._layer_index = layer_index
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write keys and values to the cache, then attend; `[num_tokens, num_heads * head_size]`.
+
+        `kv_cache` is the cache of all layers, or an empty tensor in a profile run, which then
+        writes nothing and attends among the tokens of the step. Padding rows may hold anything
+        and come out as zero.
+        """
+
+
+class AttentionBackend(ABC):
+    """A family of the classes above, as a static factory that is never instantiated.
+
+    A subclass that leaves a member abstract is refused when it is defined.
+    """
+
+    supports_graph_capture: ClassVar[bool] = False
+    accept_output_buffer: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        names = AttentionBackend.__abstractmethods__
+        missing = sorted(
+            n for n in names if getattr(getattr(cls, n), "__isabstractmethod__", False)
+        )
+        if missing:
+            raise TypeError(f"{cls.__name__} does not define {', '.join(missing)}.")
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Return the name by which the selector knows this backend."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """Return the class of a layer's computation."""
+
+    @staticmethod
+    @abstractmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        """Return the class of a step's metadata."""
+
+    @staticmethod
+    @abstractmethod
+    def get_state_cls() -> type[AttentionState]:
+        """Return the class of a worker's state."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """Return the class that builds metadata."""
+
+    @classmethod
+    def make_metadata_builder(cls, spec: AttentionSpec) -> AttentionMetadataBuilder:
+        """Return a builder; a worker keeps one."""
+        return cls.get_builder_cls()(spec)
+
+    @classmethod
+    def make_metadata(
+        cls, spec: AttentionSpec, **batch_fields: Any
+    ) -> AttentionMetadata:  # Any: mixed
+        """Return metadata with buffers of its own, from the fields of an `AttentionBatch`."""
+        return cls.make_metadata_builder(spec).build(AttentionBatch(**batch_fields))
+
+    @classmethod
+    def check(cls, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why this backend refuses a configuration; empty if it does not."""
+        return tuple(dict.fromkeys((*problems_of(spec), *cls._refusals(spec))))
+
+    @classmethod
+    @abstractmethod
+    def _refusals(cls, spec: AttentionSpec) -> Iterable[str]:
+        """Return the reasons that are this backend's own, of a spec that may make no sense."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        *, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, int, int, int, int, int]:
+        """Return the shape of the cache of all layers, which is the same for all backends."""
+        return cache.kv_cache_shape(
+            num_blocks=num_blocks,
+            num_layers=num_layers,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+        )
+
+    swap_blocks = staticmethod(cache.swap_blocks)
+    copy_blocks = staticmethod(cache.copy_blocks)

@@ -1,0 +1,85 @@
+"""Host data of one step, from which a backend's builder plans. Does not know torch."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AttentionBatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionBatch:
+    """Host data of one step: prefills first, then decodes, then padding.
+
+    Tokens are flat in the order of the sequences. A prefill whose sequence is longer than its
+    query continues after a cached prefix (a chunk or a prefix hit).
+    """
+
+    num_prefills: int
+    query_lens: npt.NDArray[np.int32]
+    """Tokens computed in this step, `[num_sequences]`; 1 for a decode."""
+    seq_lens: npt.NDArray[np.int32]
+    """Cached tokens plus computed tokens, `[num_sequences]`."""
+    block_tables: npt.NDArray[np.int32]
+    """Blocks of each sequence, right-padded with 0, `[num_sequences, >= max blocks]`."""
+    slot_mapping: npt.NDArray[np.int64]
+    """Slot of each token, padding included, `[num_tokens]`; -1 for do not write."""
+
+    def __post_init__(self) -> None:
+        assert len(self.query_lens) == len(self.seq_lens) == len(self.block_tables)
+        assert 0 <= self.num_prefills <= len(self.query_lens)
+
+    @property
+    def num_decodes(self) -> int:
+        """Return the number of decodes, each of one token."""
+        return len(self.query_lens) - self.num_prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Return the number of tokens of all prefills."""
+        return int(self.query_lens[: self.num_prefills].sum())
+
+    @property
+    def num_padding(self) -> int:
+        """Return the number of tokens behind those of the sequences."""
+        return len(self.slot_mapping) - self.num_prefill_tokens - self.num_decodes
+
+    def prefills(self) -> "AttentionBatch":
+        """Return the part that holds the prefills, without padding."""
+        n = self.num_prefills
+        return AttentionBatch(
+            num_prefills=n,
+            query_lens=self.query_lens[:n],
+            seq_lens=self.seq_lens[:n],
+            block_tables=self.block_tables[:n],
+            slot_mapping=self.slot_mapping[: self.num_prefill_tokens],
+        )
+
+    def decodes(self) -> "AttentionBatch":
+        """Return the part that holds the decodes and the padding."""
+        n = self.num_prefills
+        return AttentionBatch(
+            num_prefills=0,
+            query_lens=self.query_lens[n:],
+            seq_lens=self.seq_lens[n:],
+            block_tables=self.block_tables[n:],
+            slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
+        )
+
+    def advanced(self, block_size: int) -> "AttentionBatch":
+        """Return the batch of the next step, every decode one token further."""
+        if self.num_prefills:
+            raise ValueError(
+                f"Only decodes advance, but the batch has {self.num_prefills} prefills."
+            )
+        index, offset = np.divmod(self.seq_lens, block_size)
+        if len(index) and index.max() >= self.block_tables.shape[1]:
+            raise ValueError(
+                f"Position {int(self.seq_lens.max())} needs block {int(index.max())}, "
+                f"but the block table has {self.block_tables.shape[1]}."
+            )
+        slots = self.slot_mapping.copy()
+        blocks = self.block_tables[np.arange(len(index)), index].astype(np.int64)
+        slots[: len(index)] = blocks * block_size + offset
+        return replace(self, seq_lens=self.seq_lens + np.int32(1), slot_mapping=slots)

@@ -1,0 +1,113 @@
+"""Additive biases of the torch_sdpa backend: causality, sliding window and ALiBi in one tensor.
+
+Distances are kept in float32, which is exact for every position; bfloat16 is not above 256.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.params import AttentionParams, AttentionSpec
+
+__all__ = ["Staircase", "needs_explicit_scores"]
+
+# Query rows of a tile: few rows waste fewer hidden keys, many rows make fewer calls.
+_TILE_ROWS_ON_CPU = 128
+_TILE_ROWS_ON_GPU = 512
+# Bytes of a tensor with one element per head, row and key.
+_MAX_BYTES = 16 << 20
+_MIN_CAPACITY = 256
+
+
+def needs_explicit_scores(params: AttentionParams, device: torch.device) -> bool:
+    """Return whether scores must be computed one by one, for want of a kernel.
+
+    No kernel of torch caps scores, and those for GPUs take a bias in the model's dtype only,
+    which cannot hold ALiBi distances.
+    """
+    return params.soft_cap is not None or (params.alibi_slopes is not None and device.type != "cpu")
+
+
+class Staircase:
+    """The bias of a run of queries that ends where its keys end.
+
+    Seen from the last query and the last key, every such bias is a corner of the same one. So
+    there is one tensor, and a tile is a view of it.
+    """
+
+    def __init__(self, params: AttentionParams, spec: AttentionSpec) -> None:
+        self._params = params
+        self._device = spec.device
+        self._on_cpu = spec.device.type == "cpu"
+        is_explicit = needs_explicit_scores(params, spec.device)
+        self._dtype = torch.float32 if self._on_cpu or is_explicit else spec.dtype
+        # A GPU's kernel takes a bias in the dtype of the query, which numpy may not have.
+        self.decode_dtype = torch.float32 if self._on_cpu or is_explicit else torch.bool
+        self._is_per_head = is_explicit or params.alibi_slopes is not None
+        self._slopes: npt.NDArray[np.float32] | None = None
+        if params.alibi_slopes is not None:
+            shape = (params.num_kv_heads, params.group_size, 1)
+            self._slopes = np.array(params.alibi_slopes, dtype=np.float32).reshape(shape)
+        self._rows = 0
+        self._capacity = 0
+        self._corner = torch.empty(0)
+
+    def num_rows(self, num_keys: int) -> int:
+        """Return how many query rows a tile may have; makes room for so many keys."""
+        if num_keys > self._capacity:
+            self._grow(max(_MIN_CAPACITY, 1 << (num_keys - 1).bit_length()))
+        return self._rows
+
+    def tile(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
+        """Return the bias of the last queries over the last keys, or None if it is nil."""
+        if num_queries == 1 and self._slopes is None:
+            return None
+        first_row, first_key = self._rows - num_queries, self._capacity - num_keys
+        tile = self._corner[..., first_row:, first_key:]
+        return tile if self._on_cpu else tile.contiguous()
+
+    def decode_shape(self, num_sequences: int, num_keys: int) -> tuple[int, int, int, int]:
+        """Return the shape of the bias of decodes, whose query rows are the heads of a group."""
+        if self._slopes is None:
+            return (num_sequences, 1, 1, num_keys)
+        return (num_sequences, self._params.num_kv_heads, self._params.group_size, num_keys)
+
+    def fill_decode_bias(
+        self,
+        bias: npt.NDArray[Any],  # Any: the staging's dtype
+        first_key: int,
+        starts: npt.NDArray[np.int32],
+        stops: npt.NDArray[np.int32],
+    ) -> None:
+        """Fill the bias of decodes that see the keys from start to stop, the last their own.
+
+        A boolean bias says which keys are visible.
+        """
+        keys = np.arange(first_key, first_key + bias.shape[-1], dtype=np.int32)
+        is_hidden = (keys < starts[:, None]) | (keys >= stops[:, None])
+        if bias.dtype == np.bool_:
+            np.logical_not(is_hidden[:, None, None, :], out=bias)
+            return
+        if self._slopes is None:
+            bias[:] = 0
+        else:
+            distances = (keys - (stops[:, None] - 1)).astype(np.float32)
+            np.multiply(distances[:, None, None, :], self._slopes, out=bias)
+        np.copyto(bias, -np.inf, where=is_hidden[:, None, None, :])
+
+    def _grow(self, capacity: int) -> None:
+        num_heads = self._params.num_heads if self._is_per_head else 1
+        rows = _TILE_ROWS_ON_CPU if self._on_cpu else _TILE_ROWS_ON_GPU
+        rows = max(8, min(rows, _MAX_BYTES // (4 * num_heads * capacity)))
+        first_row = capacity - rows
+        distances = np.arange(first_row, capacity)[:, None] - np.arange(capacity)
+        window = self._params.sliding_window or capacity
+        corner = np.zeros(1, dtype=np.float32)
+        if self._slopes is not None:
+            corner = -self._slopes[..., None] * distances.astype(np.float32)
+        corner = np.where((distances >= 0) & (distances < window), corner, np.float32(-np.inf))
+        with torch.inference_mode(False):
+            self._corner = torch.from_numpy(corner).to(self._device, self._dtype)
+        self._rows, self._capacity = rows, capacity

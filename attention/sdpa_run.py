@@ -1,0 +1,141 @@
+"""What the torch_sdpa backend computes per layer, given a plan.
+
+Keys and values are never repeated for a group of query heads: in a decode the heads of a group
+are the query rows of one call, and in a span they share one expanded view.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.params import AttentionParams
+from attention.sdpa_bias import needs_explicit_scores
+from attention.sdpa_decode import DecodeChunk
+from attention.sdpa_plan import Prompts, Span
+
+__all__ = ["LayerRunner"]
+
+
+class LayerRunner:
+    """Runs the parts of a plan for layers with one set of parameters."""
+
+    def __init__(self, params: AttentionParams) -> None:
+        self._params = params
+        self._scale = params.scale
+        self._may_need_scores = params.soft_cap is not None or params.alibi_slopes is not None
+        self._rows_shape = (-1, params.num_kv_heads, params.group_size, params.head_size)
+        self._kv_shape = (-1, params.num_kv_heads, params.head_size)
+
+    def run_chunks(
+        self,
+        chunks: Sequence[DecodeChunk],
+        query: torch.Tensor,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for decodes, one query row per head of a group."""
+        query, out = query.view(self._rows_shape), out.view(self._rows_shape)
+        for start, stop, rows, (block_rows, scratch, keys, values), bias in chunks:
+            torch.index_select(blocks, 0, block_rows, out=scratch)
+            if rows is None:
+                out[start:stop].copy_(self._attend(query[start:stop], keys, values, bias))
+            else:
+                result = self._attend(query.index_select(0, rows), keys, values, bias)
+                out.index_copy_(0, rows, result)
+
+    def run_span(
+        self,
+        span: Span,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for one sequence, tile by tile; KV heads are the batch of each call."""
+        if span.gather is not None:
+            torch.index_select(blocks, 0, span.gather.rows, out=span.gather.scratch)
+            keys, values = span.gather.keys[0], span.gather.values[0]
+        else:
+            keys = key[span.start : span.stop].view(self._kv_shape).transpose(0, 1)
+            values = value[span.start : span.stop].view(self._kv_shape).transpose(0, 1)
+        keys, values = keys.unsqueeze(1), values.unsqueeze(1)
+        queries = query.view(self._rows_shape).permute(1, 2, 0, 3)
+        outs = out.view(self._rows_shape).permute(1, 2, 0, 3)
+        for tile in span.tiles:
+            rows, columns = (
+                slice(tile.query_start, tile.query_stop),
+                slice(tile.key_start, tile.key_stop),
+            )
+            result = self._attend(
+                queries[:, :, rows], keys[:, :, columns], values[:, :, columns], tile.bias
+            )
+            outs[:, :, rows].copy_(result)
+
+    def run_prompts(
+        self,
+        prompts: Prompts,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for prompts of equal length, causally, in one call."""
+        rows = slice(prompts.start, prompts.start + prompts.num_prompts * prompts.num_tokens)
+        params = self._params
+        leading = (prompts.num_prompts, prompts.num_tokens)
+        query, out = (
+            t[rows].view(*leading, params.num_heads, params.head_size).transpose(1, 2)
+            for t in (query, out)
+        )
+        key, value = (
+            t[rows].view(*leading, params.num_kv_heads, params.head_size).transpose(1, 2)
+            for t in (key, value)
+        )
+        result = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=self._scale,
+            enable_gqa=params.num_heads != params.num_kv_heads,
+        )
+        out.copy_(result)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from `[batch, heads, queries, head_size]`; one head of keys serves all heads."""
+        if self._may_need_scores and needs_explicit_scores(self._params, query.device):
+            return self._attend_explicitly(query, keys, values, bias)
+        if keys.shape[1] != query.shape[1]:
+            shape = (-1, query.shape[1], -1, -1)
+            keys, values = keys.expand(shape), values.expand(shape)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self._scale)
+
+    def _attend_explicitly(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend by way of all scores, in float32."""
+        batch, num_heads, num_queries, head_size = query.shape
+        # Heads that share keys become rows of one product.
+        rows = query.float().reshape(batch, keys.shape[1], -1, head_size)
+        scores = torch.matmul(rows, keys.float().transpose(2, 3)).mul_(self._scale)
+        cap = self._params.soft_cap
+        if cap is not None:
+            scores.div_(cap).tanh_().mul_(cap)
+        scores = scores.view(batch, num_heads, num_queries, -1)
+        if bias is not None:
+            scores.add_(bias)
+        probabilities = torch.softmax(scores, dim=-1).view(batch, keys.shape[1], -1, keys.shape[2])
+        result = torch.matmul(probabilities, values.float())
+        return result.view(query.shape).to(query.dtype)

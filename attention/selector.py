@@ -1,0 +1,60 @@
+"""Chooses a backend by name and configuration, before anything is loaded."""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from attention.abstract import AttentionBackend, AttentionSpec
+
+__all__ = ["AUTO", "BACKEND_NAMES", "select_backend"]
+
+AUTO = "auto"
+
+# In the order in which "auto" tries them.
+_BACKENDS = {"torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend")}
+_ABSENT = ("flashinfer", "xformers")
+
+BACKEND_NAMES = (AUTO, *_BACKENDS, *_ABSENT)
+
+
+def select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
+    """Return the backend of a name, or for "auto" the first that accepts the configuration.
+
+    A refusal is a ValueError that gives every reason, and the backends that would do.
+    """
+    if name != AUTO:
+        reasons = _reasons(name, spec)
+        if not reasons:
+            return _load(name)
+        others = [other for other in _BACKENDS if other != name and not _reasons(other, spec)]
+        raise ValueError(f"{_refusal(name, reasons)} {_alternatives(others)}")
+    refused = []
+    for candidate in _BACKENDS:
+        reasons = _reasons(candidate, spec)
+        if not reasons:
+            return _load(candidate)
+        refused.append(_refusal(candidate, reasons))
+    raise ValueError(f"No attention backend serves this configuration. {' '.join(refused)}")
+
+
+def _reasons(name: str, spec: AttentionSpec) -> Sequence[str]:
+    if name in _ABSENT:
+        return ["it is not available in this build"]
+    if name not in _BACKENDS:
+        return [f"there is no such backend, only {', '.join(BACKEND_NAMES)}"]
+    return _load(name).check(spec)
+
+
+def _load(name: str) -> type[AttentionBackend]:
+    module, cls = _BACKENDS[name]
+    backend: type[AttentionBackend] = getattr(import_module(module), cls)
+    return backend
+
+
+def _refusal(name: str, reasons: Sequence[str]) -> str:
+    return f"Attention backend {name!r} refuses: {'; '.join(reasons)}."
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    if not names:
+        return "No other backend serves this configuration."
+    return f"Backends that serve this configuration: {', '.join(names)}."

@@ -1,0 +1,199 @@
+"""The interface: what it refuses, and what it guarantees by itself."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.abstract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    AttentionState,
+    AttentionType,
+    EagerAttentionState,
+)
+from attention.selector import BACKEND_NAMES, select_backend
+from attention.torch_sdpa_backend import TorchSDPABackend, TorchSDPAState
+from tests.attention.rig import params_of
+
+SPEC = AttentionSpec(
+    layers=(params_of(),) * 2, dtype=torch.float32, device=torch.device("cpu"), block_size=16
+)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        AttentionState,
+    ],
+)
+def test_interfaces_are_abstract(cls: type) -> None:
+    assert inspect.isabstract(cls)
+
+
+def test_backend_leaves_nothing_abstract() -> None:
+    assert not inspect.isabstract(TorchSDPABackend)
+    assert not inspect.isabstract(TorchSDPABackend.get_impl_cls())
+    assert not inspect.isabstract(TorchSDPABackend.get_metadata_cls())
+    assert not inspect.isabstract(TorchSDPABackend.get_state_cls())
+    assert not inspect.isabstract(TorchSDPABackend.get_builder_cls())
+
+
+def test_backend_with_a_gap_is_refused_when_it_is_defined() -> None:
+    with pytest.raises(TypeError, match=r"Gappy does not define _refusals, get_builder_cls"):
+
+        class Gappy(AttentionBackend):
+            @staticmethod
+            def get_name() -> str:
+                return "gappy"
+
+
+class RecordingState(EagerAttentionState):
+    """Counts what graph capture allocates."""
+
+    num_held = 0
+    is_broken = False
+
+    def _allocate_capture_buffers(self, max_batch_size: int) -> None:
+        self.num_held = max_batch_size
+        if self.is_broken:
+            raise MemoryError
+
+    def _release_capture_buffers(self) -> None:
+        self.num_held = 0
+
+
+def fail_in_capture(state: RecordingState) -> None:
+    assert state.num_held == 4
+    raise KeyError
+
+
+def test_capture_buffers_are_released_after_an_error() -> None:
+    state = RecordingState(SPEC)
+    with pytest.raises(KeyError), state.graph_capture(4):
+        fail_in_capture(state)
+    assert state.num_held == 0
+
+
+def test_capture_buffers_are_released_if_they_cannot_be_allocated() -> None:
+    state = RecordingState(SPEC)
+    state.is_broken = True
+    with pytest.raises(MemoryError), state.graph_capture(4):
+        pass
+    assert state.num_held == 0
+
+
+def test_backend_without_graphs_says_so() -> None:
+    state = TorchSDPAState(SPEC)
+    assert not TorchSDPABackend.supports_graph_capture
+    with (
+        pytest.raises(NotImplementedError, match="TorchSDPAState does not capture graphs"),
+        state.graph_capture(4),
+    ):
+        pass
+    with pytest.raises(NotImplementedError, match="does not capture"):
+        state.graph_clone(4)
+
+
+def test_sound_configuration_is_accepted() -> None:
+    assert TorchSDPABackend.check(SPEC) == ()
+    assert TorchSDPABackend.check(replace(SPEC, dtype=torch.bfloat16)) == ()
+    half = replace(SPEC, dtype=torch.float16, device=torch.device("cuda"))
+    assert TorchSDPABackend.check(half) == ()
+
+
+def test_every_reason_is_given_at_once() -> None:
+    layer = replace(
+        params_of(),
+        num_heads=5,
+        alibi_slopes=(0.5,),
+        sliding_window=0,
+        soft_cap=-1.0,
+        scale=float("nan"),
+        kv_cache_dtype="fp8_e4m3",
+        attention_type=AttentionType.ENCODER,
+    )
+    other = replace(layer, head_size=0, attention_type=AttentionType.ENCODER_DECODER)
+    spec = AttentionSpec(
+        layers=(layer, other), dtype=torch.float16, device=torch.device("cpu"), block_size=0
+    )
+    reasons = TorchSDPABackend.check(spec)
+    expected = [
+        "block_size is 0",
+        "all layers share one cache",
+        "num_heads 5 is no multiple of num_kv_heads 2",
+        "scale is nan",
+        "sliding_window is 0",
+        "soft_cap is -1.0",
+        "1 ALiBi slopes for 5 heads",
+        "head_size is 0",
+        "float16",
+        "kv_cache_dtype is fp8_e4m3",
+        "attention type is encoder,",
+        "attention type is encoder_decoder,",
+    ]
+    assert len(reasons) == len(expected)
+    for part, reason in zip(expected, reasons, strict=True):
+        assert part in reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (replace(SPEC, device=torch.device("meta")), "device is meta"),
+        (replace(SPEC, dtype=torch.float64), "dtype is torch.float64"),
+        (replace(SPEC, layers=()), "there are no layers"),
+    ],
+)
+def test_single_reasons(spec: AttentionSpec, reason: str) -> None:
+    assert [reason in given for given in TorchSDPABackend.check(spec)] == [True]
+
+
+@pytest.mark.parametrize("name", ["auto", "torch_sdpa"])
+def test_selector_finds_the_backend(name: str) -> None:
+    backend = select_backend(name, SPEC)
+    assert backend is TorchSDPABackend
+    assert backend.get_name() in BACKEND_NAMES
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "xformers"])
+def test_selector_names_what_would_do_instead(name: str) -> None:
+    with pytest.raises(ValueError, match=r"not available in this build.* torch_sdpa\."):
+        select_backend(name, SPEC)
+
+
+def test_selector_refuses_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match=r"no such backend, only auto, torch_sdpa, flashinfer"):
+        select_backend("flashattention", SPEC)
+
+
+@pytest.mark.parametrize("name", ["auto", "torch_sdpa", "xformers"])
+def test_selector_gives_every_reason(name: str) -> None:
+    spec = replace(SPEC, dtype=torch.float16, block_size=0)
+    pattern = "No other backend" if name == "xformers" else r"block_size is 0.*; dtype is torch.fl"
+    with pytest.raises(ValueError, match=pattern):
+        select_backend(name, spec)
+
+
+def test_shards_share_kv_heads_when_there_are_more_ranks() -> None:
+    whole = params_of(8, 2, has_alibi=True)
+    assert whole.alibi_slopes is not None
+    part = whole.shard(3, 4)
+    assert (part.num_heads, part.num_kv_heads) == (2, 1)
+    assert part.alibi_slopes == whole.alibi_slopes[6:]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(6, 2, 4), (12, 3, 2)])
+def test_heads_that_do_not_divide_are_refused(
+    num_heads: int, num_kv_heads: int, num_ranks: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{num_ranks} ranks"):
+        params_of(num_heads, num_kv_heads).shard(0, num_ranks)

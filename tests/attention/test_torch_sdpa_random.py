@@ -1,0 +1,69 @@
+"""Random layers under random steps, against the dense reference."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attention.abstract import AttentionParams
+from tests.attention.rig import Rig, RigSequence, params_of
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> list[AttentionParams]:
+    """Return one to three layers that share a cache."""
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 5]))
+    # Large heads make large blocks, so that decodes are cut into several chunks.
+    head_size = draw(st.sampled_from([8, 40, 256]))
+    return [
+        params_of(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale=draw(st.sampled_from([None, 0.1])),
+            sliding_window=draw(st.sampled_from([None, 1, 5, 16, 33])),
+            soft_cap=draw(st.sampled_from([None, None, 4.0])),
+            has_alibi=draw(st.booleans()),
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+
+
+@given(data=st.data())
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_random_steps_equal_the_dense_reference(data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    rig = Rig(
+        *data.draw(layers()),
+        block_size=block_size,
+        num_blocks=1600 // block_size,
+        seed=data.draw(st.integers(0, 9)),
+    )
+    running: list[RigSequence] = []
+    for _ in range(data.draw(st.integers(2, 6))):
+        new = [rig.sequence() for _ in range(data.draw(st.integers(0, 3)))]
+        chunked = [s for s in running if data.draw(st.integers(0, 3)) == 0]
+        decodes = [s for s in running if s not in chunked and data.draw(st.booleans())]
+        prefills = [(s, data.draw(st.integers(1, 40))) for s in chunked + new]
+        rig.step(prefills, decodes, num_padding=data.draw(st.integers(0, 2)))
+        running += new
+        for sequence in [s for s in running if data.draw(st.integers(0, 5)) == 0]:
+            running.remove(sequence)
+            rig.release(sequence)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_chunked_prompt_equals_the_dense_reference(dtype: torch.dtype) -> None:
+    rig = Rig(
+        params_of(2, 1, 8), params_of(2, 1, 8, sliding_window=200), dtype=dtype, block_size=16
+    )
+    sequence = rig.sequence()
+    for count in (300, 7, 500):
+        rig.step(prefills=[(sequence, count)])
+    rig.step(decodes=[sequence])
