@@ -1,0 +1,150 @@
+"""The sampler of a rank: from logits to the next token of every sampled row.
+
+The order is: bias and min_tokens, penalties, choice (`workers.sampling.choice` defines it).
+Log-probabilities are those of the logits before all that. What a token becomes depends only on
+the logits, the request and the position: not on the batch, the row or an earlier preemption.
+The sampler does not know blocks, plans, or when a sequence ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedray.batch import SequenceStart, TokenLogprobs
+from workers.sampling.arrays import IntArray, upload
+from workers.sampling.edits import LogitEdits
+from workers.sampling.logprobs import RawLogprobs
+from workers.sampling.numpy_choice import NumpyChoice
+from workers.sampling.penalties import Penalties
+from workers.sampling.rows import Need, SamplingRows
+from workers.sampling.torch_choice import TorchChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from workers.sampling.choice import Choice
+
+__all__ = ["Sampled", "Sampler"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The tokens of one step, in the order of the rows."""
+
+    token_ids: Tensor
+    """int64 `[num_rows]`; -1 where the logits hold NaN or +inf, or nothing but -inf."""
+    logprobs: list[TokenLogprobs | None]
+    """Empty if no row asked for them."""
+
+
+class Sampler:
+    """Chooses the next tokens, and remembers for each row what that takes.
+
+    Waits for the device only where log-probabilities are asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        choice: Choice | None = None,
+    ) -> None:
+        """Choose by `choice`, or by what is fastest on the device."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._choice = choice or (NumpyChoice() if device.type == "cpu" else TorchChoice())
+        self._rows = SamplingRows(max_num_rows, vocab_size)
+        self._edits = LogitEdits(vocab_size)
+        self._penalties = Penalties(max_num_rows, vocab_size, device)
+
+    def start(self, start: SequenceStart) -> None:
+        """Let a sequence have its row: nothing of the row's former sequence stays."""
+        self._rows.start(start)
+        self._edits.end(start.row)
+        self._penalties.end(start.row)
+        needs = self._rows.needs(np.array([start.row]))[0]
+        if needs & Need.EDIT:
+            self._edits.start(start)
+        if needs & Need.PENALTY:
+            self._penalties.start(start)
+
+    @torch.no_grad()
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """Return the tokens at these positions of these rows; may overwrite the logits.
+
+        `logits` is `[num_rows, vocab_size or more]`; what is beyond the vocabulary is ignored.
+        """
+        logits = logits[:, : self._vocab_size]
+        row_ids = np.array(rows, dtype=np.int64)
+        needs = self._rows.needs(row_ids)
+        if not needs.any():
+            return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))), [])
+        row_positions = np.array(positions, dtype=np.int64)
+        reported = np.flatnonzero(needs & Need.LOGPROBS)
+        # Their log-probabilities are taken from the logits while these are whole.
+        raw_logprobs = self._raw_logprobs(logits, row_ids, reported)
+        scores = self._edited(logits, row_ids, row_positions, needs)
+        token_ids = self._chosen(scores, row_ids, row_positions, needs)
+        self._count(token_ids, row_ids, needs)
+        if raw_logprobs is None:
+            return Sampled(token_ids, [])
+        logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
+        chosen = token_ids[upload(reported, self._device)]
+        for index, report in zip(reported.tolist(), raw_logprobs.report(chosen), strict=True):
+            logprobs[index] = report
+        return Sampled(token_ids, logprobs)
+
+    def _raw_logprobs(
+        self, logits: Tensor, rows: IntArray, indices: IntArray
+    ) -> RawLogprobs | None:
+        if not len(indices):
+            return None
+        num_likeliest = self._rows.num_logprobs(rows[indices])
+        return RawLogprobs(logits, indices, num_likeliest, self._choice)
+
+    def _edited(
+        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray
+    ) -> Tensor:
+        edited = np.flatnonzero(needs & Need.EDIT)
+        penalized = np.flatnonzero(needs & Need.PENALTY)
+        if not len(edited) and not len(penalized):
+            return logits
+        scores = logits.float()
+        if len(edited):
+            self._edits.apply(scores, edited, rows[edited], positions[edited])
+        if len(penalized):
+            self._penalties.apply(scores, penalized, rows[penalized])
+        return scores
+
+    def _chosen(
+        self, scores: Tensor, rows: IntArray, positions: IntArray, needs: IntArray
+    ) -> Tensor:
+        way = needs & (Need.RANDOM | Need.FILTER)
+        parts = []
+        if len(greedy := np.flatnonzero(way == 0)):
+            parts.append((greedy, self._choice.greedy(scores, greedy)))
+        if len(whole := np.flatnonzero(way == Need.RANDOM)):
+            draws = self._rows.draws(rows[whole], positions[whole])
+            parts.append((whole, self._choice.unfiltered(scores, whole, draws)))
+        if len(cut := np.flatnonzero(way == Need.RANDOM | Need.FILTER)):
+            draws = self._rows.draws(rows[cut], positions[cut])
+            parts.append((cut, self._choice.filtered(scores, cut, draws)))
+        if len(parts) == 1:
+            return parts[0][1]
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        for indices, part in parts:
+            token_ids[upload(indices, self._device)] = part
+        return token_ids
+
+    def _count(self, token_ids: Tensor, rows: IntArray, needs: IntArray) -> None:
+        penalized = np.flatnonzero(needs & Need.PENALTY)
+        if len(penalized):
+            chosen = token_ids[upload(penalized, self._device)]
+            self._penalties.count(rows[penalized], chosen)

@@ -1,0 +1,32 @@
+"""Array types, and the way of small arrays from the host to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "select_rows", "upload"]
+
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:  # Any: every element type
+    """Return the array as a tensor on `device`, without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    # From pageable memory the copy would wait for the device.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def select_rows(matrix: Tensor, indices: IntArray) -> Tensor:
+    """Return these rows of the matrix; the matrix itself if they are all of them, in order."""
+    if len(indices) == len(matrix):
+        return matrix
+    return matrix.index_select(0, upload(indices, matrix.device))

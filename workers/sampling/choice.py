@@ -1,0 +1,69 @@
+"""How a token is chosen from a row of scores: the definition that every implementation follows.
+
+Scores are the logits after bias, masks and penalties. The tokens of a row are *ranked* by score,
+ties by the lower token id; so the likeliest token, the k likeliest and the likeliest that reach a
+probability are always well defined, however many scores are equal.
+
+1. Greedy takes the first rank. Otherwise a token's weight is exp((score - highest) / temperature).
+2. min_p keeps tokens of a weight of `min_p` and more (the likeliest one's weight is 1).
+3. top_k keeps the first k ranks.
+4. top_p keeps the first ranks, up to the one at which the weights first reach `top_p` of the
+   weight of all that steps 2 and 3 kept.
+5. The token is where the running sum of the weights, in order of rank, first exceeds `uniform`
+   of their total. Rows without filters are summed in order of token id, to save the ranking.
+
+A row is *broken* if a score is NaN or +inf, or all are -inf; it gives -1, and no other row is
+touched. A token of weight zero is never chosen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.sampling.arrays import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CHUNK_SIZE", "Choice", "Draws"]
+
+# Sums over the vocabulary go by chunks, then through the chosen chunk: no running sum is that long.
+CHUNK_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draws:
+    """How the tokens of some rows are drawn, `[num_rows]` each, on the host."""
+
+    temperature: FloatArray
+    top_k: IntArray
+    """From 1 to the size of the vocabulary."""
+    top_p: FloatArray
+    min_p: FloatArray
+    uniform: FloatArray
+
+
+class Choice(ABC):
+    """One way to compute the definition above.
+
+    `scores` is `[num_scores, vocab_size]` in any float dtype and is left as it is; `indices` are
+    the rows of it that are meant; tokens come back as int64 `[len(indices)]` on its device.
+    """
+
+    @abstractmethod
+    def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
+        """Return the likeliest tokens."""
+
+    @abstractmethod
+    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from the whole vocabulary."""
+
+    @abstractmethod
+    def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from what min_p, top_k and top_p leave."""
+
+    @abstractmethod
+    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
+        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""

@@ -1,0 +1,86 @@
+"""Changes to single logits: `logit_bias`, and `min_tokens` while it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.sampling.arrays import IntArray, upload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pagedray.batch import SequenceStart
+
+__all__ = ["LogitEdits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _RowEdits:
+    biased_ids: IntArray
+    biases: NDArray[np.float32]
+    ending_ids: IntArray
+    first_ending_position: int
+    """From this position on the ending ids are allowed."""
+
+    def at(self, position: int) -> tuple[IntArray, NDArray[np.float32]]:
+        """Return the distinct token ids to change and what to add to their logits."""
+        if position >= self.first_ending_position:
+            return self.biased_ids, self.biases
+        is_other = ~np.isin(self.biased_ids, self.ending_ids)
+        ids = np.concatenate((self.biased_ids[is_other], self.ending_ids))
+        forbidden = np.full(len(self.ending_ids), -np.inf, dtype=np.float32)
+        return ids, np.concatenate((self.biases[is_other], forbidden))
+
+
+class LogitEdits:
+    """The edits of every row that has some."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._edits_by_row: dict[int, _RowEdits] = {}
+
+    def start(self, start: SequenceStart) -> None:
+        """Replace the edits of the row."""
+        sampling = start.sampling
+        ending_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ending_ids |= set(start.eos_token_ids)
+        # A tokenizer may know more tokens than the model has logits: nothing is to be done there,
+        # and an index beyond the row would reach into another one.
+        biases = {i: bias for i, bias in sampling.logit_bias.items() if self._is_known(i)}
+        self._edits_by_row[start.row] = _RowEdits(
+            biased_ids=np.array(list(biases), dtype=np.int64),
+            biases=np.array(list(biases.values()), dtype=np.float32),
+            ending_ids=np.array(sorted(filter(self._is_known, ending_ids)), dtype=np.int64),
+            first_ending_position=start.num_prompt_tokens + sampling.min_tokens,
+        )
+
+    def end(self, row: int) -> None:
+        """Forget the row."""
+        self._edits_by_row.pop(row, None)
+
+    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray, positions: IntArray) -> None:
+        """Change `scores[indices]`, which belong to these rows and positions, in place."""
+        score_parts, id_parts, value_parts = [], [], []
+        for index, row, position in zip(
+            indices.tolist(), rows.tolist(), positions.tolist(), strict=True
+        ):
+            ids, values = self._edits_by_row[row].at(position)
+            score_parts.append(np.full(len(ids), index))
+            id_parts.append(ids)
+            value_parts.append(values)
+        values = np.concatenate(value_parts)
+        if not len(values):
+            return
+        where = upload(
+            np.stack((np.concatenate(score_parts), np.concatenate(id_parts))), scores.device
+        )
+        # Adding -inf, rather than writing it, keeps a NaN visible.
+        scores[where[0], where[1]] += upload(values, scores.device)
+
+    def _is_known(self, token_id: int) -> bool:
+        return 0 <= token_id < self._vocab_size

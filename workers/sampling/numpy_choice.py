@@ -1,0 +1,193 @@
+"""The choice on the CPU: row by row in NumPy.
+
+A row stays in the core's cache from its first pass to its last, NumPy's `argmax`, `partition` and
+`sort` are vectorized where torch's are not, and no pass waits for a pool of threads.
+Only tokens that may survive the filters are ranked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from workers.sampling.arrays import IntArray
+
+__all__ = ["NumpyChoice"]
+
+Row = NDArray[np.float32]
+
+# Makes bounds that were computed in another rounding safe ones; exact tests come after them.
+SLACK = 0.99
+# Where top_p alone limits a row, tokens of less weight are ranked only if these do not suffice.
+CANDIDATE_WEIGHTS = (0.05, 0.001)
+
+
+class NumpyChoice(Choice):
+    """Chooses from scores on the CPU."""
+
+    def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
+        """Return the likeliest tokens."""
+        return _tokens([_greedy(row) for row in _rows(scores, indices)])
+
+    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from the whole vocabulary."""
+        num_chunks = -(-scores.shape[1] // CHUNK_SIZE)
+        # What lies behind the vocabulary keeps weight zero.
+        weights = np.zeros(num_chunks * CHUNK_SIZE, dtype=np.float32)
+        # A low temperature may take a difference to -inf, which is what it should be.
+        with np.errstate(over="ignore"):
+            return _tokens(
+                [
+                    _unfiltered(row, temperature, uniform, weights)
+                    for row, temperature, uniform in zip(
+                        _rows(scores, indices),
+                        draws.temperature.tolist(),
+                        draws.uniform.tolist(),
+                        strict=True,
+                    )
+                ]
+            )
+
+    def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        with np.errstate(over="ignore"):
+            return _tokens(
+                [
+                    _filtered(row, *limits)
+                    for row, *limits in zip(
+                        _rows(scores, indices),
+                        draws.temperature.tolist(),
+                        draws.top_k.tolist(),
+                        draws.top_p.tolist(),
+                        draws.min_p.tolist(),
+                        draws.uniform.tolist(),
+                        strict=True,
+                    )
+                ]
+            )
+
+    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
+        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
+        ids = np.empty((len(scores), num_ranks), dtype=np.int64)
+        if num_ranks > 0:
+            for rank_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):
+                floor = _kth_highest(row, num_ranks)
+                # In a row with NaN fewer may reach the floor; its ranks mean nothing.
+                found = _rank(row, np.flatnonzero(~(row < floor)))
+                rank_ids[:] = found[:num_ranks]
+        return torch.from_numpy(ids)
+
+
+def _tokens(token_ids: list[int]) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64)
+
+
+def _rows(scores: Tensor, indices: IntArray) -> Iterator[Row]:
+    """Yield the rows as contiguous float32; each is valid until the next."""
+    if scores.dtype != torch.bfloat16:
+        array = scores.numpy()
+        for index in indices.tolist():
+            yield np.ascontiguousarray(array[index], dtype=np.float32)
+        return
+    # NumPy has no bfloat16: it is the upper half of a float32.
+    halves = scores.view(torch.int16).numpy().view(np.uint16)
+    words = np.empty(scores.shape[1], dtype=np.uint32)
+    for index in indices.tolist():
+        words[:] = halves[index]
+        np.left_shift(words, 16, out=words)
+        yield words.view(np.float32)
+
+
+def _greedy(row: Row) -> int:
+    # argmax finds a NaN before any number.
+    token_id = int(row.argmax())
+    return token_id if math.isfinite(row[token_id]) else -1
+
+
+def _unfiltered(row: Row, temperature: float, uniform: float, weights: Row) -> int:
+    highest = row.max()
+    if not math.isfinite(highest):
+        return -1
+    _weigh(row, highest, temperature, out=weights[: len(row)])
+    chunks = weights.reshape(-1, CHUNK_SIZE)
+    sums = chunks.sum(axis=1).cumsum(dtype=np.float64)
+    target = uniform * sums[-1]
+    chunk = int(sums.searchsorted(target, side="right"))
+    if chunk > 0:
+        target -= sums[chunk - 1]
+    inside = chunks[chunk].cumsum(dtype=np.float64)
+    # The chunk's sum was rounded otherwise: what lies beyond falls to its last token with weight.
+    offset = min(inside.searchsorted(target, side="right"), inside.searchsorted(inside[-1]))
+    return chunk * CHUNK_SIZE + int(offset)
+
+
+def _filtered(
+    row: Row, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    highest = row.max()
+    if not math.isfinite(highest):
+        return -1
+    total = None
+    if top_k == len(row) and min_p == 0.0:
+        weights = _weigh(row, highest, temperature, out=np.empty_like(row))
+        total = float(weights.sum())
+        ids = _candidates(weights, total, top_p)
+    else:
+        floor = np.float32(-np.inf)
+        if min_p > 0.0:
+            bound = float(highest) + temperature * math.log(SLACK * min_p)
+            floor = np.nextafter(np.float32(bound), floor)
+        if top_k < len(row):
+            floor = max(floor, _kth_highest(row, top_k))
+        ids = np.flatnonzero(row >= floor)
+    ids = _rank(row, ids)[:top_k]
+    kept = np.exp((row[ids].astype(np.float64) - highest) / temperature)
+    sums = kept[kept >= min_p].cumsum()
+    if top_p < 1.0:
+        limit = top_p * (float(sums[-1]) if total is None else total)
+        sums = sums[: sums.searchsorted(limit) + 1]
+    return int(ids[sums.searchsorted(uniform * sums[-1], side="right")])
+
+
+def _candidates(weights: Row, total: float, top_p: float) -> NDArray[np.intp]:
+    """Return the ids of all tokens that top_p may keep, and not many more."""
+    for floor in CANDIDATE_WEIGHTS:
+        ids = np.flatnonzero(weights >= floor)
+        # float32 sums of this length are right to about 1e-6.
+        if (1.0 - 1e-4) * weights[ids].sum() >= top_p * total:
+            return ids
+    # All tokens of a weight up to this one weigh less than what top_p leaves out.
+    return np.flatnonzero(weights >= SLACK * (1.0 - top_p) * total / len(weights))
+
+
+def _weigh(row: Row, highest: np.float32, temperature: float, *, out: Row) -> Row:
+    np.subtract(row, highest, out=out)
+    if temperature != 1.0:
+        np.divide(out, np.float32(temperature), out=out)
+    return np.exp(out, out=out)
+
+
+def _kth_highest(row: Row, k: int) -> np.float32:
+    value: np.float32 = np.partition(row, len(row) - k)[len(row) - k]
+    return value
+
+
+def _rank(row: Row, ids: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the ids by descending score, ties by ascending id."""
+    # One integer sorts as (score, id): a float's bits sort like the float if those of a negative
+    # one are turned round. Adding zero makes -0.0 and 0.0 the same.
+    bits = (row[ids] + np.float32(0.0)).view(np.int32).astype(np.int64)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    keys = (~bits << 32) | ids
+    keys.sort()
+    return keys & 0xFFFFFFFF

@@ -1,0 +1,155 @@
+"""Repetition, presence and frequency penalties, and the token counts that they need.
+
+Only rows with a penalty have counts. They live in slots `[num_slots, vocab_size]` on the device,
+which grow by doubling and are taken over by later rows. `penalize` does what the words say for the
+whole vocabulary; on the CPU `penalize_seen` does it for the tokens that were seen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.sampling.arrays import IntArray, upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.batch import SequenceStart
+
+__all__ = ["Penalties", "penalize", "penalize_seen"]
+
+
+Strengths = NDArray[np.float32]
+
+
+class Penalties:
+    """The penalties of every row that has some."""
+
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slot_by_row: dict[int, int] = {}
+        self._free_slots: list[int] = []
+        self._output_counts = self._zeros(0, torch.int32)
+        self._is_seen = self._zeros(0, torch.bool)
+        self._strengths: Strengths = np.zeros((max_num_rows, 3), dtype=np.float32)
+
+    def start(self, start: SequenceStart) -> None:
+        """Replace the penalties of the row, and count the tokens it begins with."""
+        sampling, slot = start.sampling, self._slot_of(start.row)
+        self._strengths[start.row] = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        output_ids = self._known(start.token_ids[start.num_prompt_tokens :])
+        counts = np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32)
+        is_seen = np.zeros(self._vocab_size, dtype=np.bool_)
+        is_seen[self._known(start.token_ids)] = True
+        self._output_counts[slot].copy_(upload(counts, self._device))
+        self._is_seen[slot].copy_(upload(is_seen, self._device))
+
+    def end(self, row: int) -> None:
+        """Forget the row."""
+        slot = self._slot_by_row.pop(row, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def apply(self, scores: Tensor, indices: IntArray, rows: IntArray) -> None:
+        """Penalize `scores[indices]`, which belong to these rows, in place."""
+        strengths, slots = self._strengths[rows], self._slots(rows)
+        if self._device.type == "cpu":
+            penalize_seen(scores, indices, self._is_seen, self._output_counts, slots, strengths)
+        else:
+            penalize(scores, indices, self._is_seen, self._output_counts, slots, strengths)
+
+    def count(self, rows: IntArray, token_ids: Tensor) -> None:
+        """Take up the tokens just sampled for these rows; -1 is none."""
+        slots = upload(self._slots(rows), self._device)
+        is_token, token_ids = token_ids >= 0, token_ids.clamp(min=0)
+        self._output_counts[slots, token_ids] += is_token
+        self._is_seen[slots, token_ids] |= is_token
+
+    def _slots(self, rows: IntArray) -> IntArray:
+        return np.array([self._slot_by_row[row] for row in rows.tolist()], dtype=np.int64)
+
+    def _slot_of(self, row: int) -> int:
+        if row not in self._slot_by_row:
+            if not self._free_slots:
+                self._grow()
+            self._slot_by_row[row] = self._free_slots.pop()
+        return self._slot_by_row[row]
+
+    def _grow(self) -> None:
+        num_slots = len(self._output_counts)
+        num_added = min(max(num_slots, 1), len(self._strengths) - num_slots)
+        assert num_added > 0
+        self._free_slots += range(num_slots, num_slots + num_added)
+        self._output_counts = self._extended(self._output_counts, num_added)
+        self._is_seen = self._extended(self._is_seen, num_added)
+
+    def _extended(self, slots: Tensor, num_added: int) -> Tensor:
+        extended = self._zeros(len(slots) + num_added, slots.dtype)
+        extended[: len(slots)] = slots
+        return extended
+
+    def _zeros(self, num_slots: int, dtype: torch.dtype) -> Tensor:
+        # Made in inference mode, it could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            return torch.zeros(num_slots, self._vocab_size, dtype=dtype, device=self._device)
+
+    def _known(self, token_ids: Sequence[int]) -> IntArray:
+        # A placeholder, of an image say, has an id but no logit.
+        ids = np.array(token_ids, dtype=np.int64)
+        return ids[(ids >= 0) & (ids < self._vocab_size)]
+
+
+def penalize(
+    scores: Tensor,
+    indices: IntArray,
+    is_seen: Tensor,
+    output_counts: Tensor,
+    slots: IntArray,
+    strengths: Strengths,
+) -> None:
+    """Penalize `scores[indices]` by these slots of the counts, in place, on any device.
+
+    `strengths` is `[num_indices, 3]`: repetition, presence, frequency.
+    """
+    # [num_indices, 1] each.
+    repetition, presence, frequency = upload(strengths, scores.device).unsqueeze(-1).unbind(1)
+    index, slot = upload(np.stack((indices, slots)), scores.device)
+    penalized, counts = scores[index], output_counts[slot]
+    if (strengths[:, 0] != 1.0).any():
+        weakened = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+        penalized = torch.where(is_seen[slot], weakened, penalized)
+    if strengths[:, 1].any():
+        penalized -= (counts > 0) * presence
+    if strengths[:, 2].any():
+        penalized -= counts * frequency
+    scores[index] = penalized
+
+
+def penalize_seen(
+    scores: Tensor,
+    indices: IntArray,
+    is_seen: Tensor,
+    output_counts: Tensor,
+    slots: IntArray,
+    strengths: Strengths,
+) -> None:
+    """Do the same on the CPU, at the cost of the tokens that were seen."""
+    score_rows, seen_rows, count_rows = scores.numpy(), is_seen.numpy(), output_counts.numpy()
+    for index, slot, strength in zip(indices.tolist(), slots.tolist(), strengths, strict=True):
+        repetition, presence, frequency = strength
+        ids = np.flatnonzero(seen_rows[slot])
+        values, counts = score_rows[index, ids], count_rows[slot, ids].astype(np.float32)
+        # An absurd penalty makes its own row infinite, hence broken.
+        with np.errstate(all="ignore"):
+            values = np.where(values > 0, values / repetition, values * repetition)
+            score_rows[index, ids] = values - (counts > 0) * presence - counts * frequency

@@ -1,0 +1,91 @@
+"""What each row of the batch asks of the sampler, as arrays over the rows, on the host."""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workers.sampling.choice import Draws
+from workers.sampling.randomness import generator_start, uniforms
+
+if TYPE_CHECKING:
+    from pagedray.batch import SequenceStart
+    from workers.sampling.arrays import FloatArray, IntArray
+
+__all__ = ["Need", "SamplingRows"]
+
+# Below it, float32 logits that differ at all leave the lesser one no probability.
+LOWEST_TEMPERATURE = 1e-20
+
+
+class Need(IntFlag):
+    """What a row asks for beyond the likeliest token."""
+
+    RANDOM = 1
+    FILTER = 2
+    EDIT = 4
+    PENALTY = 8
+    LOGPROBS = 16
+
+
+class SamplingRows:
+    """The sampling parameters of every row."""
+
+    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._needs = np.zeros(max_num_rows, dtype=np.int64)
+        self._generator_starts = np.zeros(max_num_rows, dtype=np.uint64)
+        self._temperature = np.ones(max_num_rows)
+        self._top_k = np.zeros(max_num_rows, dtype=np.int64)
+        self._top_p = np.ones(max_num_rows)
+        self._min_p = np.zeros(max_num_rows)
+        self._num_logprobs = np.zeros(max_num_rows, dtype=np.int64)
+
+    def start(self, start: SequenceStart) -> None:
+        """Replace all that is known of the row."""
+        row, sampling = start.row, start.sampling
+        self._needs[row] = self._needs_of(start)
+        self._generator_starts[row] = generator_start(start.seed, start.index)
+        self._temperature[row] = max(sampling.temperature, LOWEST_TEMPERATURE)
+        self._top_k[row] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._num_logprobs[row] = sampling.logprobs or 0
+
+    def needs(self, rows: IntArray) -> IntArray:
+        """Return the `Need` flags of these rows."""
+        return self._needs[rows]
+
+    def num_logprobs(self, rows: IntArray) -> IntArray:
+        """Return how many likeliest tokens these rows report."""
+        return np.minimum(self._num_logprobs[rows], self._vocab_size)
+
+    def draws(self, rows: IntArray, positions: IntArray) -> Draws:
+        """Return how the tokens at these positions of these rows are drawn."""
+        return Draws(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            uniform=self._uniforms(rows, positions),
+        )
+
+    def _uniforms(self, rows: IntArray, positions: IntArray) -> FloatArray:
+        return uniforms(self._generator_starts[rows], positions)
+
+    def _needs_of(self, start: SequenceStart) -> Need:
+        sampling, need = start.sampling, Need(0)
+        if not sampling.is_greedy:
+            need |= Need.RANDOM
+            is_cut_off = 0 < sampling.top_k < self._vocab_size
+            if is_cut_off or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+                need |= Need.FILTER
+        if sampling.logit_bias or sampling.min_tokens > 0:
+            need |= Need.EDIT
+        if sampling.has_penalty:
+            need |= Need.PENALTY
+        if sampling.logprobs is not None:
+            need |= Need.LOGPROBS
+        return need

@@ -1,0 +1,97 @@
+"""The choice on any device, for the whole batch at once, and without waiting for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workers.sampling.arrays import IntArray, select_rows, upload
+from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
+
+__all__ = ["TorchChoice"]
+
+# Up to here selecting the first ranks is cheaper than sorting all.
+MOST_SELECTED = 1024
+
+
+class TorchChoice(Choice):
+    """Chooses from scores on any device."""
+
+    def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
+        """Return the likeliest tokens."""
+        scores = select_rows(scores, indices)
+        token_ids = scores.argmax(dim=-1, keepdim=True)
+        # argmax finds a NaN before any number.
+        is_sound = scores.gather(1, token_ids).isfinite()
+        return token_ids.masked_fill_(~is_sound, -1).squeeze(1)
+
+    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from the whole vocabulary."""
+        scores = select_rows(scores, indices)
+        num_rows, vocab_size = scores.shape
+        temperature, uniform = _columns(scores.device, draws.temperature, draws.uniform)
+        num_chunks = -(-vocab_size // CHUNK_SIZE)
+        padding = num_chunks * CHUNK_SIZE - vocab_size
+        weights = functional.pad(scores.float(), (0, padding), value=-torch.inf)
+        weights = weights - weights.amax(dim=-1, keepdim=True)
+        weights = weights.div_(temperature.float()).exp_()
+        chunks = weights.view(num_rows, num_chunks, CHUNK_SIZE)
+        sums = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [num_rows, num_chunks]
+        total = sums[:, -1:]
+        target = uniform * total
+        chunk = (sums <= target).sum(dim=-1, keepdim=True)
+        before = functional.pad(sums, (1, 0)).gather(1, chunk)
+        where = chunk.unsqueeze(-1).expand(-1, -1, CHUNK_SIZE)
+        inside = chunks.gather(1, where).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+        # The chunk's sum may have been rounded otherwise: what lies beyond falls to its last token
+        # with weight.
+        offset = torch.minimum(
+            (inside <= target - before).sum(dim=-1, keepdim=True),
+            (inside < inside[:, -1:]).sum(dim=-1, keepdim=True),
+        )
+        token_ids = chunk * CHUNK_SIZE + offset
+        # One NaN makes the total NaN, and so does a highest score that is infinite.
+        return token_ids.masked_fill_(~total.isfinite(), -1).squeeze(1)
+
+    def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        scores = select_rows(scores, indices).float()
+        temperature, top_k, top_p, min_p, uniform = _columns(
+            scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform
+        )
+        highest = scores.amax(dim=-1, keepdim=True)
+        ids = self.ranked(scores, int(draws.top_k.max()))
+        weights = scores.gather(1, ids).double().sub_(highest).div_(temperature).exp_()
+        ranks = torch.arange(ids.shape[1], device=scores.device)
+        weights = weights.masked_fill_((ranks >= top_k) | (weights < min_p), 0.0)
+        sums = weights.cumsum(dim=-1)  # [num_rows, num_ranks]
+        before = functional.pad(sums[:, :-1], (1, 0))
+        num_kept = (before < top_p * sums[:, -1:]).sum(dim=-1, keepdim=True)
+        # Before the broken rows are marked, theirs may be 0.
+        total = sums.gather(1, (num_kept - 1).clamp_(min=0))
+        rank = (sums <= uniform * total).sum(dim=-1, keepdim=True).clamp_(max=ids.shape[1] - 1)
+        token_ids = ids.gather(1, rank)
+        return token_ids.masked_fill_(~highest.isfinite(), -1).squeeze(1)
+
+    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
+        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
+        if num_ranks > MOST_SELECTED:
+            order = scores.sort(dim=-1, descending=True, stable=True).indices
+            return order[:, :num_ranks]
+        # topk promises no order of ties, so the id becomes part of the key. A float's bits sort
+        # like the float if those of a negative one are turned round; adding zero makes -0.0 and
+        # 0.0 the same.
+        bits = (scores.float() + 0.0).view(torch.int32).long()
+        bits ^= (bits >> 31) & 0x7FFFFFFF
+        last_id = scores.shape[1] - 1
+        reversed_ids = torch.arange(last_id, -1, -1, device=scores.device)
+        keys = (bits << 32).bitwise_or_(reversed_ids).topk(num_ranks, dim=-1).values
+        return last_id - (keys & 0xFFFFFFFF)
+
+
+def _columns(device: torch.device, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+    """Return the arrays as float64 columns `[num_rows, 1]` on the device, in one copy."""
+    columns = upload(np.stack(arrays, dtype=np.float64), device)
+    return columns.unsqueeze(-1).unbind(0)
