@@ -1,0 +1,1 @@
+"""Plain-Python scheduling: which sequences run, on which blocks."""

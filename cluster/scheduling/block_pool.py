@@ -1,0 +1,150 @@
+"""The blocks of one pool, on the device or on the CPU: which are free, owned or in transit.
+
+A block is owned while a sequence has a reference to it, in transit while a copy still
+reads or writes it but no sequence owns it, and free otherwise. A free block whose
+content is worth keeping is idle: it is handed out only when no other is left, the one
+that was released first before the others.
+
+The pool knows numbers only; what a block holds is the prefix cache's matter.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from pagedray.errors import PagedRayError
+
+__all__ = ["BlockError", "BlockPool"]
+
+
+class BlockError(PagedRayError):
+    """A block was used in a way that its state forbids."""
+
+
+class BlockPool:
+    """Hands out blocks `0 .. num_blocks - 1` and takes them back; every verb is O(1)."""
+
+    __slots__ = (
+        "_free",
+        "_idle",
+        "_is_kept",
+        "_num_pins",
+        "_num_references",
+        "_on_evict",
+        "num_blocks",
+        "num_in_transit",
+    )
+
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None) -> None:
+        self.num_blocks = num_blocks
+        self.num_in_transit = 0
+        """Blocks that a copy still uses and no sequence owns."""
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._num_references = [0] * num_blocks
+        self._num_pins = [0] * num_blocks
+        self._is_kept = bytearray(num_blocks)
+        self._on_evict = on_evict
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks whose content is kept."""
+        return len(self._idle)
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks that a sequence has a reference to."""
+        return self.num_blocks - self.num_free - self.num_in_transit
+
+    def num_references(self, block: int) -> int:
+        """Return how many sequences own a block."""
+        return self._num_references[self._checked(block)]
+
+    def num_pins(self, block: int) -> int:
+        """Return how many copies use a block."""
+        return self._num_pins[self._checked(block)]
+
+    def is_idle(self, block: int) -> bool:
+        """Return whether a block is free with its content kept."""
+        return block in self._idle
+
+    def allocate(self) -> int:
+        """Return a free block, owned once; the least recently used idle one if all are idle."""
+        if self._free:
+            block = self._free.pop()
+        elif self._idle:
+            block = self._idle.popitem(last=False)[0]
+            self._is_kept[block] = False
+            if self._on_evict is not None:
+                self._on_evict(block)
+        else:
+            raise BlockError(f"None of the {self.num_blocks} blocks is free.")
+        self._num_references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add an owner to a block that is owned, in transit or idle."""
+        if not self._num_references[self._checked(block)]:
+            if self._num_pins[block]:
+                self.num_in_transit -= 1
+            elif block in self._idle:
+                del self._idle[block]
+            else:
+                raise BlockError(f"Block {block} is free, so its content is not to be shared.")
+        self._num_references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Take one owner from a block."""
+        if not self._num_references[self._checked(block)]:
+            raise BlockError(f"Block {block} is released but nobody owns it.")
+        self._num_references[block] -= 1
+        if self._num_references[block]:
+            return
+        if self._num_pins[block]:
+            self.num_in_transit += 1
+        else:
+            self._set_free(block)
+
+    def pin(self, block: int) -> None:
+        """Hold an owned block until `unpin`, because a copy uses it."""
+        if not self._num_references[self._checked(block)]:
+            raise BlockError(f"Block {block} is copied but nobody owns it.")
+        self._num_pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        """Let go of a block, because a copy is done with it."""
+        if not self._num_pins[self._checked(block)]:
+            raise BlockError(f"Block {block} is let go but no copy uses it.")
+        self._num_pins[block] -= 1
+        if not self._num_pins[block] and not self._num_references[block]:
+            self.num_in_transit -= 1
+            self._set_free(block)
+
+    def keep(self, block: int) -> None:
+        """Make an owned block idle, not plainly free, once it has no owner."""
+        if not self._num_references[self._checked(block)]:
+            raise BlockError(f"Block {block} is to be kept but nobody owns it.")
+        self._is_kept[block] = True
+
+    def discard(self, block: int) -> None:
+        """Undo `keep`: the content of a block is of no more use."""
+        self._is_kept[self._checked(block)] = False
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
+    def _set_free(self, block: int) -> None:
+        if self._is_kept[block]:
+            self._idle[block] = None
+        else:
+            self._free.append(block)
+
+    def _checked(self, block: int) -> int:
+        # A negative index would silently reach a block from the other end.
+        if 0 <= block < self.num_blocks:
+            return block
+        raise BlockError(f"Block {block} is not in the pool of {self.num_blocks}.")

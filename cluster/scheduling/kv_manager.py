@@ -1,0 +1,257 @@
+"""The blocks that sequences hold: block tables, prefix hits, forks and swaps.
+
+Each verb that takes blocks takes all it needs or none. The manager knows what is in a
+block and which copy uses it; when a sequence runs or makes room is the scheduler's matter.
+"""
+
+import sys
+from collections import deque
+from typing import NamedTuple
+
+from cluster.scheduling.block_pool import BlockPool
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.sequence import Sequence
+from pagedray.batch import BlockCopy
+
+__all__ = ["KvManager"]
+
+
+class _Swap(NamedTuple):
+    """Blocks that are being copied between the pools until a step is acknowledged."""
+
+    step: int
+    block_ids: list[int]
+    cpu_block_ids: list[int]
+
+
+class KvManager:
+    """Owns both pools and the prefix cache."""
+
+    __slots__ = (
+        "_block_size",
+        "_on_evict",
+        "_swaps",
+        "cpu_pool",
+        "num_hit_tokens",
+        "num_queried_tokens",
+        "pool",
+        "prefix_cache",
+    )
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        prefix_cache: PrefixCache | None,
+    ) -> None:
+        self._block_size = block_size
+        self._swaps: deque[_Swap] = deque()
+        self.prefix_cache = prefix_cache
+        self._on_evict = None if prefix_cache is None else prefix_cache.forget
+        self.pool = BlockPool(num_blocks, on_evict=self._on_evict)
+        self.cpu_pool = BlockPool(num_cpu_blocks, on_evict=None)
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def clear(self) -> None:
+        """Make every block free and empty, whoever has it; `disown` tells the sequences."""
+        self._swaps.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+        self.pool = BlockPool(self.pool.num_blocks, on_evict=self._on_evict)
+        self.cpu_pool = BlockPool(self.cpu_pool.num_blocks, on_evict=None)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold `num_tokens`."""
+        return -(-num_tokens // self._block_size)
+
+    def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
+        """Give a sequence blocks for `num_tokens`, cached ones first, or return False.
+
+        Nothing is given unless `num_spare` blocks stay free. `num_computed` becomes what
+        the cache spares; at least one known token is always left to compute.
+        """
+        hits = self._find_cached(sequence)
+        num_missing = self.blocks_for(num_tokens) - len(hits)
+        num_idle_hits = sum(self.pool.is_idle(block) for block in hits)
+        if num_missing + num_idle_hits + num_spare > self.pool.num_free:
+            return False
+        for block in hits:
+            self.pool.share(block)
+        sequence.block_ids = hits
+        sequence.num_slots = len(hits) * self._block_size
+        sequence.num_computed = sequence.num_slots
+        sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
+        self._set_registered(sequence, len(hits))
+        if self.prefix_cache is not None:
+            self.num_queried_tokens += len(sequence.token_ids)
+            self.num_hit_tokens += sequence.num_slots
+        return True
+
+    def fork(
+        self, sequence: Sequence, donor: Sequence, *, num_tokens: int, num_spare: int
+    ) -> list[BlockCopy] | None:
+        """Give a sequence its sibling's prompt, or return None if there is no room.
+
+        The last prompt token is left to compute. Its block is the sequence's own, because
+        it will be written: the copy fills it, unless that token is the first one in it.
+        """
+        last_position = sequence.num_prompt_tokens - 1
+        num_shared = last_position // self._block_size
+        num_missing = self.blocks_for(num_tokens) - num_shared
+        if num_missing + num_spare > self.pool.num_free:
+            return None
+        shared = donor.block_ids[:num_shared]
+        for block in shared:
+            self.pool.share(block)
+        sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
+        target = sequence.reserved_block_ids.pop()
+        sequence.block_ids = [*shared, target]
+        sequence.num_slots = len(sequence.block_ids) * self._block_size
+        sequence.num_computed = last_position
+        sequence.keys = donor.keys[:num_shared]
+        self._set_registered(sequence, num_shared)
+        if last_position % self._block_size == 0:
+            return []
+        return [BlockCopy(donor.block_ids[num_shared], target)]
+
+    def append(self, sequence: Sequence) -> int | None:
+        """Add a block to a table and return it, or None if none is free."""
+        if sequence.reserved_block_ids:
+            block = sequence.reserved_block_ids.pop()
+        elif self.pool.num_free:
+            block = self.pool.allocate()
+        else:
+            return None
+        sequence.block_ids.append(block)
+        sequence.num_slots += self._block_size
+        return block
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Make a table hold `num_tokens` out of the reserve, and return the added blocks."""
+        num_added = self.blocks_for(num_tokens) - len(sequence.block_ids)
+        added = [sequence.reserved_block_ids.pop() for _ in range(num_added)]
+        sequence.block_ids += added
+        sequence.num_slots = len(sequence.block_ids) * self._block_size
+        return added
+
+    def register(self, sequence: Sequence) -> None:
+        """Offer blocks that are full of known, computed tokens to the prefix cache."""
+        if self.prefix_cache is None:
+            return
+        num_tokens = min(len(sequence.token_ids), sequence.num_computed)
+        num_full = num_tokens // self._block_size
+        for index in range(sequence.num_registered, num_full):
+            self._hash_up_to(sequence, index, self.prefix_cache)
+            if self.prefix_cache.put(sequence.keys[index], sequence.block_ids[index]):
+                self.pool.keep(sequence.block_ids[index])
+        self._set_registered(sequence, max(num_full, sequence.num_registered))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks out of the prefix cache, because their content is bad."""
+        if self.prefix_cache is None:
+            return
+        for block in sequence.block_ids[: sequence.num_registered]:
+            self.prefix_cache.forget(block)
+            self.pool.discard(block)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks from a sequence, wherever they are."""
+        # The end of a chain is of no use without its beginning, so it is to be evicted first.
+        for block in reversed(sequence.block_ids):
+            self.pool.release(block)
+        for block in sequence.reserved_block_ids:
+            self.pool.release(block)
+        for block in sequence.cpu_block_ids:
+            self.cpu_pool.release(block)
+        self.disown(sequence)
+
+    def disown(self, sequence: Sequence) -> None:
+        """Make a sequence forget its blocks, whoever has them."""
+        sequence.block_ids = []
+        sequence.num_slots = 0
+        sequence.reserved_block_ids = []
+        sequence.cpu_block_ids = []
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """Return whether the CPU pool has room for what a sequence has computed."""
+        return 0 < len(sequence.block_ids) <= self.cpu_pool.num_free
+
+    def swap_out(self, sequence: Sequence, step: int) -> list[BlockCopy]:
+        """Move a sequence to the CPU pool, and return the copies that `step` makes."""
+        sources = sequence.block_ids
+        targets = [self.cpu_pool.allocate() for _ in sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.pool.pin(source)
+            self.cpu_pool.pin(target)
+        self._swaps.append(_Swap(step, sources, targets))
+        self.release(sequence)
+        sequence.cpu_block_ids = targets
+        return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+
+    def swap_in(
+        self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
+    ) -> list[BlockCopy] | None:
+        """Move a sequence back with blocks for `num_tokens`, or return None if there is no room.
+
+        The blocks hold their content once `step` is acknowledged.
+        """
+        num_blocks = self.blocks_for(num_tokens)
+        if num_blocks + num_spare > self.pool.num_free:
+            return None
+        sources = sequence.cpu_block_ids
+        targets = [self.pool.allocate() for _ in sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.cpu_pool.pin(source)
+            self.pool.pin(target)
+        # The record keeps a list of its own, because the block table grows.
+        self._swaps.append(_Swap(step, list(targets), sources))
+        self.release(sequence)
+        sequence.block_ids = targets
+        sequence.num_slots = len(targets) * self._block_size
+        sequence.reserved_block_ids = [
+            self.pool.allocate() for _ in range(num_blocks - len(targets))
+        ]
+        self._set_registered(sequence, 0)
+        return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+
+    def acknowledge(self, step: int) -> None:
+        """Let go of the blocks that copies up to `step` used: every rank has made them."""
+        while self._swaps and self._swaps[0].step <= step:
+            swap = self._swaps.popleft()
+            for block in reversed(swap.block_ids):
+                self.pool.unpin(block)
+            for block in swap.cpu_block_ids:
+                self.cpu_pool.unpin(block)
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """Return the longest run of cached blocks that a sequence may begin with."""
+        hits: list[int] = []
+        if self.prefix_cache is None:
+            return hits
+        for index in range((len(sequence.token_ids) - 1) // self._block_size):
+            self._hash_up_to(sequence, index, self.prefix_cache)
+            block = self.prefix_cache.find(sequence.keys[index])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:
+        """Make sure that the keys reach block `index`, whose predecessors have theirs."""
+        keys = sequence.keys
+        if index < len(keys):
+            return
+        assert index == len(keys)
+        parent = keys[-1].digest if keys else cache.root(sequence.active.request.tenant)
+        first = index * self._block_size
+        keys.append(cache.key_after(parent, sequence.token_ids[first : first + self._block_size]))
+
+    def _set_registered(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.num_registered = num_blocks
+        if self.prefix_cache is None:
+            sequence.next_full = sys.maxsize
+        else:
+            sequence.next_full = (num_blocks + 1) * self._block_size

@@ -1,0 +1,96 @@
+"""A step plan while it is being made."""
+
+from cluster.scheduling.sequence import Sequence
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+
+__all__ = ["PlanDraft"]
+
+
+class PlanDraft:
+    """What a step will run, as far as it has been decided."""
+
+    __slots__ = (
+        "budget",
+        "chunk_samples",
+        "chunks",
+        "copies",
+        "ended_rows",
+        "num_stalled",
+        "prefilled",
+        "single_samples",
+        "singles",
+        "starts",
+        "step",
+        "swap_ins",
+        "swap_outs",
+    )
+
+    def __init__(self, step: int, *, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        """Tokens that may still be added."""
+        self.ended_rows: list[int] = []
+        self.starts: list[SequenceStart] = []
+        self.swap_outs: list[BlockCopy] = []
+        self.swap_ins: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
+        self.chunks: list[SequencePlan] = []
+        self.singles: list[SequencePlan] = []
+        self.chunk_samples: list[Sequence] = []
+        self.single_samples: list[Sequence] = []
+        self.prefilled: list[Sequence] = []
+        """Sequences that computed known tokens only."""
+        self.num_stalled = 0
+        """Running sequences that must wait a step for a block."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it that a worker must be told."""
+        return not (self.singles or self.chunks or self.ended_rows or self.starts)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the output."""
+        return self.chunk_samples + self.single_samples
+
+    def add_start(self, sequence: Sequence) -> None:
+        """Tell the worker all about a sequence that has been given a row."""
+        request = sequence.active.request
+        self.starts.append(
+            SequenceStart(
+                sequence.row,
+                list(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                list(sequence.block_ids),
+                request.sampling,
+                request.seed,
+                sequence.index,
+                () if request.sampling.ignore_eos else request.eos_token_ids,
+            )
+        )
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int, new_block_ids: list[int]) -> None:
+        """Compute the next `num_tokens` known tokens, and sample if they are the last."""
+        position = sequence.num_computed
+        is_sampled = position + num_tokens == sequence.length
+        plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, new_block_ids)
+        self.budget -= num_tokens
+        self.prefilled.append(sequence)
+        if num_tokens > 1:
+            self.chunks.append(plan)
+        else:
+            self.singles.append(plan)
+        if is_sampled:
+            (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
+
+    def build(self) -> StepPlan:
+        """Return the plan."""
+        return StepPlan(
+            self.step,
+            self.chunks + self.singles,
+            self.starts,
+            self.ended_rows,
+            self.swap_outs,
+            self.swap_ins,
+            self.copies,
+        )

@@ -1,0 +1,203 @@
+"""How one step's token budget, rows and blocks are shared out.
+
+What runs comes first, then what was swapped out, then what waits. Blocks are taken from
+the last in rank for the first, never the other way round; who finds none behind it
+waits. Hence the first of the running sequences always moves on, and in the end all do.
+"""
+
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.plan_draft import PlanDraft
+from cluster.scheduling.policy import SwapCosts, choose_victim, is_spared, is_swap_better
+from cluster.scheduling.roster import Roster
+from cluster.scheduling.sequence import Sequence, SequenceState
+from pagedray.batch import SequencePlan
+from pagedray.config import SchedulerConfig
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes plans; it changes what sequences hold, but sees no token."""
+
+    def __init__(
+        self,
+        kv: KvManager,
+        roster: Roster,
+        *,
+        config: SchedulerConfig,
+        swap_costs: SwapCosts | None,
+    ) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._config = config
+        self._swap_costs = swap_costs
+        self.num_swap_preemptions = 0
+        self.num_recompute_preemptions = 0
+
+    def plan(self, step: int, *, acknowledged_step: int, now_s: float | None) -> PlanDraft:
+        """Return what `step` runs, which may be nothing."""
+        draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
+        draft.ended_rows += self._roster.take_ended_rows()
+        for sequence in self._plan_decodes(draft):
+            if draft.budget:
+                self._plan_chunk(sequence, draft)
+        draft.ended_rows += self._roster.take_ended_rows()
+        if self._bring_back(draft, acknowledged_step):
+            self._start_waiting(draft, now_s)
+        self._register(draft)
+        return draft
+
+    def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
+        """Plan the next token of each running sequence, and return those still at known tokens."""
+        prefills: list[Sequence] = []
+        singles, samples = draft.singles, draft.single_samples
+        # Making room takes sequences out of the queue, but only from behind the loop.
+        for sequence in self._roster.running:
+            if sequence.is_prefill:
+                prefills.append(sequence)
+                continue
+            length = sequence.length
+            if length == sequence.max_length:
+                continue
+            if not draft.budget:
+                break
+            position = sequence.num_computed
+            if position < sequence.num_slots:
+                plan = SequencePlan(sequence.row, position, 1, True)
+            else:
+                block = self._make_room(sequence, draft)
+                if block is None:
+                    continue
+                plan = SequencePlan(sequence.row, position, 1, True, [block])
+            draft.budget -= 1
+            singles.append(plan)
+            samples.append(sequence)
+            sequence.num_computed = position + 1
+            sequence.length = length + 1
+        return prefills
+
+    def _plan_chunk(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Plan as many of a sequence's known tokens as the budget allows."""
+        num_tokens = min(draft.budget, sequence.length - sequence.num_computed)
+        num_computed = sequence.num_computed + num_tokens
+        draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
+        sequence.num_computed = num_computed
+        if num_computed == sequence.length:
+            sequence.is_prefill = False
+            sequence.length += 1
+        if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
+            sequence.prompt_step = draft.step
+
+    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
+        """Add a block to a running sequence and return it, or None if it must wait a step."""
+        while (block := self._kv.append(sequence)) is None:
+            # Blocks on their way out may be enough for those that wait already and this one.
+            if self._kv.pool.num_in_transit > draft.num_stalled:
+                break
+            victim = choose_victim(self._roster.running, sequence)
+            if victim is None:
+                break
+            self._preempt(victim, draft)
+        else:
+            return block
+        draft.num_stalled += 1
+        return None
+
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Take row and blocks from a running sequence."""
+        sequence.num_preemptions += 1
+        if self._kv.can_swap_out(sequence) and is_swap_better(
+            self._config.preemption,
+            self._swap_costs,
+            num_blocks=len(sequence.block_ids),
+            num_tokens=sequence.num_computed,
+        ):
+            draft.swap_outs += self._kv.swap_out(sequence, draft.step)
+            sequence.ready_step = draft.step
+            self._roster.retreat(sequence, SequenceState.SWAPPED)
+            self.num_swap_preemptions += 1
+        else:
+            self._kv.release(sequence)
+            sequence.forget_computed()
+            self._roster.retreat(sequence, SequenceState.WAITING)
+            self.num_recompute_preemptions += 1
+
+    def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> bool:
+        """Swap sequences in while there is room, and return whether all are back."""
+        swapped = self._roster.swapped
+        while swapped and self._roster.has_free_row:
+            sequence = swapped[0]
+            if sequence.ready_step > acknowledged_step or sequence.num_pending:
+                break
+            copies = self._kv.swap_in(
+                sequence,
+                draft.step,
+                num_tokens=self._num_tokens_to_hold(sequence),
+                num_spare=self._num_spare_blocks(),
+            )
+            if copies is None:
+                break
+            draft.swap_ins += copies
+            sequence.ready_step = draft.step
+            self._roster.start(sequence, SequenceState.ARRIVING)
+            draft.add_start(sequence)
+        return not swapped
+
+    def _start_waiting(self, draft: PlanDraft, now_s: float | None) -> None:
+        """Start sequences in the order of their rank while there are budget, rows and blocks."""
+        waiting = self._roster.waiting
+        place = 0
+        while draft.budget and self._roster.has_free_row and place < len(waiting):
+            sequence = waiting[place]
+            deadline_s = sequence.active.request.deadline_s
+            if now_s is not None and deadline_s is not None and deadline_s <= now_s:
+                place += 1
+                continue
+            if sequence.num_pending or not self._admit(sequence, draft):
+                return
+            self._roster.start(sequence, SequenceState.RUNNING)
+            draft.add_start(sequence)
+            self._plan_chunk(sequence, draft)
+
+    def _admit(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Give a waiting sequence its blocks, or return False if there is no room."""
+        num_tokens = self._num_tokens_to_hold(sequence)
+        num_spare = self._num_spare_blocks()
+        donor = self._donor_for(sequence, draft.step)
+        if donor is not None:
+            copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
+            draft.copies += copies or ()
+            return copies is not None
+        if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):
+            return False
+        if sequence.active.is_queued:
+            sequence.active.num_cached_tokens = sequence.num_computed
+        return True
+
+    def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:
+        """Return a sibling whose prompt an earlier step has put into device blocks."""
+        if sequence.index == 0 or len(sequence.token_ids) > sequence.num_prompt_tokens:
+            return None
+        for sibling in sequence.active.sequences:
+            prompt_step = sibling.prompt_step
+            is_running = sibling.state is SequenceState.RUNNING
+            if is_running and prompt_step is not None and prompt_step < step:
+                return sibling
+        return None
+
+    def _num_tokens_to_hold(self, sequence: Sequence) -> int:
+        """Return the tokens that a sequence gets blocks for when it starts."""
+        # The last token is never computed.
+        return sequence.max_length - 1 if is_spared(sequence) else sequence.length
+
+    def _num_spare_blocks(self) -> int:
+        """Return the blocks to leave free, so that a newcomer is not thrown out at once."""
+        return len(self._roster.running) + len(self._roster.arriving)
+
+    def _register(self, draft: PlanDraft) -> None:
+        """Offer the blocks that the plan fills to sequences of later plans."""
+        # Not before all have started: a step does not read what it computes itself.
+        for sequence in draft.prefilled:
+            self._kv.register(sequence)
+            if sequence.prompt_step == draft.step:
+                self._roster.let_siblings_go(sequence)

@@ -1,0 +1,96 @@
+"""Who is served first, who makes room, and how.
+
+Sequences are ranked by priority, then arrival, then index. Room is taken from the last
+in rank. A sequence that made room often enough is spared from then on: it starts again
+only with all the blocks it can ever need, so that it ends whatever the others do.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from cluster.scheduling.sequence import Sequence
+from pagedray.config import Preemption
+
+__all__ = [
+    "MAX_PREEMPTIONS",
+    "SequenceQueue",
+    "SwapCosts",
+    "choose_victim",
+    "is_spared",
+    "is_swap_better",
+]
+
+MAX_PREEMPTIONS = 3
+_rank = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapCosts:
+    """Measured rates that decide between swapping and computing again."""
+
+    copy_bytes_per_s: float
+    """Between device and CPU pool, one way."""
+    prefill_tokens_per_s: float
+    bytes_per_block: int
+    """Of one rank, all layers."""
+
+
+class SequenceQueue:
+    """Sequences in the order of their rank."""
+
+    __slots__ = ("_sequences",)
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence where its rank says."""
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out."""
+        index = bisect_left(self._sequences, sequence.rank, key=_rank)
+        assert self._sequences[index] is sequence
+        del self._sequences[index]
+
+
+def is_spared(sequence: Sequence) -> bool:
+    """Return whether a sequence has made room often enough."""
+    return sequence.num_preemptions >= MAX_PREEMPTIONS
+
+
+def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
+    """Return the sequence that makes room for `needy`, or None if all behind it are spared."""
+    for sequence in reversed(running):
+        if sequence is needy:
+            return None
+        # One whose last token is being sampled makes room by itself.
+        if not is_spared(sequence) and sequence.length < sequence.max_length:
+            return sequence
+    return None
+
+
+def is_swap_better(
+    preemption: Preemption, costs: SwapCosts | None, *, num_blocks: int, num_tokens: int
+) -> bool:
+    """Return whether to copy `num_blocks` out and in, or to compute `num_tokens` again."""
+    if preemption != "auto":
+        return preemption == "swap"
+    if costs is None:
+        return True
+    swap_s = 2 * num_blocks * costs.bytes_per_block / costs.copy_bytes_per_s
+    return swap_s < num_tokens / costs.prefill_tokens_per_s

@@ -1,0 +1,163 @@
+"""Where every sequence is: the queues, the rows and what it takes to leave them."""
+
+from collections.abc import Iterator
+
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.policy import SequenceQueue
+from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Keeps each sequence in the one queue that its state names."""
+
+    __slots__ = (
+        "_ended_rows",
+        "_free_rows",
+        "_kv",
+        "_num_rows",
+        "arriving",
+        "num_queued",
+        "requests",
+        "running",
+        "swapped",
+        "waiting",
+    )
+
+    def __init__(self, kv: KvManager, *, num_rows: int) -> None:
+        self._kv = kv
+        self.requests: dict[str, ActiveRequest] = {}
+        self.waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self.swapped = SequenceQueue()
+        self.arriving = SequenceQueue()
+        self.num_queued = 0
+        """Requests of which no sequence has started."""
+        self._num_rows = num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._ended_rows: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait for a sibling's prompt."""
+        return sum(len(active.held) for active in self.requests.values())
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether a sequence can start."""
+        return bool(self._free_rows)
+
+    @property
+    def has_ended_rows(self) -> bool:
+        """Whether the worker is to be told of rows that have ended."""
+        return bool(self._ended_rows)
+
+    def unfinished(self, request_id: str) -> Iterator[Sequence]:
+        """Yield the sequences of a request that have not ended."""
+        active = self.requests.get(request_id)
+        for sequence in () if active is None else active.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                yield sequence
+
+    def join(self, active: ActiveRequest) -> None:
+        """Queue a request; its sequences but the first are held."""
+        self.requests[active.request.id] = active
+        self.num_queued += 1
+        self.waiting.add(active.sequences[0])
+
+    def start(self, sequence: Sequence, state: SequenceState) -> None:
+        """Give a waiting or swapped sequence a row."""
+        self._queue_of(sequence).remove(sequence)
+        sequence.row = self._free_rows.pop()
+        sequence.state = state
+        self._queue_of(sequence).add(sequence)
+        if sequence.active.is_queued:
+            sequence.active.is_queued = False
+            self.num_queued -= 1
+
+    def arrive(self, step: int) -> list[Sequence]:
+        """Return the sequences that were swapped in up to `step`, which run from here on."""
+        arrived = [sequence for sequence in self.arriving if sequence.ready_step <= step]
+        for sequence in arrived:
+            self.arriving.remove(sequence)
+            sequence.state = SequenceState.RUNNING
+            self.running.add(sequence)
+        return arrived
+
+    def retreat(self, sequence: Sequence, state: SequenceState) -> None:
+        """Take a running sequence's row, to wait or in the CPU pool."""
+        self.running.remove(sequence)
+        self._end_row(sequence)
+        sequence.state = state
+        self._queue_of(sequence).add(sequence)
+        self.let_siblings_go(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take all from a sequence that is over."""
+        active = sequence.active
+        if sequence.state is SequenceState.HELD:
+            active.held.remove(sequence)
+        else:
+            self._queue_of(sequence).remove(sequence)
+        if sequence.row >= 0:
+            self._end_row(sequence)
+        self._kv.release(sequence)
+        sequence.state = SequenceState.FINISHED
+        active.num_unfinished -= 1
+        if active.num_unfinished:
+            self.let_siblings_go(sequence)
+            return
+        del self.requests[sequence.request_id]
+        if active.is_queued:
+            self.num_queued -= 1
+
+    def let_siblings_go(self, sequence: Sequence) -> None:
+        """Queue the siblings that waited for a sequence's prompt."""
+        active = sequence.active
+        if sequence.index or not active.held:
+            return
+        for sibling in active.held:
+            sibling.state = SequenceState.WAITING
+            self.waiting.add(sibling)
+        active.held = []
+
+    def start_over(self) -> None:
+        """Make every sequence wait with the tokens it has, and every row and block free."""
+        self._kv.clear()
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._ended_rows = []
+        for queue in (self.running, self.swapped, self.arriving):
+            for sequence in list(queue):
+                queue.remove(sequence)
+                sequence.state = SequenceState.WAITING
+                sequence.row = -1
+                sequence.ready_step = -1
+                self.waiting.add(sequence)
+        for sequence in self.waiting:
+            self._kv.disown(sequence)
+            sequence.forget_computed()
+            # Tokens that were being sampled are lost, and will be sampled again.
+            sequence.length = len(sequence.token_ids)
+
+    def take_ended_rows(self) -> list[int]:
+        """Return the rows that have ended since the last call; they are free again."""
+        ended_rows, self._ended_rows = self._ended_rows, []
+        self._free_rows += ended_rows
+        return ended_rows
+
+    def _end_row(self, sequence: Sequence) -> None:
+        self._ended_rows.append(sequence.row)
+        sequence.row = -1
+
+    def _queue_of(self, sequence: Sequence) -> SequenceQueue:
+        match sequence.state:
+            case SequenceState.WAITING:
+                return self.waiting
+            case SequenceState.RUNNING:
+                return self.running
+            case SequenceState.SWAPPED:
+                return self.swapped
+            case state:
+                assert state is SequenceState.ARRIVING
+                return self.arriving

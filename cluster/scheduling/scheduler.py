@@ -1,0 +1,288 @@
+"""Takes requests in, has plans made, and turns sampled tokens into events.
+
+The scheduler makes the plan of step k + 1 before it has seen the tokens of step k. How
+many tokens a step samples is known beforehand, so no sequence grows beyond its limit;
+which tokens they are is not, so the end of a sequence is found one step late and the
+token of that step is discarded.
+
+It has no clock and no thread: times are handed in, and one caller at a time calls.
+"""
+
+import heapq
+import secrets
+from collections import deque
+from typing import NamedTuple
+
+from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.planner import Planner
+from cluster.scheduling.policy import SwapCosts
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.roster import Roster
+from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.stats import SchedulerStats
+from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
+from pagedray.config import SchedulerConfig
+from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
+from pagedray.request import FinishReason, Request
+
+__all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
+
+MAX_PLANS_IN_FLIGHT = 2
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+class _Flight(NamedTuple):
+    """A plan whose output has not been seen."""
+
+    step: int
+    sampled: list[Sequence]
+
+
+class Scheduler:
+    """Decides what runs, on whose blocks, and when a sequence ends."""
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        block_size: int,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        max_model_len: int,
+        enable_prefix_cache: bool,
+        swap_costs: SwapCosts | None = None,
+        hash_key: bytes | None = None,
+    ) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        prefix_cache = None
+        if enable_prefix_cache:
+            prefix_cache = PrefixCache(secrets.token_bytes(32) if hash_key is None else hash_key)
+        self._kv = KvManager(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            prefix_cache=prefix_cache,
+        )
+        self._roster = Roster(self._kv, num_rows=config.max_num_seqs)
+        self._planner = Planner(self._kv, self._roster, config=config, swap_costs=swap_costs)
+        self._in_flight: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, str]] = []
+        self._step = 0
+        self._acknowledged_step = -1
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_scheduled_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, a plan is in flight or a row is to be ended."""
+        return bool(self._roster.requests or self._in_flight or self._roster.has_ended_rows)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row and all their blocks."""
+        return len(self._roster.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have neither row nor blocks."""
+        return len(self._roster.waiting) + self._roster.num_held
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose blocks are in the CPU pool, or on their way there or back."""
+        return len(self._roster.swapped) + len(self._roster.arriving)
+
+    def add(self, request: Request) -> None:
+        """Take a request in; if this raises, nothing has changed."""
+        self._check(request)
+        active = ActiveRequest(
+            request, arrival=self._num_arrivals, max_model_len=self._max_model_len
+        )
+        self._num_arrivals += 1
+        self._roster.join(active)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+            self._drop_stale_deadlines()
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """End what has not ended of a request, which may be nothing."""
+        return [
+            self._end(sequence, FinishReason.ABORT)
+            for sequence in self._roster.unfinished(request_id)
+        ]
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End a sequence whose end the caller has found itself, unless it has ended."""
+        for sequence in self._roster.unfinished(request_id):
+            if sequence.index == index:
+                self._roster.leave(sequence)
+
+    def expire(self, now_s: float) -> list[TokenEvent]:
+        """End the requests whose deadline has passed."""
+        events: list[TokenEvent] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, request_id = heapq.heappop(self._deadlines)
+            if self._is_due(deadline_s, request_id):
+                events += self.abort(request_id)
+        return events
+
+    def schedule(self, now_s: float | None = None) -> StepPlan | None:
+        """Return the next plan, or None if nothing can run before an output or acknowledgement.
+
+        Sequences whose deadline has passed at `now_s` are not started; `expire` ends them.
+        """
+        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
+            return None
+        draft = self._planner.plan(
+            self._step, acknowledged_step=self._acknowledged_step, now_s=now_s
+        )
+        if draft.is_empty:
+            return None
+        self._in_flight.append(_Flight(draft.step, draft.sampled))
+        self._step += 1
+        self._num_steps += 1
+        self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
+        return draft.build()
+
+    def update(self, output: StepOutput) -> list[TokenEvent]:
+        """Take the tokens of the oldest plan in flight and return what they mean."""
+        self._check_output(output)
+        sampled = self._in_flight.popleft().sampled
+        logprobs = output.logprobs or [None] * len(sampled)
+        # A token is one too many if the step before it ended its sequence.
+        return [
+            self._take(sequence, token_id, () if found is None else (found,))
+            for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
+            if sequence.state is not SequenceState.FINISHED
+        ]
+
+    def acknowledge(self, step: int) -> None:
+        """Note that every rank has finished all steps up to `step`, its copies included."""
+        assert step < self._step
+        self._acknowledged_step = max(step, self._acknowledged_step)
+        self._kv.acknowledge(step)
+        for sequence in self._roster.arrive(step):
+            self._kv.register(sequence)
+
+    def reset(self) -> None:
+        """Begin an epoch, because the ranks were replaced: steps count from 0, blocks are empty.
+
+        No sequence is lost: each is computed again from the tokens that were reported, and
+        tokens of plans in flight are sampled again.
+        """
+        self._in_flight.clear()
+        self._step = 0
+        self._acknowledged_step = -1
+        self._roster.start_over()
+
+    def stats(self) -> SchedulerStats:
+        """Return the numbers of the moment."""
+        pool, cpu_pool = self._kv.pool, self._kv.cpu_pool
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_swapped=self.num_swapped,
+            num_queued_requests=self._roster.num_queued,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_idle,
+            num_transit_blocks=pool.num_in_transit,
+            num_cpu_blocks=cpu_pool.num_blocks,
+            num_free_cpu_blocks=cpu_pool.num_free,
+            num_transit_cpu_blocks=cpu_pool.num_in_transit,
+            num_queried_tokens=self._kv.num_queried_tokens,
+            num_hit_tokens=self._kv.num_hit_tokens,
+            num_swap_preemptions=self._planner.num_swap_preemptions,
+            num_recompute_preemptions=self._planner.num_recompute_preemptions,
+            num_scheduled_tokens=self._num_scheduled_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def _check(self, request: Request) -> None:
+        """Raise what keeps a request from ever being served, or from being queued."""
+        if request.id in self._roster.requests:
+            raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
+        prompt = request.prompt_token_ids
+        if not 0 < len(prompt) < self._max_model_len:
+            raise InvalidRequestError(
+                f"A prompt may have 1 to {self._max_model_len - 1} tokens, not {len(prompt)}.",
+                param="prompt",
+            )
+        if min(prompt) < 0 or max(prompt) > _MAX_TOKEN_ID:
+            raise InvalidRequestError(
+                f"Token ids must be from 0 to {_MAX_TOKEN_ID}.", param="prompt"
+            )
+        num_tokens = min(len(prompt) + request.sampling.max_tokens, self._max_model_len)
+        needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
+        if needed > capacity:
+            raise CapacityError(needed, capacity)
+        if self._roster.num_queued >= self._config.max_queued_requests:
+            raise OverloadedError(
+                f"{self._roster.num_queued} requests are waiting, which is all that may wait."
+            )
+
+    def _check_output(self, output: StepOutput) -> None:
+        """Raise if an output is not that of the oldest plan in flight."""
+        if not self._in_flight or output.step != self._in_flight[0].step:
+            due = f"step {self._in_flight[0].step}" if self._in_flight else "none"
+            raise WorkerError(f"The output of step {output.step} arrived; due is {due}.")
+        num_sampled = len(self._in_flight[0].sampled)
+        if len(output.token_ids) != num_sampled or len(output.logprobs) not in (0, num_sampled):
+            raise WorkerError(
+                f"Step {output.step} samples {num_sampled} tokens but its output has "
+                f"{len(output.token_ids)}, with log-probabilities for {len(output.logprobs)}."
+            )
+
+    def _is_due(self, deadline_s: float, request_id: str) -> bool:
+        active = self._roster.requests.get(request_id)
+        return active is not None and active.request.deadline_s == deadline_s
+
+    def _drop_stale_deadlines(self) -> None:
+        """Keep the deadlines of requests that have ended from piling up."""
+        if len(self._deadlines) > 2 * len(self._roster.requests) + 64:
+            self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry)]
+            heapq.heapify(self._deadlines)
+
+    def _take(
+        self, sequence: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> TokenEvent:
+        """Append a sampled token to its sequence and return the event."""
+        if token_id < 0:
+            self._kv.forget(sequence)
+            return self._end(sequence, FinishReason.ERROR)
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
+        length = len(token_ids)
+        if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
+            self._kv.register(sequence)
+        reason = stop_token_id = None
+        if token_id in sequence.stop_token_ids and length > sequence.min_length:
+            reason, stop_token_id = FinishReason.STOP, token_id
+            self._roster.leave(sequence)
+        elif length == sequence.max_length:
+            reason = FinishReason.LENGTH
+            self._roster.leave(sequence)
+        return TokenEvent(
+            sequence.request_id,
+            sequence.index,
+            (token_id,),
+            logprobs,
+            reason,
+            stop_token_id,
+            sequence.active.num_cached_tokens,
+            sequence.num_prompt_tokens,
+        )
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
+        """End a sequence without a token and return the event."""
+        self._roster.leave(sequence)
+        return TokenEvent(
+            sequence.request_id,
+            sequence.index,
+            finish_reason=reason,
+            num_cached_tokens=sequence.active.num_cached_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+        )

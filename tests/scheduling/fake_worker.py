@@ -1,0 +1,214 @@
+"""A worker whose cache holds fingerprints in place of keys and values.
+
+The fingerprint at a position stands for its tenant and every token up to it, as real
+keys and values do. Plans are carried out in the order that `pagedray.batch` tells. Swaps
+are as late as they may be: a block gets its content when the step is acknowledged, and
+what it had is destroyed when the step runs. The worker checks whatever it can see.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepOutput, StepPlan
+from pagedray.request import FinishReason, Request
+
+VOCAB_SIZE = 11
+EOS = 3
+Block = list[int | None]
+
+
+def next_fingerprint(parent: int, token_id: int) -> int:
+    """Return the fingerprint at the position after that of `parent`."""
+    return hash((parent, token_id, 0x5EED))
+
+
+def fingerprints(tenant: str, token_ids: Sequence[int]) -> list[int]:
+    """Return what the cache is to hold for tokens, `[num_tokens]`."""
+    chain = [first_parent(tenant)]
+    for token_id in token_ids:
+        chain.append(next_fingerprint(chain[-1], token_id))
+    return chain[1:]
+
+
+def first_parent(tenant: str) -> int:
+    """Return the fingerprint that stands before a tenant's first token."""
+    return int.from_bytes(tenant.encode()) + 1
+
+
+def sample(fingerprint: int, *, seed: int, index: int, is_eos_allowed: bool) -> int:
+    """Return the token that follows; with luck an end-of-sequence token."""
+    token_id = hash((fingerprint, seed, index)) % VOCAB_SIZE
+    return (token_id + 1) if token_id == EOS and not is_eos_allowed else token_id
+
+
+def undisturbed(
+    request: Request, index: int, *, max_model_len: int, bad_length: int | None
+) -> tuple[list[int], FinishReason]:
+    """Return the tokens and the end of a sequence that has the machine for itself."""
+    sampling = request.sampling
+    stop_token_ids = {*sampling.stop_token_ids}
+    if not sampling.ignore_eos:
+        stop_token_ids |= {*request.eos_token_ids}
+    num_prompt_tokens = len(request.prompt_token_ids)
+    token_ids = list(request.prompt_token_ids)
+    chain = fingerprints(request.tenant, token_ids)
+    while len(token_ids) < min(max_model_len, num_prompt_tokens + sampling.max_tokens):
+        if len(token_ids) == bad_length:
+            return token_ids[num_prompt_tokens:], FinishReason.ERROR
+        may_end = len(token_ids) - num_prompt_tokens >= sampling.min_tokens
+        token_id = sample(
+            chain[-1],
+            seed=request.seed,
+            index=index,
+            is_eos_allowed=may_end or sampling.ignore_eos,
+        )
+        token_ids.append(token_id)
+        chain.append(next_fingerprint(chain[-1], token_id))
+        if token_id in stop_token_ids and may_end:
+            return token_ids[num_prompt_tokens:], FinishReason.STOP
+    return token_ids[num_prompt_tokens:], FinishReason.LENGTH
+
+
+class _Row:
+    """What the worker keeps of a sequence."""
+
+    def __init__(self, start: SequenceStart, tenant: str) -> None:
+        self.start = start
+        self.token_ids = list(start.token_ids)
+        self.block_ids = list(start.block_ids)
+        self.parent = first_parent(tenant)
+        self.chain = fingerprints(tenant, start.token_ids)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.chain.append(next_fingerprint(self.chain[-1], token_id))
+
+
+class FakeWorker:
+    """Carries out plans, one by one, when told to."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        max_num_seqs: int,
+        tenants: Mapping[int, str],
+        bad_lengths: Mapping[int, int],
+    ) -> None:
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.tenants = tenants
+        """By seed: a plan names no tenant."""
+        self.bad_lengths = bad_lengths
+        """By seed: the length at which logits are not finite."""
+        self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
+        self.cpu: list[Block] = [[None] * block_size for _ in range(num_cpu_blocks)]
+        self.rows: dict[int, _Row] = {}
+        self.plans: deque[StepPlan] = deque()
+        self.outputs: deque[StepOutput] = deque()
+        self.executed_step = -1
+        self._pending_swaps: list[tuple[int, list[Block], int, list[Block], int, Block]] = []
+
+    @property
+    def oldest_pending_swap(self) -> int | None:
+        """The first step whose swaps are not acknowledged."""
+        return self._pending_swaps[0][0] if self._pending_swaps else None
+
+    def execute(self) -> None:
+        """Carry out the oldest plan."""
+        plan = self.plans.popleft()
+        assert plan.step == self.executed_step + 1
+        self._end_rows(plan.ended_rows)
+        for start in plan.starts:
+            self._start_row(start)
+        self._copy_blocks(plan)
+        for sequence in plan.sequences:
+            self.rows[sequence.row].block_ids += sequence.new_block_ids
+        self._write(plan.sequences)
+        for sequence in plan.sequences:
+            self._attend(sequence)
+        token_ids = [self._sample(plan) for plan in plan.sequences if plan.is_sampled]
+        self.outputs.append(StepOutput(plan.step, token_ids))
+        self.executed_step = plan.step
+
+    def finish_swaps(self, step: int) -> None:
+        """Make the copies of all steps up to `step`."""
+        while self._pending_swaps and self._pending_swaps[0][0] <= step:
+            _, sources, source, targets, target, content = self._pending_swaps.pop(0)
+            assert sources[source] == content, "the source of a swap was overwritten"
+            assert targets[target] == [None] * self.block_size, "a swap's target was written"
+            targets[target] = list(content)
+
+    def _end_rows(self, ended_rows: list[int]) -> None:
+        assert len(set(ended_rows)) == len(ended_rows)
+        for row in ended_rows:
+            del self.rows[row]
+
+    def _start_row(self, start: SequenceStart) -> None:
+        assert 0 <= start.row < self.max_num_seqs
+        assert start.row not in self.rows, "a row was started twice"
+        assert len(set(start.block_ids)) == len(start.block_ids)
+        self.rows[start.row] = _Row(start, self.tenants[start.seed])
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for copy in plan.swap_outs:
+            self._swap(plan.step, self.device, self.cpu, copy)
+        for copy in plan.swap_ins:
+            self._swap(plan.step, self.cpu, self.device, copy)
+        targets = [copy.target for copy in plan.copies]
+        assert len(set(targets)) == len(targets)
+        for copy in plan.copies:
+            assert copy.source not in targets
+            self.device[copy.target] = list(self.device[copy.source])
+
+    def _swap(self, step: int, sources: list[Block], targets: list[Block], copy: BlockCopy) -> None:
+        content = list(sources[copy.source])
+        targets[copy.target] = [None] * self.block_size
+        self._pending_swaps.append((step, sources, copy.source, targets, copy.target, content))
+
+    def _write(self, sequences: list[SequencePlan]) -> None:
+        written: set[tuple[int, int]] = set()
+        for plan in sequences:
+            row = self.rows[plan.row]
+            end = plan.first_position + plan.num_tokens
+            assert plan.num_tokens >= 1
+            assert end <= len(row.token_ids), "a token is computed before it is known"
+            assert len(row.block_ids) == -(-end // self.block_size)
+            for position in range(plan.first_position, end):
+                block, slot = self._slot(row, position)
+                assert (block, slot) not in written, "two sequences write to one slot"
+                written.add((block, slot))
+                self.device[block][slot] = row.chain[position]
+        owners: dict[int, int] = {}
+        for row in self.rows.values():
+            for block in row.block_ids:
+                owners[block] = owners.get(block, 0) + 1
+        assert all(owners[block] == 1 for block, _ in written), "a shared block is written"
+
+    def _attend(self, plan: SequencePlan) -> None:
+        row = self.rows[plan.row]
+        for position in range(plan.first_position + plan.num_tokens):
+            block, slot = self._slot(row, position)
+            found = self.device[block][slot]
+            assert found == row.chain[position], f"position {position} of row {plan.row} is wrong"
+
+    def _sample(self, plan: SequencePlan) -> int:
+        row = self.rows[plan.row]
+        length = plan.first_position + plan.num_tokens
+        assert length == len(row.token_ids)
+        seed, index = row.start.seed, row.start.index
+        if self.bad_lengths.get(seed) == length:
+            row.append(0)
+            return -1
+        num_sampled = length - row.start.num_prompt_tokens
+        is_eos_allowed = (
+            EOS not in row.start.eos_token_ids or num_sampled >= row.start.sampling.min_tokens
+        )
+        token_id = sample(row.chain[-1], seed=seed, index=index, is_eos_allowed=is_eos_allowed)
+        row.append(token_id)
+        return token_id
+
+    def _slot(self, row: _Row, position: int) -> tuple[int, int]:
+        return row.block_ids[position // self.block_size], position % self.block_size

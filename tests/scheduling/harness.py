@@ -1,0 +1,390 @@
+"""A scheduler and a fake worker, and what must be true of the two at every moment."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from cluster.scheduling.block_pool import BlockPool
+from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.policy import MAX_PREEMPTIONS, SwapCosts
+from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from cluster.scheduling.sequence import Sequence as ScheduledSequence
+from cluster.scheduling.sequence import SequenceState
+from pagedray.batch import StepPlan
+from pagedray.config import Preemption, SchedulerConfig
+from pagedray.request import FinishReason, Request, SamplingParams
+from tests.scheduling.fake_worker import EOS, FakeWorker, fingerprints, undisturbed
+
+HASH_KEY = b"a key that tests share"
+
+
+class Harness:
+    """Drives a scheduler through a fake worker and checks both after every verb."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        num_cpu_blocks: int = 0,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 100,
+        max_queued_requests: int = 1000,
+        preemption: Preemption = "auto",
+        swap_costs: SwapCosts | None = None,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_queued_requests=max_queued_requests,
+            preemption=preemption,
+        )
+        self.scheduler = Scheduler(
+            config=self.config,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            max_model_len=max_model_len,
+            enable_prefix_cache=enable_prefix_cache,
+            swap_costs=swap_costs,
+            hash_key=HASH_KEY,
+        )
+        self.tenants: dict[int, str] = {}
+        self.bad_lengths: dict[int, int] = {}
+        self.worker = self._make_worker(num_blocks, num_cpu_blocks)
+        self.requests: dict[str, Request] = {}
+        self.sequences: list[ScheduledSequence] = []
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.finished_by_caller: set[tuple[str, int]] = set()
+        self.events: list[TokenEvent] = []
+        self.plans: list[StepPlan] = []
+        self.acknowledged_step = -1
+        self._num_planned_tokens = 0
+        self._first_starts: dict[int, int] = {}
+        self._expected_content: dict[bytes, list[int]] = {}
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        bad_length: int | None = None,
+        n: int = 1,
+        max_tokens: int = 8,
+        min_tokens: int = 0,
+        ignore_eos: bool = True,
+        stop_token_ids: Sequence[int] = (),
+    ) -> str:
+        """Add a request and return its id; its logits are not finite at `bad_length`."""
+        seed = len(self.requests)
+        request = Request(
+            id=f"request-{seed}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(
+                n=n,
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                ignore_eos=ignore_eos,
+                stop_token_ids=tuple(stop_token_ids),
+            ),
+            seed=seed,
+            eos_token_ids=(EOS,),
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        self.scheduler.add(request)
+        self.requests[request.id] = request
+        self.tenants[seed] = tenant
+        if bad_length is not None:
+            self.bad_lengths[seed] = bad_length
+        active = self.scheduler._roster.requests[request.id]
+        self.sequences += active.sequences
+        self.tokens |= {(request.id, index): [] for index in range(request.sampling.n)}
+        return request.id
+
+    def schedule(self) -> StepPlan | None:
+        """Have a plan made and send it to the worker."""
+        num_in_flight = len(self.worker.plans) + len(self.worker.outputs)
+        had_work = self.scheduler.has_work
+        plan = self.scheduler.schedule()
+        if plan is None:
+            is_waiting = num_in_flight or self.acknowledged_step < self.worker.executed_step
+            assert is_waiting or not had_work, "nothing runs and nothing is waited for"
+            return None
+        assert num_in_flight < MAX_PLANS_IN_FLIGHT
+        self._check_plan(plan)
+        self.plans.append(plan)
+        self._num_planned_tokens += plan.num_tokens
+        self.worker.plans.append(plan)
+        self.check()
+        return plan
+
+    def execute(self) -> None:
+        """Have the worker carry out the oldest plan."""
+        self.worker.execute()
+
+    def collect(self) -> list[TokenEvent]:
+        """Hand the oldest output to the scheduler."""
+        events = self._note(self.scheduler.update(self.worker.outputs.popleft()))
+        self.check()
+        return events
+
+    def acknowledge(self, step: int | None = None) -> None:
+        """Have all ranks report that they finished `step`, or all that was carried out."""
+        step = self.worker.executed_step if step is None else step
+        assert self.acknowledged_step <= step <= self.worker.executed_step
+        self.worker.finish_swaps(step)
+        self.acknowledged_step = step
+        self.scheduler.acknowledge(step)
+        self.check()
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """Abort a request."""
+        events = self._note(self.scheduler.abort(request_id))
+        self.check()
+        return events
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End a sequence from outside."""
+        if (request_id, index) not in self.reasons:
+            self.finished_by_caller.add((request_id, index))
+        self.scheduler.finish(request_id, index)
+        self.check()
+
+    def expire(self, now_s: float) -> list[TokenEvent]:
+        """End what is overdue."""
+        events = self._note(self.scheduler.expire(now_s))
+        self.check()
+        return events
+
+    def replace_worker(self) -> None:
+        """Lose the worker with all that was in flight, and begin again with another."""
+        self.worker = self._make_worker(len(self.worker.device), len(self.worker.cpu))
+        self.acknowledged_step = -1
+        self.scheduler.reset()
+        self.check()
+
+    def step(self) -> list[TokenEvent]:
+        """Make one plan, carry it out, collect and acknowledge it: no pipelining."""
+        self.schedule()
+        return self.settle()
+
+    def settle(self) -> list[TokenEvent]:
+        """Carry out, collect and acknowledge all that is in flight."""
+        events: list[TokenEvent] = []
+        while self.worker.plans:
+            self.execute()
+        while self.worker.outputs:
+            events += self.collect()
+        if self.acknowledged_step < self.worker.executed_step:
+            self.acknowledge()
+        return events
+
+    def turn(self) -> None:
+        """Do what the controller does in one round of its loop: plan ahead, then collect."""
+        plan = self.schedule()
+        num_in_flight = len(self.worker.plans) + len(self.worker.outputs)
+        if num_in_flight and (plan is None or num_in_flight == MAX_PLANS_IN_FLIGHT):
+            if not self.worker.outputs:
+                self.execute()
+            self.collect()
+        elif plan is None:
+            self.acknowledge()
+
+    def drain(self) -> None:
+        """Run until all is done, in a bounded number of rounds, and check the end."""
+        for num_turns in range(self.max_num_turns):
+            if not self.scheduler.has_work:
+                break
+            self.turn()
+            # The ranks report late, and not after every step.
+            if num_turns % 3 == 0:
+                self.acknowledge()
+        assert not self.scheduler.has_work, "the work does not end"
+        self.settle()
+        self.check_end()
+
+    @property
+    def max_num_turns(self) -> int:
+        """Rounds that all sequences, one after another and each as often as it may, can take."""
+        num_tokens = sum(sequence.max_length for sequence in self.sequences)
+        return 20 + (MAX_PREEMPTIONS + 2) * (num_tokens + 8 * len(self.sequences))
+
+    def check_end(self) -> None:
+        """Check that each sequence ended once, as if it had been alone, and left nothing."""
+        for key, token_ids in self.tokens.items():
+            request = self.requests[key[0]]
+            reason = self.reasons.get(key)
+            assert (reason is None) == (key in self.finished_by_caller)
+            expected, expected_reason = undisturbed(
+                request,
+                key[1],
+                max_model_len=self.max_model_len,
+                bad_length=self.bad_lengths.get(request.seed),
+            )
+            if reason in (None, FinishReason.ABORT):
+                assert token_ids == expected[: len(token_ids)]
+            else:
+                assert token_ids == expected
+                assert reason is expected_reason
+        kv = self.scheduler._kv
+        assert kv.pool.num_free == kv.pool.num_blocks
+        assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
+        assert not self.worker.rows
+        assert len(self.scheduler._roster._free_rows) == self.config.max_num_seqs
+
+    def check(self) -> None:
+        """Check every invariant of the scheduler's state."""
+        kv = self.scheduler._kv
+        holders = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
+        swaps = list(kv._swaps)
+        _check_pool(
+            kv.pool,
+            references=[b for s in self.sequences for b in (*s.block_ids, *s.reserved_block_ids)],
+            pins=[block for swap in swaps for block in swap.block_ids],
+        )
+        _check_pool(
+            kv.cpu_pool,
+            references=[block for s in self.sequences for block in s.cpu_block_ids],
+            pins=[block for swap in swaps for block in swap.cpu_block_ids],
+        )
+        self._check_places(holders)
+        self._check_cache()
+        self._check_stats()
+        owners: dict[int, set[str]] = {}
+        for sequence in holders:
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS
+            if sequence.state is SequenceState.RUNNING:
+                assert sequence.num_computed <= sequence.num_slots
+            assert sequence.num_slots == len(sequence.block_ids) * self.block_size
+            assert sequence.length <= sequence.max_length
+            assert 0 <= sequence.num_pending <= MAX_PLANS_IN_FLIGHT
+            for block in sequence.block_ids:
+                owners.setdefault(block, set()).add(sequence.active.request.tenant)
+        assert all(len(tenants) == 1 for tenants in owners.values())
+
+    def _make_worker(self, num_blocks: int, num_cpu_blocks: int) -> FakeWorker:
+        return FakeWorker(
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            max_num_seqs=self.config.max_num_seqs,
+            tenants=self.tenants,
+            bad_lengths=self.bad_lengths,
+        )
+
+    def _check_places(self, holders: list[ScheduledSequence]) -> None:
+        roster = self.scheduler._roster
+        places = {
+            SequenceState.WAITING: list(roster.waiting),
+            SequenceState.RUNNING: list(roster.running),
+            SequenceState.SWAPPED: list(roster.swapped),
+            SequenceState.ARRIVING: list(roster.arriving),
+            SequenceState.HELD: [s for a in roster.requests.values() for s in a.held],
+        }
+        for state, sequences in places.items():
+            assert len(sequences) == len(set(map(id, sequences)))
+            assert {id(s) for s in sequences} == {id(s) for s in holders if s.state is state}
+            if state is not SequenceState.HELD:
+                assert sequences == sorted(sequences, key=lambda s: s.rank)
+        for sequence in holders:
+            has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
+            assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
+            assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
+        rows = [s.row for s in holders if s.row >= 0]
+        rows += [*roster._free_rows, *roster._ended_rows]
+        assert sorted(rows) == list(range(self.config.max_num_seqs))
+        assert roster.num_queued == sum(a.is_queued for a in roster.requests.values())
+
+    def _check_cache(self) -> None:
+        kv = self.scheduler._kv
+        if kv.prefix_cache is None:
+            assert not any(kv.pool._is_kept)
+            return
+        block_of, key_of = kv.prefix_cache._block_of, kv.prefix_cache._key_of
+        assert {key.digest: block for block, key in key_of.items()} == block_of
+        assert set(key_of) == {b for b in range(kv.pool.num_blocks) if kv.pool._is_kept[b]}
+        assert set(kv.pool._idle) <= set(key_of)
+        for sequence in self.sequences:
+            self._note_keys(sequence)
+        if self.worker.plans:
+            return
+        # A key never stands for other content than that of the sequence it was made for.
+        for block, key in key_of.items():
+            assert self.worker.device[block] == self._expected_content[key.digest]
+
+    def _note_keys(self, sequence: ScheduledSequence) -> None:
+        size = self.block_size
+        missing = [key for key in sequence.keys if key.digest not in self._expected_content]
+        if not missing:
+            return
+        chain = fingerprints(sequence.active.request.tenant, sequence.token_ids)
+        for index, key in enumerate(sequence.keys):
+            content = chain[index * size : (index + 1) * size]
+            assert self._expected_content.setdefault(key.digest, content) == content
+
+    def _check_stats(self) -> None:
+        stats, pool = self.scheduler.stats(), self.scheduler._kv.pool
+        states = Counter(sequence.state for sequence in self.sequences)
+        assert stats.num_running == states[SequenceState.RUNNING]
+        assert stats.num_waiting == states[SequenceState.WAITING] + states[SequenceState.HELD]
+        assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
+        assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
+        assert stats.num_cached_blocks == len(pool._idle)
+        assert stats.num_steps == len(self.plans)
+        assert stats.num_scheduled_tokens == self._num_planned_tokens
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        sizes = [sequence.num_tokens for sequence in plan.sequences]
+        assert sum(sizes) <= self.config.max_num_batched_tokens
+        assert len(sizes) <= self.config.max_num_seqs
+        assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
+        assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
+        assert sizes or plan.ended_rows or plan.starts
+        # Within a class, who came first starts first.
+        for start in plan.starts:
+            request = next(r for r in self.requests.values() if r.seed == start.seed)
+            is_first = start.index == 0 and request.seed not in self._first_starts
+            if is_first:
+                earlier = [
+                    seed
+                    for seed in self._first_starts
+                    if self.requests[f"request-{seed}"].priority == request.priority
+                ]
+                assert all(seed < request.seed for seed in earlier)
+                self._first_starts[request.seed] = plan.step
+
+    def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        for event in events:
+            key = (event.request_id, event.index)
+            assert key not in self.reasons, "an event follows the last"
+            assert key not in self.finished_by_caller
+            self.tokens[key] += event.token_ids
+            assert event.num_prompt_tokens == len(self.requests[key[0]].prompt_token_ids)
+            if event.finish_reason is not None:
+                self.reasons[key] = event.finish_reason
+        self.events += events
+        return events
+
+
+def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:
+    """Check that each block is in one place, and counted as often as it is used."""
+    num_references, num_pins = Counter(references), Counter(pins)
+    blocks = range(pool.num_blocks)
+    assert [num_references[block] for block in blocks] == pool._num_references
+    assert [num_pins[block] for block in blocks] == pool._num_pins
+    free = [*pool._free, *pool._idle]
+    assert len(free) == len(set(free))
+    used = {block for block in blocks if num_references[block] or num_pins[block]}
+    assert set(free) == set(blocks) - used
+    in_transit = {block for block in blocks if num_pins[block] and not num_references[block]}
+    assert pool.num_in_transit == len(in_transit)
+    assert pool.num_owned == len({block for block in blocks if num_references[block]})
+    assert pool.num_free + pool.num_owned + pool.num_in_transit == pool.num_blocks

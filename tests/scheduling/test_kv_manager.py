@@ -1,0 +1,270 @@
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.sequence import ActiveRequest, Sequence
+from pagedray.batch import BlockCopy
+from pagedray.request import Request, SamplingParams
+from tests.scheduling.test_block_pool import state_of
+
+BLOCK_SIZE = 4
+
+
+def make_manager(
+    *, num_blocks: int = 8, num_cpu_blocks: int = 8, enable_prefix_cache: bool = True
+) -> KvManager:
+    return KvManager(
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        prefix_cache=PrefixCache(b"key") if enable_prefix_cache else None,
+    )
+
+
+def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Sequence]:
+    request = Request(
+        id="r",
+        prompt_token_ids=tuple(range(num_tokens)),
+        sampling=SamplingParams(n=n),
+        seed=0,
+        tenant=tenant,
+    )
+    return ActiveRequest(request, arrival=0, max_model_len=100).sequences
+
+
+def run_prompt(kv: KvManager, sequence: Sequence) -> None:
+    """Admit a sequence and take its prompt as computed."""
+    num_tokens = len(sequence.token_ids)
+    assert kv.admit(sequence, num_tokens=num_tokens, num_spare=0)
+    kv.extend(sequence, num_tokens)
+    sequence.num_computed = num_tokens
+    kv.register(sequence)
+
+
+def test_admitted_sequence_has_blocks_for_its_tokens() -> None:
+    kv = make_manager()
+    (sequence,) = make_sequences(9)
+    assert kv.admit(sequence, num_tokens=9, num_spare=0)
+    assert kv.pool.num_owned == 3
+    assert len(kv.extend(sequence, 5)) == 2
+    assert sequence.num_slots == 8
+    assert len(kv.extend(sequence, 9)) == 1
+
+
+def test_refused_admission_changes_nothing() -> None:
+    kv = make_manager(num_blocks=4)
+    run_prompt(kv, make_sequences(8)[0])
+    before = state_of(kv.pool)
+    (sequence,) = make_sequences(17)
+    assert not kv.admit(sequence, num_tokens=17, num_spare=0)
+    assert state_of(kv.pool) == before
+    assert sequence.block_ids == []
+
+
+def test_spare_blocks_stay_free() -> None:
+    kv = make_manager(num_blocks=4)
+    (sequence,) = make_sequences(9)
+    assert not kv.admit(sequence, num_tokens=9, num_spare=2)
+    assert kv.admit(sequence, num_tokens=9, num_spare=1)
+
+
+def test_hits_that_are_idle_count_as_taken() -> None:
+    kv = make_manager(num_blocks=3)
+    (first,) = make_sequences(9)
+    run_prompt(kv, first)
+    kv.release(first)
+    (second,) = make_sequences(9)
+    assert not kv.admit(second, num_tokens=13, num_spare=0)
+    assert kv.admit(second, num_tokens=12, num_spare=0)
+
+
+def test_known_prefix_is_not_computed_again() -> None:
+    kv = make_manager()
+    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    run_prompt(kv, first)
+    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert second.num_computed == 8
+    assert second.block_ids == first.block_ids[:2]
+    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (20, 8)
+
+
+def test_one_token_is_computed_though_all_are_known() -> None:
+    kv = make_manager()
+    first, second = make_sequences(8)[0], make_sequences(8)[0]
+    run_prompt(kv, first)
+    assert kv.admit(second, num_tokens=8, num_spare=0)
+    assert second.num_computed == 4
+
+
+def test_partial_block_is_not_shared() -> None:
+    kv = make_manager()
+    first, second = make_sequences(7)[0], make_sequences(9)[0]
+    run_prompt(kv, first)
+    assert kv.admit(second, num_tokens=9, num_spare=0)
+    assert second.block_ids == first.block_ids[:1]
+
+
+def test_prefix_of_another_tenant_is_not_known() -> None:
+    kv = make_manager()
+    run_prompt(kv, make_sequences(10)[0])
+    (other,) = make_sequences(10, tenant="other")
+    assert kv.admit(other, num_tokens=10, num_spare=0)
+    assert other.num_computed == 0
+
+
+def test_prefix_outlives_its_sequence_until_the_block_is_needed() -> None:
+    kv = make_manager(num_blocks=3)
+    (first,) = make_sequences(9)
+    run_prompt(kv, first)
+    kv.release(first)
+    assert (kv.pool.num_free, kv.pool.num_idle) == (3, 2)
+    for _ in range(3):
+        kv.pool.allocate()
+    assert kv.prefix_cache is not None
+    assert len(kv.prefix_cache) == 0
+
+
+def test_end_of_a_chain_is_evicted_before_its_beginning() -> None:
+    kv = make_manager(num_blocks=2)
+    (first,) = make_sequences(8)
+    run_prompt(kv, first)
+    blocks = list(first.block_ids)
+    kv.release(first)
+    assert kv.pool.allocate() == blocks[1]
+
+
+def test_forgotten_sequence_leaves_no_prefix() -> None:
+    kv = make_manager()
+    first, second = make_sequences(9)[0], make_sequences(9)[0]
+    run_prompt(kv, first)
+    kv.forget(first)
+    kv.release(first)
+    assert kv.pool.num_idle == 0
+    assert kv.admit(second, num_tokens=9, num_spare=0)
+    assert second.num_computed == 0
+
+
+def test_nothing_is_hashed_without_a_prefix_cache() -> None:
+    kv = make_manager(enable_prefix_cache=False)
+    (sequence,) = make_sequences(9)
+    run_prompt(kv, sequence)
+    kv.release(sequence)
+    assert sequence.keys == []
+    assert kv.pool.num_idle == 0
+
+
+def test_fork_shares_full_blocks_and_copies_the_last() -> None:
+    kv = make_manager()
+    first, second = make_sequences(10, n=2)
+    run_prompt(kv, first)
+    copies = kv.fork(second, first, num_tokens=10, num_spare=0)
+    assert copies == [BlockCopy(first.block_ids[2], second.block_ids[2])]
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    assert second.num_computed == 9
+
+
+def test_fork_copies_a_full_last_block_because_its_last_slot_is_written() -> None:
+    kv = make_manager()
+    first, second = make_sequences(8, n=2)
+    run_prompt(kv, first)
+    copies = kv.fork(second, first, num_tokens=8, num_spare=0)
+    assert copies == [BlockCopy(first.block_ids[1], second.block_ids[1])]
+
+
+def test_fork_copies_nothing_if_the_last_block_has_one_token() -> None:
+    kv = make_manager()
+    first, second = make_sequences(9, n=2)
+    run_prompt(kv, first)
+    assert kv.fork(second, first, num_tokens=9, num_spare=0) == []
+    assert second.block_ids[2] != first.block_ids[2]
+
+
+def test_refused_fork_changes_nothing() -> None:
+    kv = make_manager(num_blocks=3)
+    first, second = make_sequences(10, n=2)
+    run_prompt(kv, first)
+    before = state_of(kv.pool)
+    assert kv.fork(second, first, num_tokens=10, num_spare=0) is None
+    assert state_of(kv.pool) == before
+
+
+def test_swapped_out_blocks_are_free_once_the_step_is_acknowledged() -> None:
+    kv = make_manager(enable_prefix_cache=False)
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    copies = kv.swap_out(sequence, step=5)
+    assert [copy.target for copy in copies] == sequence.cpu_block_ids
+    assert (kv.pool.num_free, kv.pool.num_in_transit) == (5, 3)
+    kv.acknowledge(4)
+    assert kv.pool.num_in_transit == 3
+    kv.acknowledge(5)
+    assert (kv.pool.num_free, kv.pool.num_in_transit) == (8, 0)
+
+
+def test_swap_out_leaves_shared_blocks_to_their_other_owner() -> None:
+    kv = make_manager()
+    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    run_prompt(kv, first)
+    run_prompt(kv, second)
+    kv.swap_out(second, step=0)
+    kv.release(first)
+    assert kv.pool.num_in_transit == 3
+    kv.acknowledge(0)
+    assert kv.pool.num_free == 8
+
+
+def test_swapped_in_blocks_hold_what_was_swapped_out() -> None:
+    kv = make_manager()
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    outs = kv.swap_out(sequence, step=0)
+    kv.acknowledge(0)
+    ins = kv.swap_in(sequence, 1, num_tokens=10, num_spare=0)
+    assert ins is not None
+    assert [copy.source for copy in ins] == [copy.target for copy in outs]
+    assert [copy.target for copy in ins] == sequence.block_ids
+    assert kv.cpu_pool.num_in_transit == 3
+    kv.acknowledge(1)
+    assert kv.cpu_pool.num_free == 8
+
+
+def test_swapped_in_prefix_is_known_again() -> None:
+    kv = make_manager(num_blocks=4)
+    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    run_prompt(kv, first)
+    kv.swap_out(first, step=0)
+    kv.acknowledge(0)
+    for block in [kv.pool.allocate() for _ in range(4)]:
+        kv.pool.release(block)
+    kv.swap_in(first, 1, num_tokens=10, num_spare=0)
+    kv.acknowledge(1)
+    kv.register(first)
+    assert kv.admit(second, num_tokens=10, num_spare=0)
+    assert second.block_ids == first.block_ids[:2]
+
+
+def test_refused_swap_in_changes_nothing() -> None:
+    kv = make_manager(num_blocks=3)
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    kv.swap_out(sequence, step=0)
+    before = state_of(kv.pool), state_of(kv.cpu_pool)
+    assert kv.swap_in(sequence, 1, num_tokens=10, num_spare=0) is None
+    assert (state_of(kv.pool), state_of(kv.cpu_pool)) == before
+
+
+def test_released_sequence_leaves_blocks_that_are_still_copied_in_transit() -> None:
+    kv = make_manager()
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    kv.swap_out(sequence, step=0)
+    kv.release(sequence)
+    assert kv.cpu_pool.num_in_transit == 3
+    kv.acknowledge(0)
+    assert kv.cpu_pool.num_free == 8
+
+
+def test_sequence_larger_than_the_cpu_pool_is_not_swapped() -> None:
+    kv = make_manager(num_cpu_blocks=2)
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    assert not kv.can_swap_out(sequence)

@@ -1,0 +1,227 @@
+"""Forks and preemption, seen from the plans."""
+
+import pytest
+
+from cluster.scheduling.policy import MAX_PREEMPTIONS, SwapCosts
+from cluster.scheduling.sequence import SequenceState
+from pagedray.batch import BlockCopy, StepPlan
+from pagedray.config import Preemption
+from pagedray.request import FinishReason
+from tests.scheduling.harness import Harness
+
+
+def crowded(preemption: Preemption, *, num_cpu_blocks: int = 8) -> Harness:
+    """Return a harness with two sequences for which the pool is too small."""
+    harness = Harness(
+        block_size=4, num_blocks=6, num_cpu_blocks=num_cpu_blocks, preemption=preemption
+    )
+    harness.add([1] * 6, max_tokens=16)
+    harness.add([2] * 6, max_tokens=16)
+    return harness
+
+
+def run_until_preemption(harness: Harness) -> StepPlan:
+    """Return the plan that takes a row from the second sequence; it is not carried out."""
+    while True:
+        plan = harness.schedule()
+        assert plan is not None
+        if plan.ended_rows:
+            return plan
+        harness.settle()
+
+
+def test_siblings_share_full_prompt_blocks_and_copy_the_last() -> None:
+    harness = Harness(block_size=4)
+    harness.add([1] * 6, n=3)
+    first = harness.schedule()
+    assert first is not None
+    assert len(first.starts) == 1
+    second = harness.schedule()
+    assert second is not None
+    leader = harness.sequences[0]
+    tables = [start.block_ids for start in second.starts]
+    assert [table[0] for table in tables] == [leader.block_ids[0]] * 2
+    assert second.copies == [BlockCopy(leader.block_ids[1], table[1]) for table in tables]
+    assert [s.first_position for s in second.sequences] == [6, 5, 5]
+    harness.drain()
+
+
+def test_siblings_wait_for_the_last_chunk_of_the_prompt() -> None:
+    harness = Harness(max_num_batched_tokens=4)
+    harness.add([1] * 9, n=2)
+    for _ in range(3):
+        plan = harness.schedule()
+        assert plan is not None
+        assert len(plan.sequences) == 1
+        harness.settle()
+    plan = harness.schedule()
+    assert plan is not None
+    assert len(plan.starts) == 1
+
+
+def test_siblings_start_by_themselves_if_the_first_is_finished() -> None:
+    harness = Harness(max_num_batched_tokens=4, enable_prefix_cache=False)
+    request_id = harness.add([1] * 9, n=2)
+    harness.step()
+    harness.finish(request_id, 0)
+    plan = harness.schedule()
+    assert plan is not None
+    assert plan.copies == []
+    assert [s.first_position for s in plan.sequences] == [0]
+    harness.drain()
+
+
+def test_siblings_start_by_themselves_if_the_first_is_preempted() -> None:
+    harness = Harness(block_size=2, num_blocks=8, max_num_batched_tokens=3)
+    harness.add([1, 2], max_tokens=14)
+    harness.step()
+    harness.add([4] * 9, n=2, max_tokens=2)
+    _, first, second = harness.sequences
+    while not first.num_preemptions:
+        assert second.state is SequenceState.HELD
+        harness.step()
+    assert second.state is SequenceState.WAITING
+    harness.drain()
+
+
+def test_other_requests_do_not_wait_for_held_siblings() -> None:
+    harness = Harness()
+    harness.add([1] * 6, n=3)
+    harness.add([2] * 6)
+    plan = harness.schedule()
+    assert plan is not None
+    assert [start.token_ids[0] for start in plan.starts] == [1, 2]
+
+
+def test_last_in_rank_is_swapped_out_and_its_row_ended_in_one_plan() -> None:
+    harness = crowded("swap")
+    plan = run_until_preemption(harness)
+    victim = harness.sequences[1]
+    assert victim.state is SequenceState.SWAPPED
+    assert [copy.target for copy in plan.swap_outs] == victim.cpu_block_ids
+    assert plan.ended_rows == [1]
+
+
+def test_blocks_on_their_way_out_are_not_used_before_the_acknowledgement() -> None:
+    harness = crowded("swap")
+    plan = run_until_preemption(harness)
+    sources = {copy.source for copy in plan.swap_outs}
+    assert plan.sequences == []
+    harness.execute()
+    harness.collect()
+    assert harness.schedule() is None
+    harness.acknowledge()
+    following = harness.schedule()
+    assert following is not None
+    assert len(following.sequences) == 1
+    assert set(following.sequences[0].new_block_ids) <= sources
+
+
+def test_no_second_sequence_makes_room_while_blocks_are_on_their_way() -> None:
+    harness = Harness(block_size=2, num_blocks=6, num_cpu_blocks=8, preemption="swap")
+    for token_id in (1, 2, 4):
+        harness.add([token_id], max_tokens=8)
+    run_until_preemption(harness)
+    stats = harness.scheduler.stats()
+    assert (stats.num_swapped, stats.num_running) == (1, 2)
+    harness.drain()
+
+
+def test_swapped_sequence_runs_only_after_its_blocks_are_back() -> None:
+    harness = crowded("swap")
+    run_until_preemption(harness)
+    while not (plan := harness.schedule()) or not plan.swap_ins:
+        harness.settle()
+    victim = harness.sequences[1]
+    assert plan.starts[0].token_ids == victim.token_ids
+    assert plan.starts[0].block_ids == [copy.target for copy in plan.swap_ins]
+    row = victim.row
+    assert row not in [sequence.row for sequence in plan.sequences]
+    harness.execute()
+    harness.collect()
+    assert harness.scheduler.stats().num_swapped == 1
+    harness.acknowledge()
+    plan = harness.schedule()
+    assert plan is not None
+    assert row in [sequence.row for sequence in plan.sequences]
+    harness.drain()
+
+
+def test_recomputed_sequence_starts_again_with_all_its_tokens() -> None:
+    harness = crowded("recompute")
+    run_until_preemption(harness)
+    victim = harness.sequences[1]
+    assert victim.state is SequenceState.WAITING
+    while not (plan := harness.schedule()) or not plan.starts:
+        harness.settle()
+    assert plan.starts[0].token_ids == victim.token_ids
+    assert plan.starts[0].num_prompt_tokens == 6
+    harness.drain()
+
+
+def test_sequence_is_recomputed_if_the_cpu_pool_is_full() -> None:
+    harness = crowded("swap", num_cpu_blocks=1)
+    harness.drain()
+    stats = harness.scheduler.stats()
+    assert stats.num_swap_preemptions == 0
+    assert stats.num_recompute_preemptions > 0
+
+
+def test_costs_decide_between_swapping_and_computing_again() -> None:
+    cheap = SwapCosts(copy_bytes_per_s=1e9, prefill_tokens_per_s=1.0, bytes_per_block=1)
+    dear = SwapCosts(copy_bytes_per_s=1.0, prefill_tokens_per_s=1e9, bytes_per_block=1)
+    for costs, num_swaps in ((cheap, 1), (dear, 0)):
+        harness = Harness(block_size=4, num_blocks=6, num_cpu_blocks=8, swap_costs=costs)
+        harness.add([1] * 6, max_tokens=16)
+        harness.add([2] * 6, max_tokens=16)
+        harness.drain()
+        assert harness.scheduler.stats().num_swap_preemptions == num_swaps
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_token_in_flight_at_preemption_is_kept(preemption: Preemption) -> None:
+    harness = crowded(preemption)
+    victim = harness.sequences[1]
+    harness.schedule()
+    while harness.schedule() and not victim.num_preemptions:
+        harness.execute()
+        harness.collect()
+    assert victim.num_pending == 1
+    num_known = len(victim.token_ids)
+    harness.settle()
+    assert len(victim.token_ids) == num_known + 1
+    harness.drain()
+
+
+def test_sequence_in_transit_can_be_aborted_either_way() -> None:
+    for is_arriving in (False, True):
+        harness = crowded("swap")
+        run_until_preemption(harness)
+        if is_arriving:
+            while harness.sequences[1].state is not SequenceState.ARRIVING:
+                harness.settle()
+                harness.schedule()
+        (event,) = harness.abort("request-1")
+        assert event.finish_reason is FinishReason.ABORT
+        harness.drain()
+
+
+def test_sequence_preempted_often_enough_starts_with_all_it_can_need() -> None:
+    harness = Harness(block_size=4, num_blocks=8)
+    harness.add([1] * 6, max_tokens=16)
+    (sequence,) = harness.sequences
+    sequence.num_preemptions = MAX_PREEMPTIONS
+    harness.schedule()
+    # The last of 22 tokens is never computed.
+    assert len(sequence.block_ids) + len(sequence.reserved_block_ids) == 6
+    harness.drain()
+
+
+def test_newcomer_leaves_a_block_for_each_running_sequence() -> None:
+    harness = Harness(block_size=4, num_blocks=5)
+    harness.add([1] * 8, max_tokens=4)
+    harness.schedule()
+    harness.add([2] * 9, max_tokens=4)
+    harness.schedule()
+    assert harness.scheduler.num_waiting == 1
+    harness.drain()

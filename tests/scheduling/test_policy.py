@@ -1,0 +1,79 @@
+import pytest
+
+from cluster.scheduling.policy import (
+    MAX_PREEMPTIONS,
+    SequenceQueue,
+    SwapCosts,
+    choose_victim,
+    is_swap_better,
+)
+from cluster.scheduling.sequence import ActiveRequest, Sequence
+from pagedray.request import Request, SamplingParams
+
+
+def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:
+    request = Request(
+        id=f"r{arrival}",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(),
+        seed=0,
+        priority=priority,
+    )
+    return ActiveRequest(request, arrival=arrival, max_model_len=100).sequences[0]
+
+
+def make_queue(*sequences: Sequence) -> SequenceQueue:
+    queue = SequenceQueue()
+    for sequence in sequences:
+        queue.add(sequence)
+    return queue
+
+
+def test_queue_is_ordered_by_priority_then_arrival() -> None:
+    late, early = make_sequence(arrival=2), make_sequence(arrival=1)
+    urgent = make_sequence(arrival=3, priority=-1)
+    assert list(make_queue(late, early, urgent)) == [urgent, early, late]
+
+
+def test_removed_sequence_leaves_the_others_in_order() -> None:
+    first, second, third = (make_sequence(arrival=arrival) for arrival in range(3))
+    queue = make_queue(first, second, third)
+    queue.remove(second)
+    assert list(queue) == [first, third]
+
+
+def test_last_in_rank_makes_room() -> None:
+    first, last = make_sequence(arrival=0), make_sequence(arrival=1)
+    assert choose_victim(make_queue(first, last), first) is last
+
+
+def test_nobody_makes_room_for_one_behind() -> None:
+    first, last = make_sequence(arrival=0), make_sequence(arrival=1)
+    assert choose_victim(make_queue(first, last), last) is None
+
+
+def test_sequence_that_made_room_often_enough_is_spared() -> None:
+    first, second, last = (make_sequence(arrival=arrival) for arrival in range(3))
+    last.num_preemptions = MAX_PREEMPTIONS
+    assert choose_victim(make_queue(first, second, last), first) is second
+
+
+def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:
+    first, last = make_sequence(arrival=0), make_sequence(arrival=1)
+    last.length = last.max_length
+    assert choose_victim(make_queue(first, last), first) is None
+
+
+@pytest.mark.parametrize(("num_tokens", "is_better"), [(100, False), (1000, True)])
+def test_cheaper_way_to_make_room_is_taken(num_tokens: int, is_better: bool) -> None:
+    # Twenty blocks out and in take 0.4 s; 100 tokens take 0.1 s, 1000 tokens take 1 s.
+    costs = SwapCosts(copy_bytes_per_s=1000.0, prefill_tokens_per_s=1000.0, bytes_per_block=10)
+    found = is_swap_better("auto", costs, num_blocks=20, num_tokens=num_tokens)
+    assert found is is_better
+
+
+def test_configured_way_to_make_room_is_taken_whatever_it_costs() -> None:
+    costs = SwapCosts(copy_bytes_per_s=1e9, prefill_tokens_per_s=1.0, bytes_per_block=1)
+    assert not is_swap_better("recompute", costs, num_blocks=1, num_tokens=1000)
+    costs = SwapCosts(copy_bytes_per_s=1.0, prefill_tokens_per_s=1e9, bytes_per_block=1000)
+    assert is_swap_better("swap", costs, num_blocks=1000, num_tokens=1)

@@ -1,0 +1,65 @@
+from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
+
+KEY = b"k" * 32
+
+
+def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
+    cache = PrefixCache(KEY)
+    first = cache.key_after(cache.root("a"), [1, 2])
+    second = cache.key_after(first.digest, [3, 4])
+    assert cache.put(first, 10)
+    assert cache.put(second, 11)
+    again = cache.key_after(cache.root("a"), [1, 2])
+    assert cache.find(again) == 10
+    assert cache.find(cache.key_after(again.digest, [3, 4])) == 11
+
+
+def test_equal_tokens_after_other_tokens_are_another_block() -> None:
+    cache = PrefixCache(KEY)
+    parents = [cache.key_after(cache.root("a"), [token, 2]).digest for token in (0, 1)]
+    cache.put(cache.key_after(parents[0], [3, 4]), 10)
+    assert cache.find(cache.key_after(parents[1], [3, 4])) is None
+
+
+def test_tenants_share_nothing() -> None:
+    cache = PrefixCache(KEY)
+    cache.put(cache.key_after(cache.root("a"), [1, 2]), 10)
+    assert cache.find(cache.key_after(cache.root("b"), [1, 2])) is None
+
+
+def test_digests_depend_on_the_process_key() -> None:
+    digests = {
+        cache.key_after(cache.root("a"), [1, 2]).digest
+        for cache in (PrefixCache(KEY), PrefixCache(b"other"))
+    }
+    assert len(digests) == 2
+
+
+def test_equal_digest_of_other_tokens_is_no_hit() -> None:
+    cache = PrefixCache(KEY)
+    key = cache.key_after(cache.root("a"), [1, 2])
+    cache.put(key, 10)
+    assert cache.find(BlockKey(key.digest, b"other tokens")) is None
+
+
+def test_first_of_two_equal_blocks_is_known() -> None:
+    cache = PrefixCache(KEY)
+    key = cache.key_after(cache.root("a"), [1, 2])
+    assert cache.put(key, 10)
+    assert not cache.put(key, 11)
+    assert cache.find(key) == 10
+    assert cache.key_of(11) is None
+
+
+def test_forgotten_block_is_not_found() -> None:
+    cache = PrefixCache(KEY)
+    key = cache.key_after(cache.root("a"), [1, 2])
+    cache.put(key, 10)
+    cache.forget(10)
+    cache.forget(10)
+    assert cache.find(key) is None
+    assert len(cache) == 0
+
+
+def test_tenant_of_broken_text_has_a_root() -> None:
+    assert len(PrefixCache(KEY).root("\ud800")) == 32

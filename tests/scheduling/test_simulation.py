@@ -1,0 +1,132 @@
+"""Long random lives of a scheduler, from seeds: cheap enough for many of them."""
+
+import random
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from cluster.scheduling.policy import SwapCosts
+from pagedray.config import Preemption
+from pagedray.errors import CapacityError
+from tests.scheduling.harness import Harness
+
+NUM_SEEDS = 100
+NUM_ACTIONS = 150
+PREEMPTIONS: tuple[Preemption, ...] = ("swap", "swap", "recompute", "auto")
+
+
+def make_harness(rng: random.Random) -> Harness:
+    block_size = rng.choice((1, 2, 4))
+    num_blocks = rng.randint(16, 40) // block_size + 2
+    return Harness(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_cpu_blocks=rng.choice((0, 4, 16, 40)),
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.choice((1, 3, 5, 8, 30)),
+        max_model_len=num_blocks * block_size - rng.randint(0, 9),
+        preemption=rng.choice(PREEMPTIONS),
+        swap_costs=rng.choice(
+            (
+                None,
+                SwapCosts(copy_bytes_per_s=100.0, prefill_tokens_per_s=25.0, bytes_per_block=10),
+            )
+        ),
+        enable_prefix_cache=rng.random() < 0.75,
+    )
+
+
+def add_random(harness: Harness, rng: random.Random) -> None:
+    """Add a request whose beginning others are likely to share."""
+    stem = rng.choice(([1] * 30, [1, 2] * 15, [2] * 30))
+    prompt = stem[: rng.randint(0, 12)] + [rng.randint(0, 4) for _ in range(rng.randint(1, 6))]
+    max_tokens = rng.choice((1, 4, 12, 30, 50))
+    with suppress(CapacityError):
+        harness.add(
+            prompt[: harness.max_model_len - 1],
+            tenant=rng.choice(("", "", "other")),
+            priority=rng.choice((0, 0, 0, 1)),
+            n=rng.choice((1, 1, 1, 2, 4)),
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens),
+            ignore_eos=rng.random() < 0.6,
+            stop_token_ids=rng.choice(((), (), (5,))),
+            bad_length=len(prompt) + rng.randint(0, 6) if rng.random() < 0.05 else None,
+        )
+
+
+def act(harness: Harness, rng: random.Random) -> None:
+    """Do one random thing that is possible."""
+    worker = harness.worker
+    match rng.choices(
+        (
+            "add",
+            "turn",
+            "schedule",
+            "execute",
+            "collect",
+            "acknowledge",
+            "abort",
+            "finish",
+            "replace",
+        ),
+        (16, 50, 20, 20, 20, 15, 1, 1, 0.3),
+    )[0]:
+        case "add":
+            if len(harness.scheduler._roster.requests) < 7:
+                add_random(harness, rng)
+        case "turn":
+            harness.turn()
+        case "schedule":
+            harness.schedule()
+        case "execute":
+            if worker.plans:
+                harness.execute()
+        case "collect":
+            if worker.outputs:
+                harness.collect()
+        case "acknowledge":
+            harness.acknowledge(rng.randint(harness.acknowledged_step, worker.executed_step))
+        case "abort":
+            if harness.requests:
+                harness.abort(rng.choice(list(harness.requests)))
+        case "replace":
+            harness.replace_worker()
+        case "finish":
+            if harness.tokens:
+                harness.finish(*rng.choice(list(harness.tokens)))
+
+
+def live(seed: int) -> Harness:
+    """Let a scheduler live a random life to its end."""
+    rng = random.Random(seed)
+    harness = make_harness(rng)
+    for _ in range(NUM_ACTIONS):
+        act(harness, rng)
+    harness.drain()
+    return harness
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 10))
+def test_every_sequence_ends_as_if_it_had_been_alone(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 10):
+        live(seed)
+
+
+def test_equal_lives_give_equal_plans() -> None:
+    encode = msgspec.msgpack.encode
+    assert encode(live(7).plans) == encode(live(7).plans)
+
+
+def test_random_lives_meet_every_case() -> None:
+    harnesses = [live(seed) for seed in range(20)]
+    stats = [harness.scheduler.stats() for harness in harnesses]
+    assert sum(one.num_swap_preemptions for one in stats) > 20
+    assert sum(one.num_recompute_preemptions for one in stats) > 20
+    assert sum(one.num_hit_tokens for one in stats) > 100
+    plans = [plan for harness in harnesses for plan in harness.plans]
+    assert sum(len(plan.copies) for plan in plans) > 20
+    assert sum(len(plan.swap_ins) for plan in plans) > 20
+    reasons = {reason for harness in harnesses for reason in harness.reasons.values()}
+    assert len(reasons) == 4
