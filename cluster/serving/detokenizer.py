@@ -1,0 +1,46 @@
+"""From tokens to text, token by token."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.serving.token_bytes import TokenBytes
+
+__all__ = ["IncrementalDetokenizer"]
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """The text of one growing sequence; no piece of it ever splits a character.
+
+    The pieces together are what the tokenizer gives for the whole list. Special tokens
+    have no text.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, *, is_continuation: bool) -> None:
+        """`is_continuation` says that text stands before it, which keeps its leading space."""
+        self._token_bytes = token_bytes
+        self._decoder = _new_decoder(errors="replace")
+        self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is certain with this token, often that of the token."""
+        if self._token_bytes.is_special(token_id):
+            return ""
+        return self._stripped(self._decoder.decode(self._token_bytes.of(token_id)))
+
+    def flush(self) -> str:
+        """Return the rest at the end: U+FFFD if a character is incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+    def _stripped(self, text: str) -> str:
+        while self._num_stripped and text:
+            if not text.startswith(" "):
+                self._num_stripped = 0
+            else:
+                text = text[1:]
+                self._num_stripped -= 1
+        return text

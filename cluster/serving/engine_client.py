@@ -1,0 +1,221 @@
+"""The asyncio side of the engine: requests go in, the tokens of each come out.
+
+The engine publishes from its own thread. A batch of events costs one wake-up of the event
+loop, however many requests it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol, Self
+
+from cluster.scheduling.event import TokenEvent
+from pagedray.errors import EngineError
+from pagedray.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from cluster.engine_stats import EngineStats
+
+__all__ = ["Engine", "EngineClient", "EngineStream"]
+
+
+class Engine(Protocol):
+    """What the fronts need of a replica; any thread may call it."""
+
+    def submit(self, request: Request) -> None:
+        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that has ended or never was is left alone."""
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence of a request whose reader has enough; no event follows."""
+
+    def stats(self) -> EngineStats:
+        """Return the counts of this moment."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are taken and steps are run."""
+        ...
+
+
+class EngineClient:
+    """Hands the engine's events to the streams that wait for them.
+
+    `publish` and `fail_all` may be called from any thread, the rest from the loop's only.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._engine: Engine | None = None
+        self._streams: dict[str, EngineStream] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Send requests to `engine`, which publishes here."""
+        self._engine = engine
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises EngineError while there is none."""
+        if self._engine is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._engine
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is an engine and it makes progress."""
+        return self._engine is not None and self._engine.is_healthy
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Hand on the events of one step."""
+        self._call(lambda: self._deliver(events))
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every open stream with `error`."""
+        self._call(lambda: self._fail(error))
+
+    def open(self, requests: Sequence[Request]) -> EngineStream:
+        """Submit requests and return the stream of their events.
+
+        Raises CapacityError, OverloadedError or EngineError; then none of them runs.
+        """
+        engine = self.engine
+        stream = EngineStream(self, engine, requests)
+        try:
+            for request in requests:
+                # Events may come before `submit` returns.
+                self._streams[request.id] = stream
+                engine.submit(request)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the engine may still publish of a request."""
+        self._streams.pop(request_id, None)
+
+    def _call(self, deliver: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(deliver)
+        except RuntimeError:
+            # The loop is closed: nobody is left to read.
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None:
+                stream.put(event)
+
+    def _fail(self, error: EngineError) -> None:
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+
+
+class EngineStream:
+    """The events of some requests, in the order they were published.
+
+    Each item holds all events since the last one. Leaving the stream before its end aborts
+    what is not finished.
+    """
+
+    def __init__(self, client: EngineClient, engine: Engine, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._engine = engine
+        self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
+        self._pending: list[TokenEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: EngineError | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._pending = self._pending, []
+        return events
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End a sequence that has enough tokens; nothing more of it is read."""
+        if self._end(request_id, index):
+            self._engine.finish(request_id, index)
+            self._wake()
+
+    def abort(self) -> None:
+        """End every unfinished sequence; the stream ends with an event for each."""
+        ended = [
+            TokenEvent(request_id, index, finish_reason=FinishReason.ABORT)
+            for request_id, indices in self._unfinished.items()
+            for index in sorted(indices)
+        ]
+        self.close()
+        self._pending += ended
+        self._wake()
+
+    def close(self) -> None:
+        """Abort what is not finished, at once."""
+        unfinished, self._unfinished = self._unfinished, {}
+        for request_id in unfinished:
+            self._client.forget(request_id)
+        for request_id in unfinished:
+            self._engine.abort(request_id)
+
+    def put(self, event: TokenEvent) -> None:
+        """Take an event from the engine."""
+        if event.index not in self._unfinished.get(event.request_id, ()):
+            return
+        if event.finish_reason is not None:
+            self._end(event.request_id, event.index)
+        self._pending.append(event)
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End with `error` once the pending events are read."""
+        for request_id in self._unfinished:
+            self._client.forget(request_id)
+        self._unfinished = {}
+        self._error = error
+        self._wake()
+
+    def _end(self, request_id: str, index: int) -> bool:
+        indices = self._unfinished.get(request_id, set())
+        if index not in indices:
+            return False
+        indices.discard(index)
+        if not indices:
+            del self._unfinished[request_id]
+            self._client.forget(request_id)
+        return True
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

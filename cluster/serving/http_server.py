@@ -1,0 +1,67 @@
+"""The HTTP server on one port: uvicorn on the caller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from cluster.serving.http_app import build_app
+from cluster.serving.listener import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.serving.servicer import Servicer
+
+__all__ = ["HttpServer"]
+
+
+class HttpServer:
+    """The HTTP front, from a bound port to a closed one."""
+
+    def __init__(self, servicer: Servicer, *, host: str, port: int) -> None:
+        self._servicer = servicer
+        self._host = host
+        self._wanted_port = port
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.port = 0
+        """The port that is bound, once it is."""
+
+    async def start(self) -> None:
+        """Bind the port and answer. Raises DeviceError if the port is not to be had."""
+        listener = listen("HTTP", self._host, self._wanted_port)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            build_app(self._servicer),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Take no more connections and end those that are idle, then the others."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        await self._task
+        self._server = self._task = None
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn that leaves signals to the program it runs in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,145 @@
+"""The bytes that each token stands for, whatever the checkpoint's decoder calls them.
+
+A tokenizer's own decoder turns whole lists into text; a stream needs token by token what
+the list would have given. This module knows the decoders of language models: byte-level
+ones, and those with a word-border sign and byte fallback.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["TokenBytes"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SUPPORTED = "ByteLevel, Metaspace, or Replace, ByteFallback, Fuse and Strip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What a decoder does to the tokens of a list."""
+
+    is_byte_level: bool = False
+    has_byte_fallback: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    num_stripped: int = 0
+    """Spaces taken from the start of a text."""
+
+
+class TokenBytes:
+    """The bytes of a tokenizer's tokens, looked up once each."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Raises CheckpointError for a decoder that is not supported."""
+        self._tokenizer = tokenizer
+        self._rules = _read_rules(tokenizer)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._cache: dict[int, bytes] = {}
+
+    @property
+    def num_stripped(self) -> int:
+        """Spaces that the decoder takes from the start of a text."""
+        return self._rules.num_stripped
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is control, not text."""
+        return token_id in self._special_ids
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of a token, special or not; none for an id without a token."""
+        found = self._cache.get(token_id)
+        if found is None:
+            found = self._cache[token_id] = self._read(token_id)
+        return found
+
+    def text_of(self, token_id: int) -> str:
+        """Return the token as text, with U+FFFD where its bytes are a part of a character."""
+        return self.of(token_id).decode(errors="replace")
+
+    def _read(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._rules.is_byte_level:
+            try:
+                return bytes(_BYTE_OF[character] for character in token)
+            except KeyError:
+                # Added tokens are written as they are.
+                return token.encode()
+        if self._rules.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes((int(match[1], 16),))
+        for old, new in self._rules.replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _read_rules(tokenizer: tokenizers.Tokenizer) -> _Rules:
+    decoder = tokenizer.decoder
+    tree = None if decoder is None else json.loads(decoder.__getstate__())
+    steps = _flattened(tree)
+    kinds = [str(step["type"]) for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _Rules(is_byte_level=True)
+    replacements: list[tuple[str, str]] = []
+    num_stripped = 0
+    for kind, step in zip(kinds, steps, strict=True):
+        match kind, step:
+            case "Replace", {"pattern": {"String": str(old)}, "content": str(new)}:
+                replacements.append((old, new))
+            case "Metaspace", {"replacement": str(old)}:
+                replacements.append((old, " "))
+                num_stripped = 0 if step.get("prepend_scheme") == "never" else 1
+            case "Strip", {"content": " ", "start": int(start), "stop": 0}:
+                num_stripped = start
+            case "ByteFallback" | "Fuse", _:
+                pass
+            case _:
+                raise _unsupported(kind)
+    if not steps:
+        raise _unsupported("none")
+    return _Rules(
+        has_byte_fallback="ByteFallback" in kinds,
+        replacements=tuple(replacements),
+        num_stripped=num_stripped,
+    )
+
+
+def _flattened(tree: object) -> list[dict[str, object]]:
+    if not isinstance(tree, dict):
+        return []
+    if tree.get("type") != "Sequence":
+        return [tree]
+    return [step for part in tree["decoders"] for step in _flattened(part)]
+
+
+def _unsupported(kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"tokenizer.json has the decoder {kind}, which is not supported; use {_SUPPORTED}."
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    # Byte-level tokenizers write printable Latin-1 bytes as themselves and the others, in
+    # order, as the characters from U+0100 on.
+    alphabet: dict[str, int] = {}
+    num_shifted = 0
+    for byte in range(256):
+        is_plain = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE
+        alphabet[chr(byte if is_plain else 0x100 + num_shifted)] = byte
+        num_shifted += not is_plain
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()

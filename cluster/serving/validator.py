@@ -1,0 +1,223 @@
+"""The one validator behind every front: what a client sent becomes requests, or is refused.
+
+Fronts only read their protocol. What a field may be, and the words of a refusal, is
+decided here and in `pagedray.request`, so that every front says the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cluster.serving.chat_template import ChatMessage
+from pagedray.errors import InvalidRequestError, UnknownModelError
+from pagedray.request import MAX_N, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+__all__ = ["ChatPrompt", "GenerationInput", "Prompt", "Validator"]
+
+_MAX_CLIENT_ID_LENGTH = 128
+_MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation that the assistant is to go on with."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationInput:
+    """What a client asked for, in no protocol's words."""
+
+    prompts: tuple[Prompt, ...]
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    """Fields of SamplingParams that the client has set."""
+    default_max_tokens: int | None = None
+    """Tokens when the client sets no maximum; None is as many as the context has room for."""
+    model: str | None = None
+    """The model that the client named."""
+    client_id: str | None = None
+    """The client's own id of the call."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """On the monotonic clock."""
+    tenant: str = ""
+
+
+class Validator:
+    """Knows the limits of one model and tokenizes what keeps them."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = config.model.name
+        self._vocab_size = config.model.vocab_size
+        self._context = config.max_model_len
+        self._eos_token_ids = tuple(
+            dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))
+        )
+
+    async def validate(self, given: GenerationInput) -> tuple[Request, ...]:
+        """Return one request for each prompt. Raises RequestError."""
+        self.check_model(given.model)
+        _check_client_id(given.client_id)
+        _check_priority(given.priority)
+        sampling = self._read_sampling(given)
+        _check_num_sequences(len(given.prompts), sampling.n)
+        return tuple([await self._request(prompt, sampling, given) for prompt in given.prompts])
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises InvalidRequestError."""
+        _check_unicode(text, "text")
+        return await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError unless the model is served here or none is named."""
+        if name is not None and name != self._model_name:
+            raise UnknownModelError(name[:_MAX_CLIENT_ID_LENGTH], self._model_name)
+
+    def _read_sampling(self, given: GenerationInput) -> SamplingParams:
+        # SamplingParams checks the type and range of every field itself.
+        fields: dict[str, Any] = dict(given.sampling)
+        # What the prompt leaves room for is known after tokenizing.
+        fields.setdefault("max_tokens", self._context)
+        sampling = SamplingParams(**fields)
+        for text in sampling.stop:
+            _check_unicode(text, "stop")
+        self._check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check_token_ids(tuple(sampling.logit_bias), "logit_bias")
+        return sampling
+
+    async def _request(
+        self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput
+    ) -> Request:
+        token_ids = await self._read_prompt(prompt)
+        return Request(
+            id=secrets.token_hex(16),
+            prompt_token_ids=token_ids,
+            sampling=self._with_max_tokens(sampling, len(token_ids), given),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            eos_token_ids=self._eos_token_ids,
+            tenant=given.tenant,
+            priority=given.priority,
+            deadline_s=given.deadline_s,
+        )
+
+    async def _read_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            if not prompt.messages:
+                raise InvalidRequestError("messages must not be empty.", param="messages")
+            for message in prompt.messages:
+                _check_unicode(message.content, "messages")
+            text = self._tokenizer.render_chat(prompt.messages)
+            # The template writes the special tokens itself.
+            token_ids = await self._encode(text, "messages", add_special_tokens=False)
+            self._check_prompt_length(len(token_ids), "messages")
+            return token_ids
+        if not prompt:
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        if isinstance(prompt, str):
+            _check_unicode(prompt, "prompt")
+            token_ids = await self._encode(prompt, "prompt", add_special_tokens=True)
+            self._check_prompt_length(len(token_ids), "prompt")
+            return token_ids
+        self._check_prompt_length(len(prompt), "prompt")
+        self._check_token_ids(prompt, "prompt")
+        return prompt
+
+    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        # A longer text cannot fit, whatever its tokens: they need not be counted.
+        most = self._context * self._tokenizer.max_token_length
+        if len(text) > most:
+            raise InvalidRequestError(
+                f"{param} has {len(text)} characters, more than the {most} that the context of "
+                f"{self._context} tokens can hold.",
+                param=param,
+            )
+        return tuple(
+            await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        )
+
+    def _check_prompt_length(self, num_tokens: int, param: str) -> None:
+        if num_tokens == 0:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        if num_tokens + 1 > self._context:
+            raise InvalidRequestError(
+                f"{param} has {num_tokens} tokens, but the context of {self._context} tokens has "
+                f"room for {self._context - 1} and one generated token.",
+                param=param,
+            )
+
+    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{param} holds the token id {token_id}, but ids are 0 to "
+                    f"{self._vocab_size - 1}.",
+                    param=param,
+                )
+
+    def _with_max_tokens(
+        self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
+    ) -> SamplingParams:
+        room = self._context - num_prompt_tokens
+        if "max_tokens" in given.sampling:
+            if sampling.max_tokens > room:
+                raise InvalidRequestError(
+                    f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
+                    f"has {num_prompt_tokens} tokens and the context {self._context}.",
+                    param="max_tokens",
+                )
+            return sampling
+        default = room if given.default_max_tokens is None else given.default_max_tokens
+        default = max(default, sampling.min_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=min(default, room))
+
+
+def _check_client_id(client_id: str | None) -> None:
+    if client_id is None:
+        return
+    if not (0 < len(client_id) <= _MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
+        raise InvalidRequestError(
+            f"request_id must have 1 to {_MAX_CLIENT_ID_LENGTH} printable characters.",
+            param="request_id",
+        )
+
+
+def _check_priority(priority: int) -> None:
+    if not -_MAX_PRIORITY - 1 <= priority <= _MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
+            param="priority",
+        )
+
+
+def _check_num_sequences(num_prompts: int, n: int) -> None:
+    if num_prompts == 0:
+        raise InvalidRequestError("prompt must not be empty.", param="prompt")
+    if num_prompts * n > MAX_N:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} continuations; "
+            f"at most {MAX_N} are allowed.",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds a lone surrogate, which is no character.", param=param
+        ) from error

@@ -1,0 +1,151 @@
+"""Real fronts on loopback ports, over a fake engine, in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.fronts import Fronts
+from cluster.serving.tokenizer import Tokenizer
+from pagedray.config import EngineConfig, ModelConfig
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.checkpoint import TEXT, write_tokenizer
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.request import Request
+
+CONTEXT = 256
+VOCAB_SIZE = 320
+
+
+def engine_config() -> EngineConfig:
+    model = ModelConfig(
+        name="tiny",
+        folder=Path(),
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        max_positions=CONTEXT,
+        eos_token_ids=(1,),
+    )
+    return EngineConfig(model=model)
+
+
+class Server:
+    """Fronts on an event loop in a thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.loop = asyncio.new_event_loop()
+        self.client = EngineClient(self.loop)
+        self.engine = FakeEngine(self.client, self.script)
+        self.client.attach(self.engine)
+        self.fronts = Fronts(
+            self.client, tokenizer, engine_config(), host="127.0.0.1", grpc_port=0, http_port=0
+        )
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def script(self, request: Request, index: int) -> list[int]:
+        """Return the tokens of the test's text, rotated by words for other sequences."""
+        words = TEXT.split(" ")
+        return self.tokenizer.encode(
+            " ".join(words[index:] + words[:index]), add_special_tokens=False
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+        self._run(self.fronts.start())
+        self._run(self.fronts.set_ready())
+
+    def stop(self) -> None:
+        self._run(self.fronts.stop(0.5))
+        self.engine.stop()
+        self._run(self.loop.shutdown_asyncgens())
+        self._run(self.loop.shutdown_default_executor())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _run(self, work) -> None:  # type: ignore[no-untyped-def]  # any coroutine
+        asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+    @property
+    def grpc_target(self) -> str:
+        return f"127.0.0.1:{self.fronts.grpc_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.fronts.http_port}"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint without weights."""
+    path = tmp_path_factory.mktemp("tiny")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    server = Server(tokenizer)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(module_server: Server) -> Iterator[Server]:
+    """Running fronts whose engine knows nothing of other tests."""
+    module_server.engine.reset()
+    yield module_server
+    # A client may have its last byte a moment before the server is done with it.
+    deadline_s = time.monotonic() + 1
+    while module_server.fronts.servicer.num_running and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    assert module_server.fronts.servicer.num_running == 0
+
+
+@pytest.fixture
+def engine(server: Server) -> FakeEngine:
+    return server.engine
+
+
+@pytest.fixture
+def stub(server: Server) -> Iterator[pagedray_pb2_grpc.GenerationServiceStub]:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        yield pagedray_pb2_grpc.GenerationServiceStub(channel)
+
+
+@pytest.fixture
+def openai_client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as client:
+        yield client

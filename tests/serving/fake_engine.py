@@ -1,0 +1,186 @@
+"""An engine without a model: a thread that publishes scripted tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.engine_stats import EngineStats
+from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.stats import SchedulerStats
+from pagedray.batch import TokenLogprobs
+from pagedray.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagedray.errors import EngineError, PagedRayError
+
+__all__ = ["FakeEngine"]
+
+
+class Sink(Protocol):
+    def publish(self, events: Sequence[TokenEvent]) -> None: ...
+
+    def fail_all(self, error: EngineError) -> None: ...
+
+
+@dataclass
+class _Sequence:
+    request: Request
+    index: int
+    script: list[int]
+    num_sent: int = 0
+
+
+@dataclass
+class Log:
+    """What reached the engine."""
+
+    submitted: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    finished: list[tuple[str, int]] = field(default_factory=list)
+
+
+class FakeEngine:
+    """Publishes one token of every sequence a step, as its script says."""
+
+    def __init__(self, sink: Sink, script: Callable[[Request, int], list[int]]) -> None:
+        self._sink = sink
+        self._default_script = script
+        self._lock = threading.Lock()
+        self._sequences: list[_Sequence] = []
+        self._is_stopping = False
+        self.reset()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Forget what a test has set and seen."""
+        with self._lock:
+            self._sequences.clear()
+        self.log = Log()
+        self.script = self._default_script
+        self.refusal: PagedRayError | None = None
+        self.step_s = 0.0
+        self.is_paused = False
+        self.is_healthy_flag = True
+        self.num_cached_tokens = 0
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._thread.join()
+
+    @property
+    def num_sequences(self) -> int:
+        with self._lock:
+            return len(self._sequences)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.is_healthy_flag
+
+    def submit(self, request: Request) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        with self._lock:
+            self.log.submitted.append(request)
+            self._sequences += [
+                _Sequence(request, index, self.script(request, index))
+                for index in range(request.sampling.n)
+            ]
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            self.log.aborted.append(request_id)
+            self._sequences = [one for one in self._sequences if one.request.id != request_id]
+
+    def finish(self, request_id: str, index: int) -> None:
+        with self._lock:
+            self.log.finished.append((request_id, index))
+            self._sequences = [
+                one for one in self._sequences if (one.request.id, one.index) != (request_id, index)
+            ]
+
+    def stats(self) -> EngineStats:
+        scheduler = SchedulerStats(
+            num_running=self.num_sequences,
+            num_waiting=0,
+            num_swapped=0,
+            num_queued_requests=0,
+            num_blocks=64,
+            num_free_blocks=60,
+            num_cached_blocks=2,
+            num_transit_blocks=0,
+            num_cpu_blocks=32,
+            num_free_cpu_blocks=32,
+            num_transit_cpu_blocks=0,
+            num_queried_tokens=10,
+            num_hit_tokens=4,
+            num_swap_preemptions=1,
+            num_recompute_preemptions=2,
+            num_scheduled_tokens=100,
+            num_steps=7,
+        )
+        return EngineStats(
+            scheduler=scheduler,
+            num_steps=7,
+            last_step_s=0.001,
+            num_prompt_tokens=50,
+            num_generated_tokens=50,
+        )
+
+    def fail_all(self, error: EngineError) -> None:
+        """Die with this error."""
+        self.is_healthy_flag = False
+        self.refusal = error
+        with self._lock:
+            self._sequences.clear()
+        self._sink.fail_all(error)
+
+    def _loop(self) -> None:
+        while not self._is_stopping:
+            time.sleep(self.step_s or 0.0005)
+            with self._lock:
+                events = [] if self.is_paused else [self._step(one) for one in self._sequences]
+                self._sequences = (
+                    [
+                        one
+                        for one, event in zip(self._sequences, events, strict=False)
+                        if event.finish_reason is None
+                    ]
+                    if events
+                    else self._sequences
+                )
+            if events:
+                self._sink.publish(events)
+
+    def _step(self, sequence: _Sequence) -> TokenEvent:
+        request = sequence.request
+        sampling = request.sampling
+        token_id = sequence.script[sequence.num_sent % len(sequence.script)]
+        sequence.num_sent += 1
+        eos = () if sampling.ignore_eos else request.eos_token_ids
+        stops = token_id in (*eos, *sampling.stop_token_ids)
+        reason = None
+        if stops and sequence.num_sent > sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif sequence.num_sent >= sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        return TokenEvent(
+            request.id,
+            sequence.index,
+            (token_id,),
+            () if sampling.logprobs is None else (_logprobs(token_id, sampling.logprobs),),
+            reason,
+            token_id if reason is FinishReason.STOP else None,
+            self.num_cached_tokens,
+            len(request.prompt_token_ids),
+        )
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    others = [token_id, *(100 + number for number in range(num_top))][:num_top]
+    return TokenLogprobs(-0.5, others, [-0.5 - number for number in range(num_top)])

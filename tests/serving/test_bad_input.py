@@ -1,0 +1,364 @@
+"""The same bad requests through every front: the same words, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+
+from cluster.serving.validator import GenerationInput, Validator
+from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
+from pagedray.v1 import pagedray_pb2 as pb
+from tests.serving.conftest import engine_config
+
+if TYPE_CHECKING:
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.v1 import pagedray_pb2_grpc
+    from tests.serving.conftest import Server
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that both fronts can write, and the refusal."""
+
+    text: str
+    param: str
+    prompt: str | list[int] = "hello"
+    client_id: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)  # Any: fields of all types
+
+
+CASES = {
+    "empty prompt": Case("prompt must not be empty.", "prompt", prompt=""),
+    "no token ids": Case("prompt must not be empty.", "prompt", prompt=[]),
+    "long prompt": Case(
+        "prompt has 256 tokens, but the context of 256 tokens has room for 255 and one generated "
+        "token.",
+        "prompt",
+        prompt=[5] * 256,
+    ),
+    "long text": Case(
+        "prompt has 301 tokens, but the context of 256 tokens has room for 255 and one generated "
+        "token.",
+        "prompt",
+        prompt="~" * 300,
+    ),
+    "huge text": Case(
+        "prompt has 1000000 characters, more than the 3328 that the context of 256 tokens can "
+        "hold.",
+        "prompt",
+        prompt="x" * 1_000_000,
+    ),
+    "huge token list": Case(
+        "prompt has 1000000 tokens, but the context of 256 tokens has room for 255 and one "
+        "generated token.",
+        "prompt",
+        prompt=[5] * 1_000_000,
+    ),
+    "unknown token": Case(
+        "prompt holds the token id 320, but ids are 0 to 319.", "prompt", prompt=[5, 320]
+    ),
+    "max_tokens 0": Case(
+        "max_tokens must be 1 or more, not 0.", "max_tokens", sampling={"max_tokens": 0}
+    ),
+    "max_tokens too large": Case(
+        "max_tokens must be from 1 to 253, not 254: the prompt has 3 tokens and the context 256.",
+        "max_tokens",
+        prompt=[5, 6, 7],
+        sampling={"max_tokens": 254},
+    ),
+    "temperature": Case(
+        "temperature must be 0 to 100, not -0.1.", "temperature", sampling={"temperature": -0.1}
+    ),
+    "top_p 0": Case(
+        "top_p must be more than 0 and at most 1, not 0.", "top_p", sampling={"top_p": 0.0}
+    ),
+    "top_p": Case(
+        "top_p must be more than 0 and at most 1, not 1.01.", "top_p", sampling={"top_p": 1.01}
+    ),
+    "min_p": Case("min_p must be 0 to 1, not 2.", "min_p", sampling={"min_p": 2.0}),
+    "repetition_penalty": Case(
+        "repetition_penalty must be more than 0 and at most 100, not 0.",
+        "repetition_penalty",
+        sampling={"repetition_penalty": 0.0},
+    ),
+    "presence_penalty": Case(
+        "presence_penalty must be -2 to 2, not 2.5.",
+        "presence_penalty",
+        sampling={"presence_penalty": 2.5},
+    ),
+    "frequency_penalty": Case(
+        "frequency_penalty must be -2 to 2, not -3.",
+        "frequency_penalty",
+        sampling={"frequency_penalty": -3.0},
+    ),
+    "n 0": Case("n must be from 1 to 128, not 0.", "n", sampling={"n": 0}),
+    "n 1000": Case("n must be from 1 to 128, not 1000.", "n", sampling={"n": 1000}),
+    "n of 10^9": Case(
+        "n must be from 1 to 128, not 1000000000.", "n", sampling={"n": 1_000_000_000}
+    ),
+    "logprobs": Case(
+        "logprobs must be from 0 to 20, not 21.", "logprobs", sampling={"logprobs": 21}
+    ),
+    "empty stop": Case(
+        "stop must hold strings of 1 to 512 characters.", "stop", sampling={"stop": [""]}
+    ),
+    "long stop": Case(
+        "stop must hold strings of 1 to 512 characters.", "stop", sampling={"stop": ["x" * 513]}
+    ),
+    "many stops": Case("stop may have 16 entries, not 17.", "stop", sampling={"stop": ["x"] * 17}),
+    "unknown stop token": Case(
+        "stop_token_ids holds the token id 999, but ids are 0 to 319.",
+        "stop_token_ids",
+        sampling={"stop_token_ids": [999]},
+    ),
+    "many stop tokens": Case(
+        "stop_token_ids may have 1024 entries, not 100000.",
+        "stop_token_ids",
+        sampling={"stop_token_ids": [5] * 100_000},
+    ),
+    "unknown biased token": Case(
+        "logit_bias holds the token id 320, but ids are 0 to 319.",
+        "logit_bias",
+        sampling={"logit_bias": {320: 1.0}},
+    ),
+    "large bias": Case(
+        "logit_bias must be -100 to 100, not 101.",
+        "logit_bias",
+        sampling={"logit_bias": {5: 101.0}},
+    ),
+    "many biases": Case(
+        "logit_bias may have 1024 entries, not 1025.",
+        "logit_bias",
+        sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)},
+    ),
+    "long id": Case(
+        "request_id must have 1 to 128 printable characters.", "request_id", client_id="x" * 129
+    ),
+}
+
+
+def _grpc_text(stub: pagedray_pb2_grpc.GenerationServiceStub, case: Case) -> str:
+    message = pb.GenerateRequest(
+        request_id=case.client_id, sampling=pb.SamplingParams(**case.sampling)
+    )
+    if isinstance(case.prompt, str):
+        message.text = case.prompt
+    else:
+        message.token_ids.ids.extend(case.prompt)
+        message.token_ids.SetInParent()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(message))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return str(caught.value.details())
+
+
+def _http_error(server: Server, case: Case, *, stream: bool) -> dict[str, Any]:  # Any: JSON
+    sampling = dict(case.sampling)
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {str(name): one for name, one in sampling["logit_bias"].items()}
+    body = {"model": "tiny", "prompt": case.prompt, "stream": stream, **sampling}
+    headers = {"x-request-id": case.client_id} if case.client_id else {}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    error: dict[str, Any] = answer.json()["error"]  # Any: JSON
+    return error
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_front_refuses_with_the_same_words(
+    server: Server, stub: pagedray_pb2_grpc.GenerationServiceStub, case: Case
+) -> None:
+    assert _grpc_text(stub, case) == case.text
+    for stream in (False, True):
+        assert _http_error(server, case, stream=stream) == {
+            "message": case.text,
+            "type": "invalid_request_error",
+            "param": case.param,
+            "code": None,
+        }
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
+@pytest.mark.parametrize("value", [NAN, float("inf"), float("-inf")])
+def test_numbers_that_are_none_are_refused_over_grpc(
+    server: Server, stub: pagedray_pb2_grpc.GenerationServiceStub, name: str, value: float
+) -> None:
+    text = _grpc_text(stub, Case("", name, sampling={name: value}))
+    assert text.startswith(f"{name} must be")
+    assert server.engine.log.submitted == []
+
+
+HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
+    ({"prompt": None}, "prompt is required.", "prompt"),
+    ({"prompt": 5}, "prompt must be a string, a list of strings, a list of token ids or a list of "
+     "such lists.", "prompt"),
+    ({"prompt": [1, "a"]}, "prompt must be a string, a list of strings, a list of token ids or a "
+     "list of such lists.", "prompt"),
+    ({"prompt": [True]}, "prompt must be a string, a list of strings, a list of token ids or a "
+     "list of such lists.", "prompt"),
+    ({"prompt": [[]]}, "prompt must not be empty.", "prompt"),
+    ({"prompt": [-1]}, "prompt holds the token id -1, but ids are 0 to 319.", "prompt"),
+    ({"prompt": ["x"] * 129}, "129 prompts with n = 1 ask for 129 continuations; at most 128 are "
+     "allowed.", "prompt"),
+    ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 ask for 130 continuations; at most "
+     "128 are allowed.", "prompt"),
+    ({"max_tokens": -1}, "max_tokens must be 1 or more, not -1.", "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens must be an integer, not '5'.", "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens must be an integer, not 5.5.", "max_tokens"),
+    ({"max_tokens": True}, "max_tokens must be an integer, not True.", "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be from 0 to 8, not 9.", "min_tokens"),
+    ({"temperature": "hot"}, "temperature must be a number, not 'hot'.", "temperature"),
+    ({"temperature": [1] * 9}, "temperature must be a number, not [1, 1, 1, 1, 1, 1, 1, 1, 1].",
+     "temperature"),
+    ({"top_k": -1}, "top_k must be 0 or more, not -1.", "top_k"),
+    ({"seed": 2**64}, "seed must be from -9223372036854775808 to 9223372036854775807, not "
+     "18446744073709551616.", "seed"),
+    ({"priority": 2**40}, "priority must be from -2147483648 to 2147483647, not 1099511627776.",
+     "priority"),
+    ({"stop": 5}, "stop must be a list of strings.", "stop"),
+    ({"stop": [5]}, "stop must hold strings of 1 to 512 characters.", "stop"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers.", "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, not 'a'.", "stop_token_ids"),
+    ({"logit_bias": [1]}, "logit_bias must be an object of token ids and numbers.", "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias must be an integer, not 'a'.", "logit_bias"),
+    ({"logit_bias": {"5": "a"}}, "logit_bias must be a number, not 'a'.", "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias must be from 0 to 2147483647, not -5.", "logit_bias"),
+    ({"stream": "yes"}, "stream must be true or false, not 'yes'.", "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream = true.",
+     "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is not supported.",
+     "stream_options.x"),
+    ({"stream": True, "stream_options": 3}, "stream_options must be an object, not 3.",
+     "stream_options"),
+    ({"model": None}, "model is required.", "model"),
+    ({"echo": True}, "echo is not supported.", "echo"),
+    ({"suffix": "x"}, "suffix is not supported.", "suffix"),
+    ({"best_of": 2}, "best_of is not supported.", "best_of"),
+    ({"best_of": True}, "best_of is not supported.", "best_of"),
+    ({"chat_template": "{{ x }}"}, "chat_template is not supported.", "chat_template"),
+    ({"guided_json": {}}, "guided_json is not supported.", "guided_json"),
+    ({"no such\nname": 1}, "'no such\\nname' is not supported.", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "text", "param"), HTTP_CASES)
+def test_http_refuses_what_grpc_cannot_write(
+    server: Server, body: dict[str, Any], text: str, param: str | None
+) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"} | body
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"], error["param"]) == (400, text, param)
+    assert server.engine.log.submitted == []
+
+
+CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
+    ({"messages": []}, "messages must not be empty."),
+    ({"messages": "hi"}, "messages must be a list, not 'hi'."),
+    ({"messages": ["hi"]}, "messages.0 must be an object, not 'hi'."),
+    ({"messages": [{"role": "user"}]}, "messages.0.content is required."),
+    ({"messages": [{"role": "god", "content": "x"}]},
+     "messages.0.role must be one of 'system', 'developer', 'user' or 'assistant', not 'god'."),
+    ({"messages": [{"role": "user", "content": 5}]},
+     "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+     "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]},
+     "messages.0.name is not supported."),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]},
+     "The model's chat template refuses the messages: The system speaks first."),
+    ({"tools": [{"type": "function"}]}, "tools is not supported."),
+    ({"response_format": {"type": "json_object"}}, "response_format is not supported."),
+    ({"logprobs": 5}, "logprobs must be true or false, not 5."),
+    ({"top_logprobs": 5}, "top_logprobs needs logprobs = true."),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs must be from 0 to 20, not 21."),
+    ({"max_tokens": 5, "max_completion_tokens": 6},
+     "max_tokens and max_completion_tokens contradict each other."),
+    ({"prompt": "x"}, "prompt is not supported."),
+    ({"messages": [{"role": "user", "content": "~" * 300}]},
+     "messages has 304 tokens, but the context of 256 tokens has room for 255 and one generated "
+     "token."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "text"), CHAT_CASES)
+def test_chat_refuses(server: Server, body: dict[str, Any], text: str) -> None:
+    good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=good | body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, text)
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"tiny","prompt":[' + b"5," * 1_000_000 + b"5]}",
+        b'{"model":"tiny","prompt":["a",' + b"5," * 1_000_000 + b"5]}",
+        b'{"model":"tiny","prompt":"x","stop":[' + b"5," * 1_000_000 + b"5]}",
+        b'{"model":"tiny","prompt":"x","logit_bias":{'
+        + b",".join(b'"%d":"a"' % number for number in range(300_000))
+        + b"}}",
+        b'{"model":"tiny","messages":[' + b"5," * 1_000_000 + b"5]}",
+        b'{"model":"tiny","messages":[{' + b'"a":1,' * 500_000 + b'"b":1}]}',
+    ],
+    ids=["tokens", "mixed", "stop", "bias", "messages", "fields"],
+)
+def test_large_bodies_are_refused_soon(server: Server, body: bytes) -> None:
+    path = "chat/completions" if b"messages" in body else "completions"
+    headers = {"content-type": "application/json"}
+    started_s = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=20)
+    assert answer.status_code == 400
+    assert len(answer.content) < 500
+    assert time.monotonic() - started_s < 2
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize("client_id", ["", "x" * 129, "a\nb", "a\x00", "\u200b"])
+async def test_ids_are_short_and_printable(tokenizer: Tokenizer, client_id: str) -> None:
+    validator = Validator(engine_config(), tokenizer)
+    with pytest.raises(InvalidRequestError, match="1 to 128 printable"):
+        await validator.validate(GenerationInput(prompts=("x",), client_id=client_id))
+
+
+@pytest.mark.parametrize("given", ["a\ud800", "\udfffb"])
+async def test_lone_surrogates_are_refused(tokenizer: Tokenizer, given: str) -> None:
+    validator = Validator(engine_config(), tokenizer)
+    for one in (
+        GenerationInput(prompts=(given,)),
+        GenerationInput(prompts=("x",), sampling={"stop": (given,)}),
+    ):
+        with pytest.raises(InvalidRequestError, match="lone surrogate"):
+            await validator.validate(one)
+
+
+async def test_bounds_themselves_are_taken(tokenizer: Tokenizer) -> None:
+    validator = Validator(engine_config(), tokenizer)
+    (request,) = await validator.validate(
+        GenerationInput(
+            prompts=((319,) * 255,),
+            client_id="x" * 128,
+            priority=-(2**31),
+            sampling={
+                "n": 128,
+                "max_tokens": 1,
+                "logprobs": 20,
+                "stop": ("x" * 512,) * 16,
+                "logit_bias": dict.fromkeys(range(320), 100.0),
+                "seed": 2**63 - 1,
+            },
+        )
+    )
+    assert isinstance(request.sampling, SamplingParams)
+    assert len(request.id) == 32
+    assert request.seed == 2**63 - 1

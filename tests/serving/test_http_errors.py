@@ -1,0 +1,168 @@
+"""What the HTTP front answers when something is wrong."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.scheduling.event import TokenEvent
+from pagedray.errors import OverloadedError, WorkerError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.serving.conftest import Server
+    from tests.serving.fake_engine import FakeEngine
+
+
+def _post(http: httpx.Client, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    # Any: JSON
+    return http.post(path, json={"model": "tiny", **body})
+
+
+def test_dead_engine_is_unavailable(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.fail_all(WorkerError("A rank died."))
+    for answer in (http.get("/health"), _post(http, prompt="x")):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_full_queue_says_when_to_try_again(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.refusal = OverloadedError("The queue is full.", retry_after_s=1.5)
+    answer = _post(http, prompt="x", stream=True)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    assert answer.json()["error"] == {
+        "message": "The queue is full.",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_death_of_the_engine_ends_a_stream_with_an_error(
+    openai_client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.step_s = 0.005
+    stream = openai_client.completions.create(model="tiny", prompt="x", max_tokens=200, stream=True)
+    next(stream)
+    engine.fail_all(WorkerError("A rank died."))
+    with pytest.raises(openai.APIError, match="A rank died"):
+        list(stream)
+
+
+def test_sequence_that_failed_is_a_server_error(http: httpx.Client, server: Server) -> None:
+    server.engine.is_paused = True
+    with httpx.Client(base_url=server.url) as other:
+
+        def fail() -> None:
+            deadline_s = time.monotonic() + 2
+            while not server.engine.log.submitted and time.monotonic() < deadline_s:
+                time.sleep(0.002)
+            request_id = server.engine.log.submitted[0].id
+            server.client.publish([TokenEvent(request_id, 0, finish_reason=FinishReason.ERROR)])
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        answer = _post(other, prompt="x")
+        thread.join()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "The engine could not compute the next token."
+
+
+def test_defect_says_nothing_of_the_inside(
+    http: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
+    answer = _post(http, prompt="x")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "The server made a mistake; its log says which."
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", "//v1/models", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/V1/models", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+    ],
+)
+def test_wrong_address_is_an_error_in_openais_shape(
+    http: httpx.Client, method: str, path: str, status: int
+) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": "tiny", "prompt": NaN}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_malformed_json_is_a_400(http: httpx.Client, engine: FakeEngine, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
+    ],
+)
+def test_other_kinds_of_body_are_refused(
+    http: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    answer = http.post("/v1/completions", content=b"{}", headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_declared_large_body_is_refused_before_it_is_sent(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.fronts.http_port or 0), 2) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 1000000000\r\n\r\n"
+        )
+        assert b" 413 " in connection.recv(100)
+
+
+def test_large_body_in_pieces_is_refused(http: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(5 * 16):
+            yield b" " * 2**16
+
+    headers = {"content-type": "application/json"}
+    try:
+        answer = http.post("/v1/completions", content=pieces(), headers=headers)
+    except httpx.WriteError:
+        # The server answered and closed while the client still wrote.
+        return
+    assert answer.status_code == 413
+    assert "4194304 bytes" in answer.json()["error"]["message"]
