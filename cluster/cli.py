@@ -1,0 +1,258 @@
+"""The command `pagedray`: serve, generate, chat."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, NoReturn, get_args
+
+from cluster.options import EngineOptions, engine_config
+from pagedray import __version__
+from pagedray.config import Device, Dtype, LoadFormat, Preemption
+from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
+from pagedray.request import SamplingParams
+
+__all__ = ["main"]
+
+_USAGE_EXIT = 2
+_FAILURE_EXIT = 1
+_INTERRUPT_EXIT = 130
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    _Commands = argparse._SubParsersAction[_OneLineParser]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except (StartupError, InvalidRequestError) as error:
+        print(f"pagedray: error: {error}", file=sys.stderr)
+        return _USAGE_EXIT
+    except PagedRayError as error:
+        print(f"pagedray: error: {error}", file=sys.stderr)
+        return _FAILURE_EXIT
+    except KeyboardInterrupt:
+        return _INTERRUPT_EXIT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="pagedray",
+        description="Serve large language models from Ray actors with a paged KV cache.",
+    )
+    parser.add_argument("--version", action="version", version=f"pagedray {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_OneLineParser
+    )
+    _add_serve(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    return parser
+
+
+def _add_serve(commands: _Commands) -> None:
+    serve = _command(commands, "serve", "Serve a model over gRPC and HTTP until Ctrl-C.", _serve)
+    group = serve.add_argument_group("fronts")
+    group.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")
+    group.add_argument("--grpc-port", type=int, default=9000, help="0 chooses one (%(default)s)")
+    group.add_argument("--http-port", type=int, default=8000, help="0 chooses one (%(default)s)")
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call it (the folder's name)"
+    )
+    _add_engine_options(serve, executor="ray")
+
+
+def _add_generate(commands: _Commands) -> None:
+    generate = _command(commands, "generate", "Continue one text and print it.", _generate)
+    generate.add_argument("text", metavar="TEXT", help="what to continue")
+    generate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_sampling(generate, max_tokens=64)
+    _add_engine_options(generate, executor="local")
+
+
+def _add_chat(commands: _Commands) -> None:
+    chat = _command(commands, "chat", "Talk with a model in the terminal.", _chat)
+    _add_sampling(chat, max_tokens=256)
+    _add_engine_options(chat, executor="local")
+
+
+def _command(commands: _Commands, name: str, what: str, run: object) -> _OneLineParser:
+    parser = commands.add_parser(name, help=what, description=what)
+    parser.add_argument("model", metavar="MODEL", help="the folder of a checkpoint")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help="(%(default)s)"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)"
+    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(%(default)s)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is all (%(default)s)")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> None:
+    default = EngineOptions()
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=default.tensor_parallel_size,
+        metavar="N",
+        help="ranks that share the model (%(default)s)",
+    )
+    ranks.add_argument(
+        "--device", choices=get_args(Device), help="where ranks run (cuda if there is one)"
+    )
+    ranks.add_argument(
+        "--executor",
+        choices=("ray", "local"),
+        default=executor,
+        help="ray: actors; local: one rank in this process (%(default)s)",
+    )
+    ranks.add_argument(
+        "--num-threads", type=int, metavar="N", help="CPU threads of a rank (its share of cores)"
+    )
+    ranks.add_argument(
+        "--dtype", choices=get_args(Dtype), help="type of weights (the checkpoint's own)"
+    )
+    ranks.add_argument(
+        "--load-format",
+        choices=get_args(LoadFormat),
+        default=default.load_format,
+        help="dummy: random weights, no tensor is read (%(default)s)",
+    )
+    ranks.add_argument(
+        "--attention-backend",
+        default=default.attention_backend,
+        metavar="NAME",
+        help="auto, torch_sdpa (%(default)s)",
+    )
+    ranks.add_argument(
+        "--seed", type=int, default=default.seed, metavar="N", help="of dummy weights (%(default)s)"
+    )
+    cache = parser.add_argument_group("KV cache")
+    cache.add_argument(
+        "--block-size",
+        type=int,
+        default=default.block_size,
+        metavar="B",
+        help="tokens per block (%(default)s)",
+    )
+    cache.add_argument(
+        "--num-blocks", type=int, metavar="N", help="blocks on the device (what fits)"
+    )
+    cache.add_argument(
+        "--num-cpu-blocks", type=int, metavar="N", help="blocks to swap to (what fits)"
+    )
+    cache.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=default.memory_fraction,
+        metavar="F",
+        help="part of the device's memory to use (%(default)s)",
+    )
+    cache.add_argument(
+        "--no-prefix-cache",
+        dest="enable_prefix_cache",
+        action="store_false",
+        help="do not share blocks between equal beginnings",
+    )
+    scheduling = parser.add_argument_group("scheduling")
+    scheduling.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=default.max_num_seqs,
+        metavar="N",
+        help="sequences in a step (%(default)s)",
+    )
+    scheduling.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=default.max_num_batched_tokens,
+        metavar="N",
+        help="tokens in a step (%(default)s)",
+    )
+    scheduling.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens in a sequence (what the model allows)",
+    )
+    scheduling.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=default.max_queued_requests,
+        metavar="N",
+        help="requests that may wait (%(default)s)",
+    )
+    scheduling.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        default=default.preemption,
+        help="how a sequence makes room (%(default)s)",
+    )
+
+
+def _options(parsed: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        **{field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
+    )
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    # Ray forks its daemons beside the running gRPC server; they never use its channels.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    # Fronts and engine are loaded by the commands that need them: --help is quick.
+    from cluster.server import Server
+
+    config = engine_config(parsed.model, _options(parsed))
+    if parsed.served_model_name:
+        config = replace(config, model=replace(config.model, name=parsed.served_model_name))
+    server = Server(
+        config, host=parsed.host, grpc_port=parsed.grpc_port, http_port=parsed.http_port
+    )
+    return server.run()
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from cluster.terminal import generate
+
+    return generate(parsed.model, _options(parsed), parsed.text, _sampling(parsed), parsed.json)
+
+
+def _chat(parsed: argparse.Namespace) -> int:
+    from cluster.terminal import chat
+
+    return chat(parsed.model, _options(parsed), _sampling(parsed))
+
+
+def _sampling(parsed: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        top_k=parsed.top_k,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""The replica's loop: schedule, send the plan, take the output, publish tokens.
+
+One thread steps; any thread may submit, abort and finish. Plan k + 1 is made and sent while
+step k runs. The scheduler is only touched under the lock, which is never held while a rank
+computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from cluster.engine_stats import EngineStats
+from cluster.journal import Journal
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.executor import Executor
+    from cluster.scheduling.event import TokenEvent
+    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.config import EngineConfig
+    from pagedray.request import Request
+
+__all__ = ["Controller", "EventSink"]
+
+logger = logging.getLogger(__name__)
+
+_PLANS_IN_FLIGHT = 2
+_ACK_POLL_S = 0.001
+_DEADLINE_POLL_S = 0.05
+_MAX_DEATHS_IN_A_ROW = 3
+"""Groups that may die without a step between them."""
+
+
+class EventSink(Protocol):
+    """Where tokens go. Called from the controller's thread; must not block."""
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Take the events of one step."""
+
+    def fail_all(self, error: EngineError) -> None:
+        """Every request that has not ended ends with `error`."""
+
+
+class Controller:
+    """One replica: a scheduler over an executor."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, sink: EventSink) -> None:
+        self._executor = executor
+        self._sink = sink
+        self._scheduler = Scheduler(
+            config=config.scheduler,
+            block_size=config.cache.block_size,
+            num_blocks=executor.cache_size.num_blocks,
+            num_cpu_blocks=executor.cache_size.num_cpu_blocks,
+            max_model_len=config.max_model_len,
+            enable_prefix_cache=config.cache.enable_prefix_cache,
+        )
+        self._journal = Journal()
+        self._in_flight: deque[StepPlan] = deque()
+        self._wake = threading.Condition()
+        self._error: EngineError | None = None
+        self._is_stopping = False
+        self._is_replacing = False
+        self._num_deaths = 0
+        self._num_steps = 0
+        self._last_step_s = 0.0
+        self._num_generated_tokens = 0
+        self._num_prompt_tokens = 0
+        self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        """End every request, take no more, and end the loop."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._fail(ShuttingDownError())
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether steps are run: not while ranks are being replaced."""
+        return (
+            self.error is None
+            and not self._is_stopping
+            and not self._is_replacing
+            and self._thread.is_alive()
+        )
+
+    @property
+    def error(self) -> EngineError | None:
+        """What ended the engine for good, if anything has."""
+        return self._error
+
+    def submit(self, request: Request) -> None:
+        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+        with self._wake:
+            if self._error is not None:
+                raise self._error
+            if self._is_stopping:
+                raise ShuttingDownError
+            self._scheduler.add(request)
+            self._journal.accept(request)
+            self._num_prompt_tokens += len(request.prompt_token_ids)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that has ended or never was is left alone."""
+        with self._wake:
+            events = self._scheduler.abort(request_id)
+            self._note(events)
+            self._wake.notify()
+        if events:
+            self._sink.publish(events)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence of a request whose reader has enough; no event follows."""
+        with self._wake:
+            self._scheduler.finish(request_id, index)
+            self._journal.end_sequence(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """Return the counts of this moment."""
+        with self._wake:
+            return EngineStats(
+                scheduler=self._scheduler.stats(),
+                num_steps=self._num_steps,
+                last_step_s=self._last_step_s,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+            )
+
+    def _loop(self) -> None:
+        try:
+            while not self._is_stopping:
+                try:
+                    self._step()
+                except WorkerError as error:
+                    self._replace_ranks(error)
+        except (StartupError, WorkerError) as error:
+            logger.error("The engine stops: %s", error)
+            self._fail(EngineError(f"The engine has stopped: {error}"))
+        except Exception:
+            logger.exception("The engine stops after a defect of its own.")
+            self._fail(EngineError("The engine failed; its log says why."))
+
+    def _replace_ranks(self, error: WorkerError) -> None:
+        """Begin an epoch with new ranks; every request goes on from the tokens it has."""
+        self._num_deaths += 1
+        if self._num_deaths > _MAX_DEATHS_IN_A_ROW:
+            raise error
+        logger.warning("%s The ranks are replaced; %d requests wait.", error, len(self._journal))
+        self._is_replacing = True
+        with self._wake:
+            suspects = self._journal.note_death()
+            events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
+            self._note(events)
+        self._sink.publish(
+            [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
+        )
+        self._in_flight.clear()
+        self._executor.restart()
+        with self._wake:
+            self._scheduler.reset()
+        self._is_replacing = False
+
+    def _step(self) -> None:
+        plan, expired = self._next_plan()
+        if expired:
+            self._sink.publish(expired)
+        if plan is not None:
+            self._executor.submit(plan)
+            self._in_flight.append(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) >= _PLANS_IN_FLIGHT):
+            started_s = time.perf_counter()
+            output = self._executor.collect()
+            self._in_flight.popleft()
+            self._take(output, time.perf_counter() - started_s)
+
+    def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
+        with self._wake:
+            self._scheduler.acknowledge(self._executor.acknowledged_step)
+            now_s = time.monotonic()
+            expired = self._scheduler.expire(now_s)
+            self._note(expired)
+            plan = self._scheduler.schedule()
+            if plan is None and not expired and not self._in_flight:
+                # Idle, or every sequence waits for a block copy on some rank.
+                has_work = self._scheduler.has_work
+                self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
+            return plan, expired
+
+    def _take(self, output: StepOutput, collect_s: float) -> None:
+        with self._wake:
+            events = self._scheduler.update(output)
+            self._note(events)
+            self._num_steps += 1
+            self._num_deaths = 0
+            self._last_step_s = collect_s
+            self._num_generated_tokens += len(output.token_ids)
+        if events:
+            self._sink.publish(events)
+
+    def _note(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            self._journal.note(event)
+
+    def _fail(self, error: EngineError) -> None:
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error = error
+            self._journal.clear()
+        self._sink.fail_all(error)

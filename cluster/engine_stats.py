@@ -1,0 +1,21 @@
+"""What an engine tells of itself at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.scheduling.scheduler import SchedulerStats
+
+__all__ = ["EngineStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts of a replica since it started, and its scheduler's counts of this moment."""
+
+    scheduler: SchedulerStats
+    num_steps: int
+    last_step_s: float
+    """Seconds that the controller waited for the last step."""
+    num_prompt_tokens: int
+    num_generated_tokens: int

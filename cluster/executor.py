@@ -1,0 +1,124 @@
+"""The ranks as one thing: what the controller sends plans to.
+
+`LocalExecutor` runs one rank inside this process, for debugging and fast tests; the ranks
+of a cluster are `cluster.ray_executor`'s matter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.config import EngineConfig
+    from workers.worker import Worker
+
+__all__ = ["CacheSize", "Executor", "LocalExecutor", "ReportProgress", "make_executor"]
+
+ReportProgress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Blocks of the two pools, equal on every rank."""
+
+    num_blocks: int
+    num_cpu_blocks: int
+
+
+class Executor(ABC):
+    """A group of ranks. Plans are carried out in the order they are submitted."""
+
+    @property
+    @abstractmethod
+    def cache_size(self) -> CacheSize:
+        """Blocks of the pools."""
+
+    @property
+    @abstractmethod
+    def acknowledged_step(self) -> int:
+        """The last step that every rank has finished, its block copies included."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to every rank. Raises WorkerError."""
+
+    @abstractmethod
+    def collect(self) -> StepOutput:
+        """Return the output of the oldest plan that has none yet. Raises WorkerError."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Replace every rank by a new one that has no plan; steps count from 0 again.
+
+        Raises WorkerError or StartupError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks and release what they hold. May be called twice."""
+
+
+class LocalExecutor(Executor):
+    """One rank in this process; a step runs while its output is collected."""
+
+    def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+        self._config = config
+        self._report_progress = report_progress
+        self._submitted: deque[StepPlan] = deque()
+        self._acknowledged_step = -1
+        self._worker = self._started()
+        self._cache_size = CacheSize(*self._worker.fitting_blocks())
+        self._worker.allocate_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return self._cache_size
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._acknowledged_step
+
+    def submit(self, plan: StepPlan) -> None:
+        self._submitted.append(plan)
+
+    def collect(self) -> StepOutput:
+        output = self._worker.launch(self._submitted.popleft()).output()
+        self._acknowledged_step = output.step
+        return output
+
+    def restart(self) -> None:
+        self.close()
+        self._acknowledged_step = -1
+        self._worker = self._started()
+        self._worker.allocate_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
+
+    def close(self) -> None:
+        self._submitted.clear()
+        self._worker.close()
+
+    def _started(self) -> Worker:
+        # Torch is loaded only where a rank lives.
+        from workers.parallel import SoloGroup
+        from workers.worker import Worker
+
+        worker = Worker(self._config, SoloGroup())
+        worker.load(
+            lambda done, total: self._report_progress("Loading weights", done / max(total, 1))
+        )
+        return worker
+
+
+def make_executor(config: EngineConfig, report_progress: ReportProgress) -> Executor:
+    """Return the executor that `config` names, its ranks loaded and ready for plans."""
+    if config.parallel.executor == "local":
+        return LocalExecutor(config, report_progress)
+    # Ray is loaded only where it is used.
+    from cluster.ray_executor import RayExecutor
+
+    return RayExecutor(config, report_progress)

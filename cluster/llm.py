@@ -1,0 +1,315 @@
+"""A model as a Python object: `LLM(folder).generate(prompts, params)`."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from tqdm import tqdm
+
+from cluster.controller import Controller
+from cluster.executor import make_executor
+from cluster.options import EngineOptions, engine_config
+from cluster.progress import ProgressLine
+from cluster.serving.chat_template import ChatMessage
+from cluster.serving.text_stream import SequenceOutput, TextStream
+from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.validator import ChatPrompt, GenerationInput, Prompt, Validator
+from pagedray.batch import TokenLogprobs
+from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
+from pagedray.request import FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from cluster.engine_stats import EngineStats
+    from cluster.scheduling.event import TokenEvent
+
+__all__ = ["LLM", "Completion", "Generation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished continuation."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    """The end-of-sequence or stop token included."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A prompt and its continuations."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache spared."""
+
+
+class LLM:
+    """A model and the engine that runs it, in this process or on Ray actors.
+
+    `options` are the fields of `cluster.options.EngineOptions`, such as
+    `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`. Raises StartupError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        show_progress: bool = True,
+        # Any: each option has a type of its own, which EngineOptions states.
+        **options: Any,
+    ) -> None:
+        config = engine_config(model, EngineOptions(**options))
+        self._tokenizer = Tokenizer.from_folder(config.model.folder)
+        self._validator = Validator(config, self._tokenizer)
+        self._sink = _QueueSink()
+        line = ProgressLine()
+        try:
+            self._executor = make_executor(
+                config, line.report if show_progress else lambda what, fraction: None
+            )
+        finally:
+            line.close()
+        self._controller = Controller(config, self._executor, self._sink)
+        self._controller.start()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
+    ) -> list[Generation]:
+        """Return the continuations of each prompt, a text or its token ids, in order.
+
+        `params` is one for all prompts or one for each. Raises InvalidRequestError before
+        anything is started, and EngineError if the engine fails.
+        """
+        given: list[Prompt] = [
+            prompt if isinstance(prompt, str) else tuple(prompt)
+            for prompt in ([prompts] if isinstance(prompts, str) else prompts)
+        ]
+        return self._run(given, params, show_progress)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> Generation:
+        """Return how the assistant goes on with a conversation of `role` and `content`."""
+        return self._run([_conversation(messages)], params, show_progress)[0]
+
+    def stream(
+        self, prompt: str | Sequence[int] | Sequence[dict[str, str]], params: SamplingParams
+    ) -> Iterator[str]:
+        """Yield the text of one continuation as it grows; `params.n` must be 1."""
+        if params.n != 1:
+            raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")
+        (request,) = self._validated([_as_prompt(prompt)], [params])
+        collector = _Collector(request, self._tokenizer)
+        try:
+            self._submit_all([request])
+            while not collector.is_finished:
+                for event in self._sink.take():
+                    if event.request_id == request.id:
+                        yield self._push(collector, event).text
+        finally:
+            self._controller.abort(request.id)
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counts of this moment."""
+        return self._controller.stats()
+
+    def close(self) -> None:
+        """End the engine and its ranks. May be called twice."""
+        self._controller.stop()
+        self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[Generation]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(params)} sampling parameters do not fit {len(prompts)} prompts."
+            )
+        requests = self._validated(prompts, params)
+        collectors = {request.id: _Collector(request, self._tokenizer) for request in requests}
+        try:
+            self._collect(collectors, requests, show_progress)
+        except BaseException:
+            for request in requests:
+                self._controller.abort(request.id)
+            raise
+        return [collectors[request.id].generation() for request in requests]
+
+    def _validated(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Request]:
+        async def validate() -> list[Request]:
+            requests: list[Request] = []
+            for prompt, sampling in zip(prompts, params, strict=True):
+                given = GenerationInput(
+                    prompts=(prompt,), sampling=msgspec.structs.asdict(sampling)
+                )
+                requests += await self._validator.validate(given)
+            return requests
+
+        # A thread of its own: the caller's may have a running event loop, as in a notebook.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, validate()).result()
+
+    def _collect(
+        self, collectors: dict[str, _Collector], requests: list[Request], show_progress: bool
+    ) -> None:
+        waiting = iter(requests)
+        held = self._submit_all(waiting)
+        num_open = len(requests)
+        with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
+            while num_open:
+                for event in self._sink.take():
+                    collector = collectors.get(event.request_id)
+                    if collector is None or collector.is_finished:
+                        continue
+                    self._push(collector, event)
+                    if collector.is_finished:
+                        num_open -= 1
+                        bar.update()
+                if held is not None:
+                    held = self._submit_all([held]) or self._submit_all(waiting)
+
+    def _submit_all(self, requests: Iterable[Request]) -> Request | None:
+        """Submit until the queue is full; return the first request that found no room."""
+        for request in requests:
+            try:
+                self._controller.submit(request)
+            except OverloadedError:
+                return request
+        return None
+
+    def _push(self, collector: _Collector, event: TokenEvent) -> SequenceOutput:
+        output = collector.push(event)
+        if output.finish_reason is not None and event.finish_reason is None:
+            # A stop string ended it; the engine cannot know.
+            self._controller.finish(event.request_id, event.index)
+        return output
+
+
+class _QueueSink:
+    """Hands events from the controller's thread to the caller's."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Sequence[TokenEvent] | EngineError] = queue.SimpleQueue()
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        self._queue.put(events)
+
+    def fail_all(self, error: EngineError) -> None:
+        self._queue.put(error)
+
+    def take(self) -> Sequence[TokenEvent]:
+        """Wait for the events of a step. Raises what the engine failed with."""
+        taken = self._queue.get()
+        if isinstance(taken, EngineError):
+            raise taken
+        return taken
+
+
+class _Collector:
+    """Gathers the continuations of one request."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._streams = [
+            TextStream(request, index, tokenizer.token_bytes) for index in range(request.sampling.n)
+        ]
+        self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
+        self._num_cached_tokens = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every continuation has ended."""
+        return all(stream.is_finished for stream in self._streams)
+
+    def push(self, event: TokenEvent) -> SequenceOutput:
+        """Return what an event adds."""
+        stream = self._streams[event.index]
+        if stream.is_finished:
+            return SequenceOutput(index=event.index, text="", token_ids=())
+        self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+        output = stream.push([event])
+        self._outputs[event.index].append(output)
+        return output
+
+    def generation(self) -> Generation:
+        """Return all of it."""
+        return Generation(
+            prompt_token_ids=self._request.prompt_token_ids,
+            completions=tuple(
+                _completion(index, outputs) for index, outputs in enumerate(self._outputs)
+            ),
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+
+def _completion(index: int, outputs: Sequence[SequenceOutput]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        index=index,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+    )
+
+
+def _as_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    messages = [item for item in prompt if isinstance(item, dict)]
+    if messages:
+        return _conversation(messages)
+    return tuple(item for item in prompt if isinstance(item, int))
+
+
+def _conversation(messages: Sequence[dict[str, str]]) -> ChatPrompt:
+    for message in messages:
+        if set(message) != {"role", "content"}:
+            raise InvalidRequestError(
+                f"A message has role and content, not {sorted(message)}.", param="messages"
+            )
+    return ChatPrompt(tuple(ChatMessage(**message) for message in messages))

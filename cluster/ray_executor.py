@@ -1,0 +1,147 @@
+"""The ranks as Ray actors: the cluster they run on and the place they hold in it.
+
+A rank that dies takes its group down; `restart` makes a new group in the same place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from cluster.executor import CacheSize, Executor, ReportProgress
+from cluster.ray_ranks import RayRanks
+from pagedray.errors import DeviceError, WorkerError
+
+if TYPE_CHECKING:
+    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.config import EngineConfig
+
+__all__ = ["RayExecutor"]
+
+_PLACEMENT_TIMEOUT_S = 15.0
+
+
+class RayExecutor(Executor):
+    """A tensor-parallel group of Ray actors in one placement group."""
+
+    def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+        self._config = config
+        self._report_progress = report_progress
+        self._folder = Path(tempfile.mkdtemp(prefix="pagedray-"))
+        self._placement: PlacementGroup | None = None
+        self._ranks: RayRanks | None = None
+        self._owns_ray = False
+        try:
+            self._owns_ray = _connect_to_ray(config, report_progress)
+            self._placement = _placement(config)
+            self._ranks = self._started()
+        except BaseException:
+            self.close()
+            raise
+        self._cache_size = self._ranks.cache_size
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return self._cache_size
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._live_ranks().acknowledged_step
+
+    def submit(self, plan: StepPlan) -> None:
+        self._live_ranks().submit(plan)
+
+    def collect(self) -> StepOutput:
+        return self._live_ranks().collect()
+
+    def restart(self) -> None:
+        self._end_ranks()
+        self._ranks = self._started()
+        if self._ranks.cache_size != self._cache_size:
+            raise WorkerError(
+                f"The new ranks have room for {self._ranks.cache_size}, "
+                f"the old ones had for {self._cache_size}."
+            )
+
+    def close(self) -> None:
+        self._end_ranks()
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        if self._owns_ray:
+            ray.shutdown()
+        self._placement, self._owns_ray = None, False
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _started(self) -> RayRanks:
+        assert self._placement is not None
+        return RayRanks(self._config, self._placement, self._folder, self._report_progress)
+
+    def _live_ranks(self) -> RayRanks:
+        if self._ranks is None:
+            raise WorkerError("The ranks have ended.")
+        return self._ranks
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+
+def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bool:
+    """Join the Ray cluster at hand or start one here; return whether one was started."""
+    if ray.is_initialized():
+        return False
+    if "RAY_ADDRESS" in os.environ:
+        report_progress("Joining the Ray cluster", 0.0)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        return False
+    _check_devices(config)
+    report_progress("Starting Ray", 0.0)
+    # Ray runs its workers at a low priority unless told otherwise.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    return True
+
+
+def _check_devices(config: EngineConfig) -> None:
+    num_ranks = config.parallel.tensor_parallel_size
+    if config.parallel.device == "cpu":
+        num_devices, what = len(os.sched_getaffinity(0)), "CPU cores"
+    else:
+        num_devices, what = _num_gpus(), "GPUs"
+    if num_ranks > num_devices:
+        raise DeviceError(
+            f"tensor parallel size {num_ranks} is more than the {num_devices} {what} "
+            "of this machine."
+        )
+
+
+def _num_gpus() -> int:
+    # Torch is loaded only where GPUs are asked for.
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _placement(config: EngineConfig) -> PlacementGroup:
+    num_ranks = config.parallel.tensor_parallel_size
+    bundle = {"CPU": 1.0}
+    if config.parallel.device == "cuda":
+        bundle["GPU"] = 1.0
+    group: PlacementGroup = placement_group([bundle] * num_ranks, strategy="STRICT_PACK")
+    if not group.wait(_PLACEMENT_TIMEOUT_S):
+        remove_placement_group(group)
+        raise DeviceError(f"No node of the Ray cluster has room for {num_ranks} ranks of {bundle}.")
+    return group

@@ -1,0 +1,197 @@
+"""One epoch of a group: its actors, their channels, and how they came to an end.
+
+Plans go over the step channel; Ray starts the actors and tells why one has died. An epoch
+has a secret of its own, so that nothing of an older one can reach a newer one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.executor import CacheSize, ReportProgress
+from pagedray.batch import Shutdown, StepOutput, StepPlan, WorkerFailure, WorkerMessage
+from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
+from pagedray.errors import StartupError, WorkerError
+from workers.gpu_worker import GpuWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ray.util.placement_group import PlacementGroup
+
+    from pagedray.config import EngineConfig
+
+__all__ = ["RayRanks"]
+
+_START_TIMEOUT_S = 600.0
+_STEP_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 2.0
+_POLL_S = 0.2
+
+# Ray makes the methods of actor handles when the program runs.
+Actor = Any
+Reference = Any
+
+
+class RayRanks:
+    """The ranks of a group, from their start to their end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        placement: PlacementGroup,
+        folder: Path,
+        report_progress: ReportProgress,
+    ) -> None:
+        """Start them, load the model, connect. `folder` is for the channel's socket."""
+        self._config = config
+        self._report_progress = report_progress
+        self._size = config.parallel.tensor_parallel_size
+        self._acknowledged = [-1] * self._size
+        self._outputs: deque[StepOutput] = deque()
+        self._channels: list[ControllerChannel] = []
+        self._running: list[Reference] = []
+        self._actors: list[Actor] = []
+        try:
+            self._actors += (self._actor(placement, rank) for rank in range(self._size))
+            self.cache_size = self._load()
+            self._connect(folder)
+        except RayError as error:
+            self.close()
+            raise StartupError(f"A rank could not start: {_last_line(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def acknowledged_step(self) -> int:
+        """The last step that every rank has finished. Raises WorkerError if one is gone."""
+        self._read()
+        return min(self._acknowledged)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to every rank. Raises WorkerError."""
+        try:
+            for channel in self._channels:
+                channel.send(plan)
+        except ChannelClosedError as error:
+            raise self._death(error) from error
+
+    def collect(self) -> StepOutput:
+        """Wait for the next output. Raises WorkerError."""
+        deadline_s = time.monotonic() + _STEP_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._read()
+            if self._outputs:
+                return self._outputs.popleft()
+            select.select(self._channels, [], [], _POLL_S)
+        raise WorkerError(f"No step was finished within {_STEP_TIMEOUT_S:g} s.")
+
+    def close(self) -> None:
+        """End every rank, whatever state it is in."""
+        for channel in self._channels:
+            try:
+                channel.send(Shutdown())
+            except ChannelClosedError:
+                continue
+        if self._running:
+            ray.wait(self._running, num_returns=len(self._running), timeout=_STOP_TIMEOUT_S)
+        for channel in self._channels:
+            channel.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._channels, self._running, self._actors = [], [], []
+
+    def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
+        # Two threads: one serves steps, the other answers Ray.
+        return (
+            ray.remote(GpuWorker)
+            .options(
+                num_cpus=1,
+                num_gpus=1 if self._config.parallel.device == "cuda" else 0,
+                max_concurrency=2,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement, placement_group_bundle_index=rank
+                ),
+            )
+            .remote(self._config, rank)
+        )
+
+    def _load(self) -> CacheSize:
+        starting = [self._actors[0].free_address.remote()]
+        (address,) = self._results(starting, f"Starting {self._size} ranks", lambda: 0.0)
+        loading = [actor.load.remote(address) for actor in self._actors]
+        sizes = self._results(loading, "Loading weights", self._loaded_fraction)
+        cache_size = CacheSize(min(size[0] for size in sizes), min(size[1] for size in sizes))
+        allocating = [
+            actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
+            for actor in self._actors
+        ]
+        self._results(allocating, "Allocating the KV cache", lambda: 0.0)
+        return cache_size
+
+    def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
+        """Return what the actors return; a text is what one of them refuses."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        waiting = references
+        while waiting:
+            if time.monotonic() > deadline_s:
+                raise StartupError(f"{what} took more than {_START_TIMEOUT_S:g} s.")
+            self._report_progress(what, fraction())
+            finished, waiting = ray.wait(waiting, timeout=_POLL_S)
+            for answer in ray.get(finished):
+                if isinstance(answer, str) and what == "Loading weights":
+                    raise StartupError(answer)
+        return list(ray.get(references))
+
+    def _loaded_fraction(self) -> float:
+        try:
+            done, total = ray.get(self._actors[0].progress.remote(), timeout=_POLL_S)
+        except GetTimeoutError:
+            return 0.0
+        return float(done / total) if total else 0.0
+
+    def _connect(self, folder: Path) -> None:
+        secret = secrets.token_bytes(32)
+        with StepListener(f"unix:{folder / 'steps'}") as listener:
+            self._running = [actor.run.remote(listener.endpoint, secret) for actor in self._actors]
+            self._channels = listener.accept(self._size, secret, timeout_s=60.0)
+
+    def _read(self) -> None:
+        try:
+            for rank, channel in enumerate(self._channels):
+                while channel.has_message():
+                    self._take(rank, channel.receive())
+        except ChannelClosedError as error:
+            raise self._death(error) from error
+
+    def _take(self, rank: int, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerFailure):
+            raise WorkerError(f"Rank {rank} failed:\n{message.text}")
+        self._acknowledged[rank] = message.step
+        if isinstance(message, StepOutput):
+            self._outputs.append(message)
+
+    def _death(self, error: ChannelClosedError) -> WorkerError:
+        # Ray knows why an actor ended, a moment after its socket does.
+        finished, _ = ray.wait(self._running, timeout=1.0)
+        for reference in finished:
+            try:
+                ray.get(reference)
+            except RayError as cause:
+                return WorkerError(f"A rank died: {_last_line(cause)}")
+        return WorkerError(f"A rank died: {error}")
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

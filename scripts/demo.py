@@ -1,0 +1,202 @@
+"""Serves the shipped model, asks it something over gRPC and HTTP, and stops it.
+
+    .venv/bin/python scripts/demo.py
+
+Exits with 0 only if both answers came and no process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import openai
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples" / "tiny-llama"
+PROMPT = 'def read_config(path):\n    """Return'
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+
+
+class DemoError(Exception):
+    """The demo failed; the message says why."""
+
+
+def main() -> int:
+    """Run the demo and return its exit code."""
+    parser = argparse.ArgumentParser(description="Serve the shipped model and ask it something.")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parser.parse_args()
+    try:
+        _demo(options.tensor_parallel_size, options.max_tokens)
+    except (DemoError, grpc.RpcError, openai.OpenAIError, OSError) as error:
+        print(f"The demo failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _demo(num_ranks: int, max_tokens: int) -> None:
+    grpc_port, http_port = _free_port(), _free_port()
+    print(f"$ pagedray serve {MODEL.relative_to(ROOT)} --tensor-parallel-size {num_ranks}")
+    server = _start(num_ranks, grpc_port, http_port)
+    try:
+        _wait_until_ready(server, grpc_port)
+        _ask_over_grpc(grpc_port, max_tokens)
+        _ask_over_http(http_port, max_tokens)
+        _show_cache(http_port)
+    finally:
+        _stop(server)
+
+
+def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            "serve",
+            str(MODEL),
+            f"--tensor-parallel-size={num_ranks}",
+            "--device=cpu",
+            f"--grpc-port={grpc_port}",
+            f"--http-port={http_port}",
+        ],
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], grpc_port: int) -> None:
+    started_s = time.monotonic()
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() - started_s < START_TIMEOUT_S:
+            if server.poll() is not None:
+                raise DemoError(f"pagedray serve ended with exit code {server.returncode}.")
+            with contextlib.suppress(grpc.RpcError):
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    print(f"Ready after {time.monotonic() - started_s:.1f} s.")
+                    return
+            time.sleep(0.1)
+    raise DemoError(f"The server was not ready within {START_TIMEOUT_S:g} s.")
+
+
+def _ask_over_grpc(port: int, max_tokens: int) -> None:
+    print("\n--- gRPC: pagedray.v1.GenerationService/Generate " + "-" * 20)
+    print(PROMPT, end="", flush=True)
+    clock = _TokenClock()
+    request = pagedray_pb2.GenerateRequest(
+        text=PROMPT,
+        sampling=pagedray_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        for response in stub.Generate(request, timeout=60.0):
+            for sequence in response.sequences:
+                clock.count(len(sequence.token_ids))
+                print(sequence.text, end="", flush=True)
+    clock.report()
+
+
+def _ask_over_http(port: int, max_tokens: int) -> None:
+    print("\n--- HTTP: /v1/completions with the openai client " + "-" * 20)
+    print(PROMPT, end="", flush=True)
+    clock = _TokenClock()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    with client.completions.create(
+        model=client.models.list().data[0].id,
+        prompt=PROMPT,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        for chunk in stream:
+            if chunk.choices and chunk.choices[0].text:
+                clock.start()
+                print(chunk.choices[0].text, end="", flush=True)
+            if chunk.usage is not None:
+                clock.count(chunk.usage.completion_tokens)
+    client.close()
+    clock.report()
+
+
+class _TokenClock:
+    """Time to the first token and tokens per second of one request."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._first_s: float | None = None
+        self._num_tokens = 0
+
+    def start(self) -> None:
+        """Note that a token has come."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens that have come."""
+        if num_tokens:
+            self.start()
+            self._num_tokens += num_tokens
+
+    def report(self) -> None:
+        """Print the figures. Raises DemoError if nothing came."""
+        if self._first_s is None or self._num_tokens == 0:
+            raise DemoError("No token came.")
+        total_s = time.monotonic() - self._started_s
+        print(
+            f"\n[{self._num_tokens} tokens, {self._num_tokens / total_s:.1f} tokens/s, "
+            f"first after {(self._first_s - self._started_s) * 1e3:.0f} ms]"
+        )
+
+
+def _show_cache(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
+        text = answer.read().decode()
+    print("\n--- KV cache " + "-" * 56)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "block" in sample.name or "prefix" in sample.name:
+                labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
+                print(f"{sample.name}{{{labels}}} {sample.value:g}")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    started_s = time.monotonic()
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        code = server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(server.pid, signal.SIGKILL)
+        raise DemoError(f"The server did not stop within {STOP_TIMEOUT_S:g} s.") from error
+    print(f"\nStopped after {time.monotonic() - started_s:.1f} s with exit code {code}.")
+    if code != 0:
+        raise DemoError(f"pagedray serve ended with exit code {code}.")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

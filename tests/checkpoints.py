@@ -1,0 +1,155 @@
+"""Small random checkpoints of every family, made by transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["CASES", "Case", "greedy_tokens", "save_checkpoint", "save_word_tokenizer"]
+
+VOCAB_SIZE = 131
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration of one family."""
+
+    name: str
+    family: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    has_tied_embeddings: bool = False
+    # Any: transformers' configurations take numbers, strings, lists and dictionaries.
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
+
+CASES = (
+    Case(
+        name="llama-mqa",
+        family="Llama",
+        num_heads=6,
+        num_kv_heads=1,
+        head_size=8,
+        hidden_size=48,
+        has_tied_embeddings=True,
+    ),
+    Case(
+        name="llama-llama3-rope",
+        family="Llama",
+        num_heads=12,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=96,
+        more={"rope_parameters": LLAMA3_ROPE},
+    ),
+    Case(
+        name="llama-linear-rope",
+        family="Llama",
+        num_heads=10,
+        num_kv_heads=2,
+        head_size=16,
+        hidden_size=80,
+        more={"rope_parameters": LINEAR_ROPE, "head_dim": 16},
+    ),
+    Case(
+        name="mistral-window",
+        family="Mistral",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={"sliding_window": 11},
+    ),
+    Case(
+        name="qwen2-tied",
+        family="Qwen2",
+        num_heads=14,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=112,
+        has_tied_embeddings=True,
+    ),
+    Case(
+        name="qwen3-wide-heads",
+        family="Qwen3",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        hidden_size=60,
+        more={"head_dim": 16},
+    ),
+)
+
+
+def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write a random checkpoint whose greedy continuations do not settle on one token."""
+    torch.manual_seed(sum(map(ord, case.name)))
+    config = getattr(transformers, f"{case.family}Config")(
+        hidden_size=case.hidden_size,
+        num_hidden_layers=3,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=case.num_kv_heads,
+        intermediate_size=2 * case.hidden_size,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=256,
+        tie_word_embeddings=case.has_tied_embeddings,
+        # The usual 0.02 makes such a small model near constant.
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        **case.more,
+    )
+    model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    model.to(dtype).save_pretrained(folder)
+    save_word_tokenizer(folder, VOCAB_SIZE)
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer whose words are `w0`, `w1`, ...: a checkpoint needs one."""
+    words = {f"w{index}": index for index in range(vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return transformers' greedy continuation of each prompt, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    continuations = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            tokens = torch.tensor([prompt])
+            output = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            continuations.append(output[0, len(prompt) :].tolist())
+    return continuations

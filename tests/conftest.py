@@ -1,0 +1,36 @@
+"""What all tests share: one Ray cluster for the whole run."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Before Ray is imported anywhere: no token is written to HOME, no usage is reported.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_WORKER_NICENESS"] = "0"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray cluster that every test of the run shares."""
+    import logging
+
+    import ray
+
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+    )
+    yield
+    ray.shutdown()

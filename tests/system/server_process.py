@@ -1,0 +1,147 @@
+"""`pagedray` as a user starts it: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import httpx
+import psutil
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["ROOT", "TINY_LLAMA", "Finished", "ServerProcess", "free_port", "run_pagedray"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY_LLAMA = ROOT / "examples" / "tiny-llama"
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run_pagedray(*arguments: str, timeout_s: float = 120.0) -> Finished:
+    """Run a command of pagedray to its end."""
+    started_s = time.monotonic()
+    done = subprocess.run(
+        _command(*arguments),
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - started_s)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """`pagedray serve` on the shipped model, until the block that holds it is left."""
+
+    arguments: tuple[str, ...]
+    grpc_port: int = field(default_factory=free_port)
+    http_port: int = field(default_factory=free_port)
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        self._process = subprocess.Popen(
+            _command(
+                "serve",
+                str(TINY_LLAMA),
+                "--device=cpu",
+                f"--grpc-port={self.grpc_port}",
+                f"--http-port={self.http_port}",
+                *self.arguments,
+            ),
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("Ready:"):
+                return
+        raise AssertionError(f"The server ended with exit code {self._process.wait()}.")
+
+    def metrics(self) -> dict[str, float]:
+        """Return its metrics, by name and labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def family(self) -> list[psutil.Process]:
+        """Return it and all its descendants."""
+        process = psutil.Process(self.pid)
+        return [process, *process.children(recursive=True)]
+
+    def interrupt(self, timeout_s: float) -> int:
+        """Send Ctrl-C and return the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(15.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cluster.cli", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -1,0 +1,87 @@
+"""A rank that dies takes no request with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from pagedray import LLM, SamplingParams
+from pagedray.errors import EngineError
+from tests.checkpoints import CASES, save_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPTS = [[5, 6, 7], [11] * 20, list(range(3, 60))]
+PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(CASES[0], tmp_path)
+    return tmp_path
+
+
+def ranks() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "GpuWorker" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
+    generations = llm.generate(PROMPTS, PARAMS, show_progress=False)
+    return [generation.completions[0].token_ids for generation in generations]
+
+
+def kill_when_running(llm: LLM, num_tokens: int) -> int:
+    """Kill a rank once some tokens have been generated; return how many had been."""
+    while llm.stats().num_generated_tokens < num_tokens:
+        time.sleep(0.005)
+    generated = llm.stats().num_generated_tokens
+    ranks()[-1].kill()
+    return generated
+
+
+def test_streams_go_on_where_they_were(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder,
+        tensor_parallel_size=2,
+        device="cpu",
+        num_threads=1,
+        show_progress=False,
+        enable_prefix_cache=False,
+    ) as llm:
+        undisturbed = tokens_of(llm)
+        before = llm.stats().num_generated_tokens
+        killed_at: list[int] = []
+        killer = threading.Thread(
+            target=lambda: killed_at.append(kill_when_running(llm, before + 60))
+        )
+        killer.start()
+        disturbed = tokens_of(llm)
+        killer.join()
+        assert killed_at[0] < before + sum(map(len, disturbed))
+        assert disturbed == undisturbed
+        stats = llm.stats().scheduler
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_engine_that_cannot_come_back_says_so(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
+    ) as llm:
+        tokens_of(llm)
+        # The new ranks will find no checkpoint.
+        (folder / "model.safetensors").unlink()
+        ranks()[0].kill()
+        with pytest.raises(EngineError, match=r"model\.safetensors|holds no"):
+            tokens_of(llm)

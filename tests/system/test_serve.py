@@ -1,0 +1,142 @@
+"""The server as a process of its own, with two ranks, driven by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.system.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = "def read_config(path):\n"
+NUM_STREAMS = 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(("--tensor-parallel-size=2", "--num-blocks=512")) as process:
+        yield process
+
+
+def generate_request(num_tokens: int, prompt: str = PROMPT) -> pagedray_pb2.GenerateRequest:
+    return pagedray_pb2.GenerateRequest(
+        text=prompt,
+        sampling=pagedray_pb2.SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+        ),
+    )
+
+
+def test_grpc_and_http_give_the_same_text(server: ServerProcess) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        over_grpc = "".join(
+            sequence.text
+            for response in stub.Generate(generate_request(24), timeout=60.0)
+            for sequence in response.sequences
+        )
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model="tiny-llama",
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0.0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        over_http = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+    assert over_grpc
+    assert over_http == over_grpc
+
+
+def test_cancelled_streams_leave_nothing_behind(server: ServerProcess) -> None:
+    # Connections that stay open, and whatever is made once, are there before the count.
+    asyncio.run(stream_many(server, NUM_STREAMS))
+    before = footprint(server)
+
+    texts = asyncio.run(stream_many(server, NUM_STREAMS))
+    assert sum(text is None for text in texts) == -(-NUM_STREAMS // 3)
+    finished = {text for text in texts if text is not None}
+    # All that were not cancelled asked for the same, and got it.
+    assert len(finished) == 1
+
+    wait_until(lambda: footprint(server) == before)
+    metrics = server.metrics()
+    assert metrics['pagedray_free_blocks{pool="device"}'] == 512
+    assert footprint(server) == before
+
+
+async def stream_many(server: ServerProcess, num_streams: int) -> list[str | None]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        return await asyncio.gather(
+            *(stream_one(stub, is_cancelled=index % 3 == 0) for index in range(num_streams))
+        )
+
+
+async def stream_one(
+    stub: pagedray_pb2_grpc.GenerationServiceStub, *, is_cancelled: bool
+) -> str | None:
+    """Return the whole text, or None if the stream was cancelled midway."""
+    call = stub.Generate(generate_request(40), timeout=120.0)
+    text = ""
+    num_tokens = 0
+    async for response in call:
+        for sequence in response.sequences:
+            text += sequence.text
+            num_tokens += len(sequence.token_ids)
+        if is_cancelled and num_tokens >= 5:
+            call.cancel()
+            return None
+    return text
+
+
+def footprint(server: ServerProcess) -> dict[str, float]:
+    """Return what the server and its ranks hold: files, processes, running work."""
+    family = [p for p in server.family() if is_ours(p)]
+    metrics = server.metrics()
+    return {
+        "files": psutil.Process(server.pid).num_fds(),
+        "processes": len(family),
+        "running": metrics['pagedray_sequences{state="running"}'],
+        "waiting": metrics['pagedray_sequences{state="waiting"}'],
+        "free": metrics['pagedray_free_blocks{pool="device"}'],
+    }
+
+
+def is_ours(process: psutil.Process) -> bool:
+    # Ray starts and ends idle workers as it likes; ranks are named for their class.
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "GpuWorker" in line or "cluster.cli" in line
+
+
+def test_ctrl_c_leaves_no_process_behind() -> None:
+    with ServerProcess(("--tensor-parallel-size=2",)) as server:
+        family = server.family()
+        assert sum("GpuWorker" in " ".join(process.cmdline()) for process in family) == 2
+        with httpx.Client() as client:
+            # A client that is still connected must not keep the server.
+            client.get(f"{server.url}/health")
+            assert server.interrupt(timeout_s=30.0) == 0
+        _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert alive == []
+
+
+def wait_until(is_true: object, timeout_s: float = 20.0) -> None:
+    assert callable(is_true)
+    deadline_s = time.monotonic() + timeout_s
+    while not is_true() and time.monotonic() < deadline_s:
+        time.sleep(0.1)

@@ -1,0 +1,155 @@
+"""A mistake at the start is one line that names it, exit code 2, soon."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cluster.cli import main
+from tests.system.server_process import TINY_LLAMA, run_pagedray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = tmp_path / "model"
+    shutil.copytree(TINY_LLAMA, target)
+    return target
+
+
+def edit_config(folder: Path, **changes: Any) -> None:  # Any: JSON values
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def drop_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+def reshape_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, path)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json",)),
+    "no folder": (shutil.rmtree, ("model", "not a folder")),
+    "truncated": (truncate, ("model.safetensors",)),
+    "missing tensor": (drop_tensor, ("model.norm.weight",)),
+    "wrong shape": (reshape_tensor, ("model.norm.weight",)),
+    "unknown architecture": (
+        lambda folder: edit_config(folder, architectures=["GPT7LMHeadModel"]),
+        ("GPT7LMHeadModel", "LlamaForCausalLM"),
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_broken_checkpoint_is_named(
+    folder: Path, mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = MISTAKES[mistake]
+    spoil(folder)
+    assert exit_code("generate", str(folder), "x", "--device=cpu") == 2
+    assert_one_line(capsys.readouterr().err, *words)
+
+
+def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
+    drop_tensor(folder)
+    done = run_pagedray(
+        "serve",
+        str(folder),
+        "--device=cpu",
+        "--tensor-parallel-size=2",
+        "--grpc-port=0",
+        "--http-port=0",
+    )
+    assert done.code == 2
+    assert_one_line(done.err, "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tensor-parallel-size=3",), ("local executor", "3")),
+        (("--tensor-parallel-size=3", "--executor=ray"), ("3 ranks",)),
+        (("--tensor-parallel-size=0",), ("tensor parallel size 0",)),
+        (("--block-size=0",), ("block size 0",)),
+        (("--num-blocks=1",), ("num blocks 1",)),
+        (("--max-model-len=1000000",), ("max model len 1000000", "1024")),
+        (("--dtype=float16",), ("float16", "bfloat16")),
+        (("--attention-backend=nonsense",), ("nonsense", "torch_sdpa")),
+        (("--attention-backend=xformers",), ("xformers", "torch_sdpa")),
+        (("--frobnicate",), ("--frobnicate",)),
+    ],
+    ids=lambda value: value[0] if value[0].startswith("--") else "",
+)
+def test_impossible_option_is_named(
+    arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = exit_code(
+        "generate", str(TINY_LLAMA), "x", "--device=cpu", "--executor=local", *arguments
+    )
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, *words)
+
+
+def test_more_ranks_than_devices_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_config(folder, num_attention_heads=512, num_key_value_heads=512, head_dim=4)
+    edit_config(folder, intermediate_size=512)
+    arguments = ("--device=cpu", "--executor=ray", "--tensor-parallel-size=512")
+    assert exit_code("generate", str(folder), "x", *arguments) == 2
+    assert_one_line(capsys.readouterr().err, "512", "CPU cores")
+
+
+@pytest.mark.parametrize("front", ["grpc", "http"])
+def test_busy_port_is_named(front: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"grpc": 0, "http": 0, front: port}
+        done = run_pagedray(
+            "serve",
+            str(TINY_LLAMA),
+            "--device=cpu",
+            f"--grpc-port={ports['grpc']}",
+            f"--http-port={ports['http']}",
+        )
+    assert done.code == 2
+    assert_one_line(done.err, str(port))
+
+
+def exit_code(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as exited:
+        # A mistake on the command line is argparse's to report.
+        return int(exited.code or 0)
+
+
+def assert_one_line(err: str, *words: str) -> None:
+    lines = [line for line in err.splitlines() if not line.endswith(" ...")]
+    assert len(lines) == 1, err
+    assert "error: " in lines[0]
+    for word in words:
+        assert word in lines[0]

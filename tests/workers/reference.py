@@ -1,0 +1,199 @@
+"""Small random checkpoints made by Transformers, and both ways of running them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attention.abstract import AttentionBatch
+from attention.torch_sdpa_backend import TorchSDPABackend
+from pagedray.config import Dtype, EngineConfig
+from workers.models.registry import build_model, read_model_config
+from workers.models.self_attention import attention_spec
+from workers.weights import load_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from workers.models.decoder import Decoder
+    from workers.parallel import ParallelGroup
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 23
+BLOCK_SIZE = 4
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+
+# Vocabularies are odd, so that two ranks must pad them.
+CASES: dict[str, dict[str, Any]] = {
+    "llama-6-heads-3-kv": {"model_type": "llama", "heads": 6, "kv_heads": 3},
+    "llama-3-heads-1-kv-tied-linear": {
+        "model_type": "llama",
+        "heads": 3,
+        "kv_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LINEAR,
+    },
+    "llama-12-heads-4-kv-llama3": {
+        "model_type": "llama",
+        "heads": 12,
+        "kv_heads": 4,
+        "rope_parameters": _LLAMA3,
+    },
+    "llama-6-heads-2-kv-biases": {
+        "model_type": "llama",
+        "heads": 6,
+        "kv_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama-5-heads": {"model_type": "llama", "heads": 5, "kv_heads": 5, "rms_norm_eps": 1e-2},
+    "mistral-short-window": {
+        "model_type": "mistral",
+        "heads": 6,
+        "kv_heads": 1,
+        "sliding_window": 7,
+    },
+    "mistral-no-window-head-size": {
+        "model_type": "mistral",
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 12,
+        "sliding_window": None,
+    },
+    "qwen2-windows-on-later-layers": {
+        "model_type": "qwen2",
+        "heads": 12,
+        "kv_heads": 2,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    "qwen2-layer-types": {
+        "model_type": "qwen2",
+        "heads": 6,
+        "kv_heads": 6,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3-wide-heads": {"model_type": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 24},
+    "qwen3-biases-one-kv-head": {
+        "model_type": "qwen3",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 10,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+TWO_RANK_CASES = [
+    name
+    for name, case in CASES.items()
+    if case["heads"] % 2 == 0 and (case["kv_heads"] % 2 == 0 or case["kv_heads"] == 1)
+]
+
+
+def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
+    """Save the random model of a case."""
+    case = dict(CASES[name])
+    heads, kv_heads = case.pop("heads"), case.pop("kv_heads")
+    config = AutoConfig.for_model(
+        case.pop("model_type"),
+        vocab_size=131,
+        hidden_size=heads * 8,
+        intermediate_size=84,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=64,
+        **case,
+    )
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        # Transformers starts norms at one and biases at zero, which would hide a mistake.
+        for parameter in model.parameters():
+            is_matrix = parameter.dim() == 2
+            deviation = 1.5 / math.sqrt(parameter.shape[-1]) if is_matrix else 0.3
+            parameter.normal_(0.0 if is_matrix else 0.7, deviation)
+    model.save_pretrained(folder, **saving)
+
+
+def token_ids() -> torch.Tensor:
+    """Return the tokens that every case is run with."""
+    return torch.randint(0, 131, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what Transformers computes, `[num_tokens, vocab_size]`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    with torch.inference_mode():
+        logits: torch.Tensor = model(token_ids()[None]).logits[0]
+    return logits.float()
+
+
+def loaded_model(folder: Path, group: ParallelGroup, dtype: Dtype = "float32") -> Decoder:
+    """Return this rank's part of a checkpoint, ready to run."""
+    config = read_model_config(folder, dtype=dtype)
+    model = build_model(config, group, backend=TorchSDPABackend, device=CPU)
+    load_weights(model, EngineConfig(model=config))
+    return model
+
+
+@torch.inference_mode()
+def run(
+    model: Decoder,
+    group: ParallelGroup,
+    steps: tuple[int, ...] = (NUM_TOKENS,),
+    sampled_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the logits of the last step's tokens, after steps of so many tokens."""
+    config = model.config
+    spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=CPU)
+    builder = TorchSDPABackend.make_metadata_builder(spec)
+    cache = torch.zeros(
+        TorchSDPABackend.get_kv_cache_shape(
+            num_blocks=9,
+            num_layers=config.num_layers,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=spec.layers[0].num_kv_heads,
+            head_size=config.head_size,
+        ),
+        dtype=model.dtype,
+    )
+    table = np.array([[5, 2, 7, 1, 3, 8]], dtype=np.int32)
+    ids, first = token_ids(), 0
+    for size in steps:
+        positions = np.arange(first, first + size)
+        batch = AttentionBatch(
+            num_prefills=int(size > 1),
+            query_lens=np.array([size], dtype=np.int32),
+            seq_lens=np.array([first + size], dtype=np.int32),
+            block_tables=table,
+            slot_mapping=table[0][positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            + positions % BLOCK_SIZE,
+        )
+        hidden = model.forward(
+            ids[first : first + size],
+            torch.from_numpy(positions),
+            cache,
+            builder.build(batch),
+            sampled_rows,
+        )
+        first += size
+    return model.logits(hidden)

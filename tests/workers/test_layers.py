@@ -1,0 +1,128 @@
+"""Layers beside their plain definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pagedray.config import RopeConfig
+from workers.layers.norm import Residual, ResidualNorm, residual_columns
+from workers.layers.products import (
+    DenseProduct,
+    PackedProduct,
+    Product,
+    TransposedProduct,
+    TwoWayProduct,
+    make_product,
+    product_class,
+)
+from workers.layers.rope import RotaryEmbedding
+
+CPU = torch.device("cpu")
+KINDS = [DenseProduct, TransposedProduct, PackedProduct, TwoWayProduct]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> None:
+    torch.manual_seed(0)
+
+
+def _near(result: torch.Tensor, exact: torch.Tensor) -> bool:
+    error = (result.double() - exact.double()).norm() / exact.double().norm()
+    return bool(error < TOLERANCE[result.dtype])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_every_way_of_multiplying_agrees(
+    kind: type[Product], dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
+    product = kind.empty(37, 50, has_bias=has_bias, dtype=dtype, device=CPU)
+    weight, bias, x = torch.randn(37, 50), torch.randn(37), torch.randn(num_rows, 50)
+    product.weight.copy_(weight)
+    if product.bias is not None:
+        product.bias.copy_(bias)
+    product.finalize()
+    exact = functional.linear(
+        x.to(dtype).double(),
+        weight.to(dtype).double(),
+        bias.to(dtype).double() if has_bias else None,
+    )
+    assert _near(product(x.to(dtype)), exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_product_takes_over_a_strided_weight(kind: type[Product]) -> None:
+    table, x = torch.randn(37, 64), torch.randn(3, 50)
+    product = kind(table[:, :50], None)
+    product.finalize()
+    assert _near(product(x), x.double() @ table[:, :50].double().t())
+
+
+@torch.inference_mode()
+def test_packed_epilogues_agree_with_separate_operations() -> None:
+    product = PackedProduct.empty(37, 50, has_bias=True, dtype=torch.float32, device=CPU)
+    assert product.bias is not None
+    weight, x, other = product.weight.normal_(), torch.randn(4, 50), torch.randn(4, 37)
+    exact = functional.linear(x, weight, product.bias.normal_())
+    product.finalize()
+    assert _near(product.swish(x), functional.silu(exact))
+    assert _near(product.times(x, other), exact * other)
+
+
+def test_the_choice_of_product_is_fixed() -> None:
+    assert product_class(torch.bfloat16, torch.device("cuda")) is DenseProduct
+    chosen = {type(make_product(4, 4, has_bias=False, dtype=torch.float32, device=CPU))}
+    assert chosen == {product_class(torch.float32, CPU)}
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5])
+@torch.inference_mode()
+def test_the_norm_of_the_residual_is_that_of_torch(
+    num_rows: int, dtype: torch.dtype, eps: float
+) -> None:
+    norm = ResidualNorm("norm", 48, eps, dtype=dtype, device=CPU)
+    (slot,) = norm.slots()
+    slot.target.normal_()
+    hidden, delta = torch.randn(2, num_rows, 48).to(dtype)
+    columns = residual_columns(48, eps, CPU).to(dtype).expand(num_rows, -1)
+    residual = Residual(torch.cat((hidden, columns), dim=1), 48)
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x.double(), (48,), slot.target.double(), eps)
+
+    assert _near(norm(residual), exact(hidden))
+    assert _near(norm.add(residual, delta), exact(hidden + delta))
+    assert torch.equal(residual.hidden, hidden + delta)
+
+
+@torch.inference_mode()
+def test_the_norm_of_zeros_is_zero() -> None:
+    norm = ResidualNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    next(norm.slots()).target.fill_(1.0)
+    wide = torch.cat((torch.zeros(2, 8), residual_columns(8, 1e-6, CPU).expand(2, -1)), dim=1)
+    assert torch.equal(norm(Residual(wide, 8)), torch.zeros(2, 8))
+
+
+@torch.inference_mode()
+def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+    rope = RotaryEmbedding(
+        RopeConfig(theta=100.0), head_size=6, max_positions=50, dtype=torch.float32, device=CPU
+    )
+    heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
+    turned = rope.at(positions)(heads)
+    frequencies = 100.0 ** (-torch.arange(0, 6, 2) / 6)
+    angles = positions[:, None, None] * frequencies
+    pairs = torch.complex(heads[..., :3], heads[..., 3:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1))
+    assert torch.equal(turned[0], heads[0])

@@ -1,0 +1,69 @@
+"""Small random models of every family against Transformers, on one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.workers.reference import (
+    CASES,
+    NUM_TOKENS,
+    loaded_model,
+    reference_logits,
+    run,
+    save_checkpoint,
+)
+from workers.parallel import SoloGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    group = SoloGroup()
+    logits = run(loaded_model(tmp_path, group), group)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference_logits(tmp_path), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-6-heads-2-kv-biases", "mistral-short-window", "qwen3-wide-heads"]
+)
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    group = SoloGroup()
+    exact = reference_logits(tmp_path)
+    ours = run(loaded_model(tmp_path, group, "bfloat16"), group)
+    theirs = reference_logits(tmp_path, torch.bfloat16)
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["mistral-short-window", "qwen2-layer-types"])
+def test_steps_of_a_sequence_give_what_one_step_gives(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    group = SoloGroup()
+    model = loaded_model(tmp_path, group)
+    whole = run(model, group)
+    torch.testing.assert_close(
+        run(model, group, (9, NUM_TOKENS - 10, 1)), whole[-1:], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_only_the_sampled_tokens_are_normed(tmp_path: Path) -> None:
+    save_checkpoint("llama-6-heads-3-kv", tmp_path)
+    group = SoloGroup()
+    model = loaded_model(tmp_path, group)
+    rows = torch.tensor([3, NUM_TOKENS - 1])
+    torch.testing.assert_close(run(model, group, sampled_rows=rows), run(model, group)[rows])
+
+
+def test_a_step_without_sampled_tokens_has_no_logits(tmp_path: Path) -> None:
+    save_checkpoint("llama-6-heads-3-kv", tmp_path)
+    group = SoloGroup()
+    model = loaded_model(tmp_path, group)
+    none = torch.empty(0, dtype=torch.int64)
+    assert run(model, group, sampled_rows=none).shape == (0, 131)

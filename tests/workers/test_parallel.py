@@ -1,0 +1,103 @@
+"""Two ranks in two processes: models and collectives."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedray.errors import DeviceError
+from tests.workers.reference import (
+    CASES,
+    CPU,
+    TWO_RANK_CASES,
+    reference_logits,
+    save_checkpoint,
+)
+from workers.parallel import SoloGroup, open_group
+
+ROOT = Path(__file__).parents[2]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in TWO_RANK_CASES:
+        save_checkpoint(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks computed, all cases in one start."""
+    port = str(_free_port())
+    command = [sys.executable, "-m", "tests.workers.rank_process"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), "2", port, str(folder), *TWO_RANK_CASES],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def test_cases_hold_one_kv_head_for_two_ranks() -> None:
+    assert any(CASES[name]["kv_heads"] == 1 for name in TWO_RANK_CASES)
+
+
+@pytest.mark.parametrize("name", TWO_RANK_CASES)
+def test_two_ranks_compute_what_transformers_computes(
+    name: str, folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    logits = [rank["logits"][name] for rank in ranks]
+    torch.testing.assert_close(logits[0], reference_logits(folder / name), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_two_ranks_agree_in_bfloat16(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    exact = reference_logits(folder / TWO_RANK_CASES[0])
+    theirs = reference_logits(folder / TWO_RANK_CASES[0], torch.bfloat16)
+    assert torch.equal(ranks[0]["bfloat16"], ranks[1]["bfloat16"])
+    assert (ranks[0]["bfloat16"] - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+def test_collectives_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        results = rank["collectives"]
+        assert torch.equal(results["reduced"], torch.full((3, 2), 3.0))
+        assert torch.equal(results["gathered"], torch.tensor([[1.0, 1.0, 2.0, 2.0]] * 3))
+        assert torch.equal(results["gathered_strided"], torch.tensor([[1.0] * 3 + [2.0] * 3] * 2))
+        assert torch.equal(results["broadcast"], torch.full((3, 2), 2.0))
+
+
+def test_a_group_of_one_returns_what_it_gets() -> None:
+    tensor = torch.ones(2, 3)
+    with open_group(0, 1, device=CPU) as group:
+        assert isinstance(group, SoloGroup)
+        assert group.all_reduce(tensor) is tensor
+        assert group.all_gather_last(tensor) is tensor
+        assert group.broadcast(tensor, 0) is tensor
+        group.barrier()
+
+
+def test_a_rank_that_nobody_joins_gives_up_in_one_line() -> None:
+    with pytest.raises(DeviceError, match="rank 0 of 2 could not join its group at 127") as caught:
+        open_group(0, 2, device=CPU, port=_free_port(), timeout_s=0.3)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,325 @@
+"""Loading: parts of tensors, broken checkpoints, and dummy weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attention.torch_sdpa_backend import TorchSDPABackend
+from pagedray.config import EngineConfig, ModelConfig
+from pagedray.errors import CheckpointError
+from tests.workers.reference import (
+    CPU,
+    loaded_model,
+    reference_logits,
+    run,
+    save_checkpoint,
+)
+from workers.checkpoint import Checkpoint
+from workers.layers.weight import WeightSlot
+from workers.models.decoder import Decoder
+from workers.models.registry import read_model_config
+from workers.parallel import SoloGroup
+from workers.weights import DummyTensors, fill_slots, load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASE = "llama-6-heads-2-kv-biases"
+UNTIED = "llama-12-heads-4-kv-llama3"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+class _Rank(SoloGroup):
+    """A rank of a group that is never asked to communicate."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.size = size
+
+
+class _Recorder:
+    """A source that notes which part of which tensor it was asked for, and nothing else."""
+
+    def __init__(self) -> None:
+        self.elements: dict[str, int] = {}
+
+    def fill(self, slot: WeightSlot) -> None:
+        part = [end - first for first, end, _ in _indices(slot)]
+        assert part == list(slot.target.shape)
+        self.elements[slot.name] = self.elements.get(slot.name, 0) + slot.target.numel()
+
+
+def _indices(slot: WeightSlot) -> list[tuple[int, int, int]]:
+    return [s.indices(n) for s, n in zip(slot.part, slot.shape, strict=True)]
+
+
+def _model(config: ModelConfig, rank: int = 0, size: int = 1) -> Decoder:
+    return Decoder(config, _Rank(rank, size), backend=TorchSDPABackend, device=CPU)
+
+
+def _message(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        loaded_model(folder, SoloGroup())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_two_ranks_read_each_sharded_element_once(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    config = read_model_config(tmp_path)
+    recorder = _Recorder()
+    slots = [list(_model(config, rank, 2).slots()) for rank in range(2)]
+    for of_rank in slots:
+        fill_slots(of_rank, recorder)
+    for slot in slots[0]:
+        times = 2 if slot.name.endswith("norm.weight") else 1
+        assert recorder.elements[slot.name] == times * torch.Size(slot.shape).numel()
+
+
+def test_ranks_that_exceed_kv_heads_read_the_same_one(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    config = read_model_config(tmp_path)
+    parts = [
+        next(s.part for s in _model(config, rank, 12).slots() if "k_proj" in s.name)
+        for rank in range(12)
+    ]
+    assert [part[0].start // config.head_size for part in parts] == [r // 3 for r in range(12)]
+
+
+def test_shards_and_an_index_are_read(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    group = SoloGroup()
+    logits = run(loaded_model(tmp_path, group), group)
+    torch.testing.assert_close(logits, reference_logits(tmp_path), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: {k: v.to(dtype) for k, v in tensors.items()})
+    group = SoloGroup()
+    rounded = run(loaded_model(tmp_path, group), group)
+    _rewrite(tmp_path, lambda tensors: {k: v.float() for k, v in tensors.items()})
+    assert torch.equal(run(loaded_model(tmp_path, group), group), rounded)
+
+
+def test_progress_counts_tensors(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    config = read_model_config(tmp_path)
+    model = _model(config)
+    seen: list[tuple[int, int]] = []
+    load_weights(model, EngineConfig(model=config), lambda done, total: seen.append((done, total)))
+    total = len(list(model.slots()))
+    assert seen == [(done, total) for done in range(total + 1)]
+
+
+def test_files_are_closed_after_loading(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    loaded_model(tmp_path, SoloGroup())
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(tmp_path) not in maps.read_text()
+
+
+@pytest.mark.parametrize(
+    "extra", ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"]
+)
+def test_harmless_extra_tensors_are_ignored(extra: str, tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: tensors | {extra: torch.zeros(2)})
+    loaded_model(tmp_path, SoloGroup())
+
+
+def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: tensors | {"model.layers.9.mlp.secret": torch.zeros(2)})
+    message = _message(tmp_path)
+    assert "model.safetensors: tensor model.layers.9.mlp.secret has no place" in message
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != QUERY})
+    assert f"tensor {QUERY} is missing" in _message(tmp_path)
+
+
+def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert "tensor lm_head.weight is missing" in _message(tmp_path)
+
+
+def test_an_unexpected_shape_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 47)})
+    message = _message(tmp_path)
+    assert f"model.safetensors: tensor {QUERY} must have shape [48, 48], not [48, 47]" in message
+
+
+def test_an_unexpected_type_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 48, dtype=torch.int8)})
+    message = _message(tmp_path)
+    assert f"tensor {QUERY} must be of type" in message
+    assert "not I8" in message
+
+
+@pytest.mark.parametrize("part", [0.0, 0.0001, 0.01, 0.05, 0.3, 0.7, 0.99, 0.99999])
+def test_a_truncated_file_is_named(part: float, tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+    message = _message(tmp_path)
+    assert str(path) in message
+    if part >= 0.3:
+        assert "is truncated: tensor model." in message
+
+
+def _with_length(header: dict[str, Any], data: bytes, length: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+_ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (_with_length({}, b"", 2**63), "too few for the header"),
+        (_with_length({}, b"", 2**20), "too few for the header"),
+        (struct.pack("<Q", 4) + b"{]{]", "no valid JSON"),
+        (struct.pack("<Q", 2) + b"[]", "must hold a JSON object"),
+        (_with_length({"a": 3}, bytes(8)), "entry of tensor a is broken"),
+        (_with_length({"a": _ENTRY | {"shape": [-2]}}, bytes(8)), "entry of tensor a is broken"),
+        (_with_length({"a": _ENTRY | {"shape": [True]}}, bytes(8)), "entry of tensor a is broken"),
+        (_with_length({"a": _ENTRY | {"shape": [3]}}, bytes(8)), "must have 12 bytes, not 8"),
+        (_with_length({"a": _ENTRY | {"shape": [2**40] * 4}}, bytes(8)), "must have"),
+        (_with_length({"a": _ENTRY}, bytes(4)), "truncated: tensor a ends at byte 8 of 4"),
+        (_with_length({"a": _ENTRY, "b": _ENTRY}, bytes(8)), "cannot be read"),
+        (_with_length({"a": _ENTRY}, bytes(12)), "cannot be read"),
+    ],
+)
+def test_a_lying_header_is_named(content: bytes, part: str, tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    message = _message(tmp_path)
+    assert str(tmp_path / "model.safetensors") in message
+    assert part in message
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in _message(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path, max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert f"the file {shard.name!r} is missing" in _message(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "part"),
+    [
+        (None, "weight_map must be an object"),
+        ({}, "weight_map must be an object"),
+        ({"a": 3}, "tensor a must be in a .safetensors file, not 3"),
+        ({"a": "model.bin"}, "tensor a must be in a .safetensors file"),
+        ({"a": "../outside.safetensors"}, "leads out of the folder"),
+        ({"a": "/etc/outside.safetensors"}, "leads out of the folder"),
+        ({"a": "link.safetensors"}, "leads out of the folder"),
+        ({"a": "here.safetensors"}, "tensor a is missing"),
+    ],
+)
+def test_a_broken_index_is_named(weight_map: Any, part: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_checkpoint(CASE, folder)
+    (folder / "model.safetensors").rename(folder / "here.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    message = _message(folder)
+    assert str(folder) in message
+    assert part in message
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="tensor a is also in one"):
+        Checkpoint(tmp_path)
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    blobs = tmp_path / "models--org--name" / "blobs"
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+    save_checkpoint(CASE, folder)
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "123")
+    (folder / "model.safetensors").symlink_to(Path("../../blobs/123"))
+    loaded_model(folder, SoloGroup())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    config = read_model_config(tmp_path)
+    whole = {slot.name: slot for slot in _model(config).slots()}
+    fill_slots(list(whole.values()), DummyTensors(7))
+    for rank in range(size):
+        slots = list(_model(config, rank, size).slots())
+        fill_slots(slots, DummyTensors(7))
+        for slot in slots:
+            assert torch.equal(slot.target, whole[slot.name].target[slot.part])
+
+
+def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.weights._DUMMY_CHUNK", 30)
+    whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
+    DummyTensors(1).fill(
+        WeightSlot(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)
+    )
+    DummyTensors(1).fill(
+        WeightSlot(name="w", shape=(11, 7), part=(slice(3, 7), slice(2, 7)), target=part)
+    )
+    assert torch.equal(part, whole[3:7, 2:7])
+    assert len(whole.unique()) == 77
+
+
+def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> None:
+    save_checkpoint(CASE, tmp_path)
+    config = read_model_config(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    group = SoloGroup()
+
+    def logits(seed: int) -> torch.Tensor:
+        model = _model(config)
+        load_weights(model, EngineConfig(model=config, load_format="dummy", seed=seed))
+        return run(model, group)
+
+    assert torch.equal(logits(3), logits(3))
+    assert not torch.equal(logits(3), logits(4))
+    assert logits(3).isfinite().all()
+
+
+def _rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
