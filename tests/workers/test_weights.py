@@ -116,9 +116,9 @@ def test_progress_counts_tensors(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     config = read_model_config(tmp_path)
     model = _model(config)
+    total = len(list(model.slots()))
     seen: list[tuple[int, int]] = []
     load_weights(model, EngineConfig(model=config), lambda done, total: seen.append((done, total)))
-    total = len(list(model.slots()))
     assert seen == [(done, total) for done in range(total + 1)]
 
 

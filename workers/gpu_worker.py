@@ -1,0 +1,114 @@
+"""The Ray actor around one rank.
+
+Ray places it, starts it and ends it; steps come over the step channel, which a thread of
+its own serves until the controller shuts it down or is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pagedray.batch import Shutdown, StepAck, WorkerFailure
+from pagedray.channel import ChannelClosedError, WorkerChannel, connect
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from pagedray.config import EngineConfig
+    from workers.model_runner import PendingStep
+    from workers.worker import Worker
+
+__all__ = ["GpuWorker"]
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 30.0
+
+
+class GpuWorker:
+    """One rank as an actor. The executor wraps it with `ray.remote`.
+
+    A mistake of the user's is returned as text, not raised: Ray would wrap it in a trace.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._worker: Worker | None = None
+        self._progress = (0, 0)
+
+    def free_address(self) -> str:
+        """Return `host:port` on this node for the group to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def progress(self) -> tuple[int, int]:
+        """Return (tensors loaded, tensors in all)."""
+        return self._progress
+
+    def load(self, address: str) -> str | tuple[int, int]:
+        """Join the group, load the weights; return how many blocks fit, or what is wrong."""
+        # Torch is loaded where the rank lives, not where the actor is made.
+        import torch
+
+        from workers.parallel import open_group
+        from workers.worker import Worker
+
+        host, _, port = address.rpartition(":")
+        try:
+            group = open_group(
+                self._rank,
+                self._config.parallel.tensor_parallel_size,
+                device=torch.device(self._config.parallel.device),
+                address=host,
+                port=int(port),
+            )
+            self._worker = Worker(self._config, group)
+            self._worker.load(self._report)
+            return self._worker.fitting_blocks()
+        except StartupError as error:
+            return str(error)
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
+        """Allocate both pools."""
+        assert self._worker is not None
+        self._worker.allocate_cache(num_blocks, num_cpu_blocks)
+
+    def run(self, endpoint: str, secret: bytes) -> None:
+        """Connect to the controller and serve steps until told to stop or left alone."""
+        assert self._worker is not None
+        channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
+        try:
+            serve_steps(self._worker, channel, is_first=self._rank == 0)
+        except ChannelClosedError:
+            logger.warning("Rank %s lost its controller.", self._rank)
+        except Exception:
+            channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
+            raise
+        finally:
+            channel.close()
+            self._worker.close()
+
+    def _report(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+
+def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> None:
+    """Carry out plans in order until a Shutdown arrives.
+
+    A step's output is sent as soon as it is there; while it is not, the next plan is
+    launched behind it.
+    """
+    pending: deque[PendingStep] = deque()
+    while True:
+        while pending and (pending[0].is_ready or len(pending) > 1 or not channel.has_message()):
+            output = pending.popleft().output()
+            channel.send(output if is_first else StepAck(output.step))
+        message = channel.receive()
+        if isinstance(message, Shutdown):
+            return
+        pending.append(worker.launch(message))

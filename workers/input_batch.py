@@ -1,0 +1,130 @@
+"""The rows of a rank's batch: tokens, block tables and the flat inputs of a step.
+
+Buffers persist; a plan changes only what it names. Host arrays are numpy, since a step
+touches a few numbers a row. The token table lies on the device: sampled tokens are written
+there and the next step reads them there, without a trip to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.abstract import AttentionBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+
+__all__ = ["InputBatch", "StepInputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepInputs:
+    """What a forward pass reads."""
+
+    token_ids: torch.Tensor
+    """`[num_tokens]` int64, on the device."""
+    positions: torch.Tensor
+    """`[num_tokens]` int64, on the device."""
+    sampled: torch.Tensor | None
+    """`[num_sampled]` int64, on the device: tokens whose logits are wanted; None is all."""
+    attention: AttentionBatch
+    sampled_rows: list[int]
+    sampled_positions: list[int]
+    """Where the sampled tokens go: the number of tokens before each."""
+
+
+class InputBatch:
+    """The rows of the batch, updated by difference."""
+
+    def __init__(
+        self, *, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self._block_size = block_size
+        self._device = device
+        max_blocks = -(-max_model_len // block_size)
+        self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
+        # One column more: the last token of a full sequence is sampled but never read.
+        self._tokens = torch.zeros(
+            (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
+        )
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over what the plan says of rows: starts and new blocks."""
+        for start in plan.starts:
+            self._start(start)
+        for sequence in plan.sequences:
+            if sequence.new_block_ids:
+                self._append_blocks(sequence.row, sequence.new_block_ids)
+
+    def inputs(self, sequences: list[SequencePlan]) -> StepInputs:
+        """Return the flat inputs of a step, tokens in the order of `sequences`."""
+        size = len(sequences)
+        rows = np.fromiter((s.row for s in sequences), np.int64, size)
+        first_positions = np.fromiter((s.first_position for s in sequences), np.int64, size)
+        num_tokens = np.fromiter((s.num_tokens for s in sequences), np.int64, size)
+        is_sampled = np.fromiter((s.is_sampled for s in sequences), np.bool_, size)
+
+        ends = np.cumsum(num_tokens)
+        token_rows = np.repeat(rows, num_tokens)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - num_tokens, num_tokens)
+        positions = np.repeat(first_positions, num_tokens) + offsets
+        seq_lens = first_positions + num_tokens
+        device_positions = self._to_device(positions)
+        return StepInputs(
+            token_ids=self._tokens[self._to_device(token_rows), device_positions],
+            positions=device_positions,
+            sampled=(
+                None
+                if is_sampled.all() and ends[-1] == size
+                else self._to_device(ends[is_sampled] - 1)
+            ),
+            attention=AttentionBatch(
+                num_prefills=int((num_tokens > 1).sum()),
+                query_lens=num_tokens.astype(np.int32),
+                seq_lens=seq_lens.astype(np.int32),
+                block_tables=self._block_tables[
+                    rows, : -(-int(seq_lens.max()) // self._block_size)
+                ],
+                slot_mapping=self._slots(token_rows, positions),
+            ),
+            sampled_rows=rows[is_sampled].tolist(),
+            sampled_positions=seq_lens[is_sampled].tolist(),
+        )
+
+    def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
+        """Write the sampled tokens, `[num_sampled]`, behind the tokens of their rows."""
+        rows = self._to_device(np.asarray(inputs.sampled_rows, dtype=np.int64))
+        positions = self._to_device(np.asarray(inputs.sampled_positions, dtype=np.int64))
+        # A row whose logits were not finite has no token; 0 keeps its extra step in range.
+        self._tokens[rows, positions] = token_ids.clamp(min=0)
+
+    def _start(self, start: SequenceStart) -> None:
+        self._tokens[start.row, : len(start.token_ids)] = torch.tensor(
+            start.token_ids, dtype=torch.int64
+        )
+        self._num_blocks[start.row] = 0
+        self._append_blocks(start.row, start.block_ids)
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        first = self._num_blocks[row]
+        self._block_tables[row, first : first + len(block_ids)] = block_ids
+        self._num_blocks[row] = first + len(block_ids)
+
+    def _slots(
+        self, token_rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        blocks = self._block_tables[token_rows, positions // self._block_size]
+        return blocks.astype(np.int64) * self._block_size + positions % self._block_size
+
+    def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,138 @@
+"""Linear layers that are spread over the ranks of a group, by columns or by rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from workers.layers.products import make_product
+from workers.layers.weight import WeightSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from workers.parallel import ParallelGroup
+
+__all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The output columns that one layer of the checkpoint contributes on this rank."""
+
+    name: str
+    """The layer's name in the checkpoint, without `.weight`."""
+    total: int
+    """Its output columns on all ranks together."""
+    part: slice
+    """Those of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of columns on this rank."""
+        return int(self.part.stop - self.part.start)
+
+
+class ColumnParallelLinear:
+    """Each rank computes some output columns of one or several layers, in one product."""
+
+    def __init__(
+        self,
+        in_size: int,
+        columns: Sequence[Columns],
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._in_size = in_size
+        self._columns = tuple(columns)
+        self._product = make_product(
+            sum(part.size for part in columns),
+            in_size,
+            has_bias=has_bias,
+            dtype=dtype,
+            device=device,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns, `[num_tokens, columns]`."""
+        return self._product(x)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield weight and bias of every layer that was merged."""
+        first = 0
+        for columns in self._columns:
+            rows = slice(first, first + columns.size)
+            yield WeightSlot(
+                name=f"{columns.name}.weight",
+                shape=(columns.total, self._in_size),
+                part=(columns.part, slice(None)),
+                target=self._product.weight[rows],
+            )
+            if self._product.bias is not None:
+                yield WeightSlot(
+                    name=f"{columns.name}.bias",
+                    shape=(columns.total,),
+                    part=(columns.part,),
+                    target=self._product.bias[rows],
+                )
+            first = rows.stop
+
+    def finalize(self) -> None:
+        """Bring the weight into the form that is multiplied with."""
+        self._product.finalize()
+
+
+class RowParallelLinear:
+    """Each rank multiplies its part of the input; the sum over the ranks is the output."""
+
+    def __init__(
+        self,
+        name: str,
+        in_size: int,
+        out_size: int,
+        *,
+        has_bias: bool,
+        group: ParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._shape = (out_size, in_size)
+        local = in_size // group.size
+        assert local * group.size == in_size
+        self._part = slice(group.rank * local, (group.rank + 1) * local)
+        self._group = group
+        self._has_bias = has_bias
+        self._product = make_product(
+            out_size, local, has_bias=has_bias and group.rank == 0, dtype=dtype, device=device
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the whole output, `[num_tokens, out_size]`, the same on every rank."""
+        return self._group.all_reduce(self._product(x))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield weight and bias."""
+        yield WeightSlot(
+            name=f"{self._name}.weight",
+            shape=self._shape,
+            part=(slice(None), self._part),
+            target=self._product.weight,
+        )
+        if self._has_bias:
+            # The sum over the ranks must hold the bias once: other ranks take no part of it.
+            bias = self._product.bias
+            yield WeightSlot(
+                name=f"{self._name}.bias",
+                shape=self._shape[:1],
+                part=(slice(None) if bias is not None else slice(0),),
+                target=bias if bias is not None else torch.empty(0),
+            )
+
+    def finalize(self) -> None:
+        """Bring the weight into the form that is multiplied with."""
+        self._product.finalize()

@@ -1,0 +1,78 @@
+"""Rotary position embeddings: tables made once, gathered once a step, applied in every layer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pagedray.config import RopeConfig
+
+__all__ = ["RotaryEmbedding", "Rotation", "inverse_frequencies"]
+
+
+def inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
+    """Return how far each pair of a head turns per position, `[head_size / 2]` float32."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).to(torch.float32) / head_size
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _scaled_as_llama3(rope, frequencies)
+    return frequencies
+
+
+def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Slow down long waves by the factor, keep short ones, and blend those between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_max_positions / wavelengths
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    slowed = torch.where(turns < rope.low_freq_factor, frequencies / rope.factor, blended)
+    return torch.where(turns > rope.high_freq_factor, frequencies, slowed)
+
+
+class Rotation:
+    """The turns of one step's tokens."""
+
+    __slots__ = ("_cos", "_half", "_sin")
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos = cos  # [num_tokens, 1, head_size]
+        self._sin = sin  # the same, its first half negated
+        self._half = cos.shape[-1] // 2
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, num_heads, head_size]` turned to their positions."""
+        # Pair i of a head is (i, i + half); rolling by half puts each one's partner beside it.
+        partners = heads.roll(self._half, -1)
+        return (heads * self._cos).addcmul_(partners, self._sin)
+
+
+class RotaryEmbedding:
+    """The turns of every position that a sequence may have."""
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        *,
+        head_size: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._half = head_size // 2
+        positions = torch.arange(max_positions, dtype=torch.float32, device=device)
+        frequencies = inverse_frequencies(rope, head_size).to(device)
+        angles = torch.outer(positions, frequencies)
+        sin = angles.sin()
+        # Angles need float32: bfloat16 cannot tell position 1000 from 1001.
+        self._table = torch.cat((angles.cos(), -sin, sin), dim=1).to(dtype)
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """Return the turns of tokens at these positions, `[num_tokens]` int64."""
+        rows = self._table.index_select(0, positions).unsqueeze(1)
+        cos = rows.narrow(2, 0, self._half)
+        return Rotation(torch.cat((cos, cos), 2), rows.narrow(2, self._half, 2 * self._half))

@@ -1,0 +1,27 @@
+"""Llama: no biases unless `attention_bias` (then on all four projections) or `mlp_bias` says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workers.models.family import Family, base_config
+
+if TYPE_CHECKING:
+    from pagedray.config import ModelConfig
+    from workers.models.config_file import ConfigFile
+
+__all__ = ["LLAMA"]
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    has_attention_bias = file.flag("attention_bias", False)
+    return replace(
+        base_config(file, LLAMA.architecture),
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=file.flag("mlp_bias", False),
+    )
+
+
+LLAMA = Family(architecture="LlamaForCausalLM", read=_read)

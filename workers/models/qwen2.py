@@ -1,0 +1,24 @@
+"""Qwen2: biases on queries, keys and values; windows on some layers if `use_sliding_window`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workers.models.family import Family, base_config, windows_of_layers
+
+if TYPE_CHECKING:
+    from pagedray.config import ModelConfig
+    from workers.models.config_file import ConfigFile
+
+__all__ = ["QWEN2"]
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    config = base_config(file, QWEN2.architecture, default_num_kv_heads=32)
+    return replace(
+        config, has_qkv_bias=True, sliding_windows=windows_of_layers(file, config.num_layers)
+    )
+
+
+QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_read)

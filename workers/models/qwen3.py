@@ -1,0 +1,29 @@
+"""Qwen3: norms of query and key heads, and heads whose size is not hidden size over heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workers.models.family import Family, base_config, windows_of_layers
+
+if TYPE_CHECKING:
+    from pagedray.config import ModelConfig
+    from workers.models.config_file import ConfigFile
+
+__all__ = ["QWEN3"]
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    has_attention_bias = file.flag("attention_bias", False)
+    config = base_config(file, QWEN3.architecture, default_num_kv_heads=32, default_head_size=128)
+    return replace(
+        config,
+        has_qk_norm=True,
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        sliding_windows=windows_of_layers(file, config.num_layers),
+    )
+
+
+QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_read)

@@ -1,0 +1,115 @@
+"""Which families there are: from a folder to its `ModelConfig`, and from that to a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError, StartupError
+from workers.models.config_file import ConfigFile
+from workers.models.decoder import Decoder
+from workers.models.llama import LLAMA
+from workers.models.mistral import MISTRAL
+from workers.models.qwen2 import QWEN2
+from workers.models.qwen3 import QWEN3
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from attention.abstract import AttentionBackend
+    from pagedray.config import Dtype, ModelConfig
+    from workers.models.family import Family
+    from workers.parallel import ParallelGroup
+
+__all__ = ["build_model", "check_parallel", "read_model_config", "supported_architectures"]
+
+_FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+# Each names Python code of the checkpoint, which is never imported.
+_CODE_KEYS = ("auto_map", "custom_pipelines")
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return the words in `architectures` that are understood."""
+    return tuple(_FAMILIES)
+
+
+def read_model_config(folder: Path, *, dtype: Dtype | None = None) -> ModelConfig:
+    """Return the shape of the checkpoint in a folder; `dtype` overrules what it says of its own.
+
+    Raises CheckpointError.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; a model is a folder with a config.json.")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no config.json.")
+    file = ConfigFile.read(path)
+    for key in _CODE_KEYS:
+        if file.value(key):
+            raise file.refusal(key, "asks for code of the checkpoint, which is never run")
+    if file.value("quantization_config"):
+        raise file.refusal("quantization_config", "is not supported; use unquantized weights")
+    config = _family(file).read(file)
+    return replace(
+        config,
+        dtype=dtype or config.dtype,
+        eos_token_ids=_with_generation_eos(config),
+    )
+
+
+def check_parallel(model: ModelConfig, num_ranks: int) -> None:
+    """Raise StartupError unless the model can be spread over this many ranks."""
+    if model.num_heads % num_ranks:
+        raise _not_divisible("attention heads", model.num_heads, num_ranks)
+    if model.num_kv_heads % num_ranks and num_ranks % model.num_kv_heads:
+        raise StartupError(
+            f"{model.num_kv_heads} KV heads cannot be spread over {num_ranks} ranks; "
+            "one must be a multiple of the other."
+        )
+    if model.intermediate_size % num_ranks:
+        raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
+
+
+def build_model(
+    config: ModelConfig,
+    group: ParallelGroup,
+    *,
+    backend: type[AttentionBackend],
+    device: torch.device,
+) -> Decoder:
+    """Return this rank's part of the model on a device, yet to be filled by `load_weights`."""
+    check_parallel(config, group.size)
+    return Decoder(config, group, backend=backend, device=device)
+
+
+def _family(file: ConfigFile) -> Family:
+    known = ", ".join(_FAMILIES)
+    given = file.words("architectures")
+    if not given:
+        raise file.refusal("architectures", f"is missing; supported are {known}")
+    for architecture in given:
+        if architecture in _FAMILIES:
+            return _FAMILIES[architecture]
+    raise file.refusal(
+        "architectures", f"names {given[0][:60]!r}, which is not supported; supported are {known}"
+    )
+
+
+def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:
+    """Return the ids that end a text by either file; instruct models name more in the second."""
+    path = config.folder / "generation_config.json"
+    if not path.is_file():
+        return config.eos_token_ids
+    more = ConfigFile.read(path).token_ids("eos_token_id")
+    ids = dict.fromkeys((*config.eos_token_ids, *more))
+    return tuple(token_id for token_id in ids if token_id < config.vocab_size)
+
+
+def _not_divisible(what: str, size: int, num_ranks: int) -> StartupError:
+    fitting = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
+    return StartupError(
+        f"{size} {what} cannot be spread evenly over {num_ranks} ranks; "
+        f"possible are {', '.join(map(str, fitting))}."
+    )

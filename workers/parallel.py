@@ -1,0 +1,225 @@
+"""The ranks of a group as one thing: the collectives of tensor parallelism.
+
+A group is an object, never a global: nothing here touches torch.distributed's default
+group, so that two groups may live in one process and a rebuilt one meets no leftovers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from pagedray.errors import DeviceError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["ParallelGroup", "ProcessGroup", "SoloGroup", "open_group"]
+
+
+class ParallelGroup(ABC):
+    """The ranks that hold one copy of the model, as one of them sees them.
+
+    Every rank calls the same collectives in the same order.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        assert 0 <= rank < size
+        self.rank = rank
+        self.size = size
+
+    def __enter__(self) -> ParallelGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by its sum over the ranks, in place, and return it."""
+
+    @abstractmethod
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Replace a tensor by that of rank `source`, in place, and return it."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
+
+
+class SoloGroup(ParallelGroup):
+    """A group of one rank: every collective is already done."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the tensor."""
+        assert source == 0
+        return tensor
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ProcessGroup(ParallelGroup):
+    """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
+
+    They meet at a TCP store that rank 0 opens on `address:port`; the key prefix keeps groups
+    apart that meet at the same place one after the other. Every wait ends after `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        port: int,
+        own_address: str | None = None,
+        key_prefix: str = "",
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(rank, size)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            server = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
+            store = PrefixStore(f"pagedray/{key_prefix}", server)
+            open_backend = _open_nccl if device.type == "cuda" else _open_gloo
+            self._backend = open_backend(
+                store, rank, size, timeout=timeout, address=own_address or address, device=device
+            )
+            self._device = device
+            # The first collective connects the ranks; whatever is wrong shows here, by name.
+            self.barrier()
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise DeviceError(
+                f"rank {rank} of {size} could not join its group at {address}:{port}: {first_line}"
+            ) from error
+        # The store is the ranks' meeting point as long as the group lives.
+        self._store = store
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by its sum over the ranks, in place, and return it."""
+        self._backend.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
+        num_rows, local = tensor.shape
+        parts = tensor.new_empty((self.size * num_rows, local))
+        self._backend._allgather_base(parts, tensor.contiguous()).wait()
+        by_rank = parts.view(self.size, num_rows, local)
+        return by_rank.transpose(0, 1).reshape(num_rows, self.size * local)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Replace a tensor by that of rank `source`, in place, and return it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        self._backend.broadcast([tensor], options).wait()
+        return tensor
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        token = torch.zeros(1, device=self._device)
+        self.all_reduce(token).cpu()
+
+    def close(self) -> None:
+        """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
+        self._backend.shutdown()
+
+
+def open_group(
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    address: str = "127.0.0.1",
+    port: int = 0,
+    own_address: str | None = None,
+    key_prefix: str = "",
+    timeout_s: float = 300.0,
+) -> ParallelGroup:
+    """Return the group of `size` ranks as rank `rank` sees it; one rank needs no port."""
+    if size == 1:
+        return SoloGroup()
+    return ProcessGroup(
+        rank,
+        size,
+        device=device,
+        address=address,
+        port=port,
+        own_address=own_address,
+        key_prefix=key_prefix,
+        timeout_s=timeout_s,
+    )
+
+
+# The classes below are torch's own bindings; their stubs differ between builds of torch.
+def _open_gloo(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout: timedelta,
+    address: str,
+    device: torch.device,
+) -> Any:
+    # Without a device gloo binds to what the host's name resolves to, which is often nothing.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _open_nccl(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout: timedelta,
+    address: str,
+    device: torch.device,
+) -> Any:
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise DeviceError("this build of torch has no NCCL, which GPUs of one group need.")
+    options = nccl.Options()
+    options._timeout = timeout
+    # Collectives wait for one another anyway: a stream of lower priority would only add delay.
+    options.is_high_priority_stream = True
+    torch.cuda.set_device(device)
+    return nccl(store, rank, size, options)

@@ -1,0 +1,108 @@
+"""Weights into a rank's parameters, slice by slice: from a checkpoint, or made up.
+
+A rank reads only its own part of each tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from workers.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pagedray.config import EngineConfig
+    from workers.layers.weight import WeightSlot
+    from workers.models.decoder import Decoder
+
+__all__ = ["DummyTensors", "TensorSource", "fill_slots", "load_weights"]
+
+_DUMMY_CHUNK = 2**22
+_DUMMY_DEVIATION = 0.02
+
+
+class TensorSource(Protocol):
+    """Where weights come from."""
+
+    def fill(self, slot: WeightSlot) -> None:
+        """Write this rank's part of a tensor to the slot's target, in the target's type."""
+
+
+def load_weights(
+    model: Decoder,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill a model and make it ready to run, telling (tensors done, tensors in all) as it goes.
+
+    Raises CheckpointError.
+    """
+    slots = list(model.slots())
+    with torch.inference_mode():
+        if config.load_format == "dummy":
+            fill_slots(slots, DummyTensors(config.seed), progress)
+        else:
+            with Checkpoint(config.model.folder) as checkpoint:
+                checkpoint.check(slots, is_head_tied=config.model.has_tied_embeddings)
+                fill_slots(slots, checkpoint, progress)
+        model.finalize()
+
+
+def fill_slots(
+    slots: Sequence[WeightSlot],
+    source: TensorSource,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill every slot from a source."""
+    for done, slot in enumerate(slots):
+        if progress is not None:
+            progress(done, len(slots))
+        if slot.target.numel():
+            source.fill(slot)
+    if progress is not None:
+        progress(len(slots), len(slots))
+
+
+class DummyTensors:
+    """Random numbers that depend on seed, name and place alone: any number of ranks agrees.
+
+    They are made on the target's device, and differ between kinds of device.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill(self, slot: WeightSlot) -> None:
+        """Write this rank's part: ones for norms, else a normal distribution."""
+        if slot.name.endswith("norm.weight"):
+            slot.target.fill_(1.0)
+            return
+        first, end, _ = slot.part[0].indices(slot.shape[0])
+        for rows, chunk in self._chunks(slot, first, end):
+            low, high = max(rows.start, first), min(rows.stop, end)
+            part = chunk[low - rows.start : high - rows.start]
+            slot.target[low - first : high - first] = part[(slice(None), *slot.part[1:])]
+
+    def _chunks(
+        self, slot: WeightSlot, first: int, end: int
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield whole rows, in chunks that lie where they lie for every rank."""
+        num_rows, row_shape = slot.shape[0], slot.shape[1:]
+        height = max(1, _DUMMY_CHUNK // max(1, torch.Size(row_shape).numel()))
+        device = slot.target.device
+        generator = torch.Generator(device)
+        for index in range(first // height, -(-end // height)):
+            rows = slice(index * height, min(num_rows, (index + 1) * height))
+            generator.manual_seed(self._seed_of(slot.name, index))
+            chunk = torch.empty(
+                (rows.stop - rows.start, *row_shape), dtype=slot.target.dtype, device=device
+            )
+            yield rows, chunk.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
+
+    def _seed_of(self, name: str, index: int) -> int:
+        digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+        return int.from_bytes(digest[:7])

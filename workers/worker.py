@@ -1,0 +1,158 @@
+"""One rank: its device, its part of the model, its cache, its steps.
+
+Whether it runs inside the controller's process or inside a Ray actor is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.selector import select_backend
+from pagedray.errors import DeviceError, StartupError
+from workers.input_batch import InputBatch
+from workers.kv_cache import KVCache, block_bytes
+from workers.model_runner import ModelRunner, PendingStep
+from workers.models.decoder import Decoder
+from workers.models.self_attention import attention_spec
+from workers.sampler import Sampler
+from workers.weights import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attention.abstract import AttentionBackend, AttentionSpec
+    from pagedray.batch import StepPlan
+    from pagedray.config import EngineConfig
+    from workers.parallel import ParallelGroup
+
+__all__ = ["Worker"]
+
+_CPU_POOL_BYTES = 4 * 2**30
+"""Most that a pool takes when its size is left to us and memory is the CPU's."""
+
+
+class Worker:
+    """One rank of a group. Call `load`, then `allocate_cache`, then `launch`."""
+
+    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
+        self._config = config
+        self._group = group
+        self._device = _device_of(config, group)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        if self._device.type == "cpu":
+            torch.set_num_threads(_num_threads(config))
+        self._spec = attention_spec(
+            config.model, group, block_size=config.cache.block_size, device=self._device
+        )
+        self._backend = _select_backend(config.attention_backend, self._spec)
+        self._model = Decoder(config.model, group, backend=self._backend, device=self._device)
+        self._runner: ModelRunner | None = None
+
+    def load(self, report_progress: Callable[[int, int], None]) -> None:
+        """Fill the weights, telling (tensors done, tensors in all) as it goes."""
+        load_weights(self._model, self._config, report_progress)
+
+    def fitting_blocks(self) -> tuple[int, int]:
+        """Return how many blocks the device pool and the CPU pool may have on this rank."""
+        size = self._block_bytes()
+        blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
+        # Room for every row at its longest, and as much again for prefixes.
+        wanted = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
+        memory = _free_bytes(self._config, self._device)
+        num_blocks = self._config.cache.num_blocks or min(wanted, memory // size)
+        num_cpu_blocks = self._config.cache.num_cpu_blocks
+        if num_cpu_blocks is None:
+            num_cpu_blocks = min(num_blocks, _CPU_POOL_BYTES // 4 // size)
+        if num_blocks < 2:
+            raise DeviceError(
+                f"{memory} bytes of {self._device.type} memory are left for the KV cache, "
+                f"less than two blocks of {size} bytes."
+            )
+        return num_blocks, num_cpu_blocks
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
+        """Allocate both pools; steps may be launched from then on."""
+        model, scheduler = self._config.model, self._config.scheduler
+        block_size = self._config.cache.block_size
+        cache = KVCache(
+            model,
+            self._backend,
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            num_kv_heads=self._num_kv_heads,
+            block_size=block_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._runner = ModelRunner(
+            model=self._model,
+            cache=cache,
+            builder=self._backend.make_metadata_builder(self._spec),
+            batch=InputBatch(
+                max_num_rows=scheduler.max_num_seqs,
+                max_model_len=self._config.max_model_len,
+                block_size=block_size,
+                device=self._device,
+            ),
+            sampler=Sampler(
+                max_num_rows=scheduler.max_num_seqs,
+                vocab_size=model.vocab_size,
+                device=self._device,
+            ),
+        )
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Carry out one plan."""
+        assert self._runner is not None
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        """Release the device and leave the group."""
+        self._runner = None
+        self._group.close()
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self._spec.layers[0].num_kv_heads
+
+    def _block_bytes(self) -> int:
+        return block_bytes(
+            self._config.model,
+            num_kv_heads=self._num_kv_heads,
+            block_size=self._config.cache.block_size,
+            dtype=self._dtype,
+        )
+
+
+def _device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
+    if config.parallel.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("device cuda is not to be had on this machine; use cpu.")
+    # Ray shows an actor only the GPUs that are its own; a local rank sees all of them.
+    return torch.device("cuda", min(group.rank, torch.cuda.device_count() - 1))
+
+
+def _select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
+    try:
+        return select_backend(name, spec)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _num_threads(config: EngineConfig) -> int:
+    if config.parallel.num_threads is not None:
+        return config.parallel.num_threads
+    return max(1, len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size)
+
+
+def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1.0 - config.cache.memory_fraction) * total))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share = available // 2 // config.parallel.tensor_parallel_size
+    return min(_CPU_POOL_BYTES, int(share * config.cache.memory_fraction))
