@@ -1,8 +1,9 @@
 """Plans of the torch_sdpa backend: what all layers of a group share in one step.
 
-Three ways lead through a layer. A fresh prompt reads its own keys and never the cache. A span is
-a query of several tokens, cut into tiles that see no more keys than they need. A chunk is a run
-of decodes of similar length, whose blocks are gathered side by side.
+Several ways lead through a layer. A fresh prompt reads its own keys and never the cache. A span is
+a query of several tokens, cut into tiles that see no more keys than they need. Decodes go to a
+kernel that reads the cache where it lies; where that is not to be had, they go in chunks, runs of
+decodes of similar length whose blocks are gathered side by side.
 """
 
 import sys
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from attention.batch import AttentionBatch
+from attention.kernels.paged_decode import DecodeRows
 from attention.params import AttentionParams, AttentionSpec
 from attention.sdpa_bias import Staircase
 from attention.sdpa_buffers import Scratch, Staging
@@ -64,6 +66,8 @@ class GroupPlan(NamedTuple):
     prompts: tuple[Prompts, ...]
     spans: tuple[Span, ...]
     chunks: tuple[DecodeChunk, ...]
+    decodes: DecodeRows | None = None
+    """What goes to the kernel."""
 
 
 class GroupPlanner:
@@ -77,7 +81,9 @@ class GroupPlanner:
         indices: Staging,
         masks: Mapping[torch.dtype, Staging],
         scratch: Scratch,
+        has_kernel: bool,
     ) -> None:
+        self._has_kernel = has_kernel
         self._window = params.sliding_window
         self._block_size = spec.block_size
         self._staircase = Staircase(params, spec)
@@ -95,25 +101,47 @@ class GroupPlanner:
         if params.alibi_slopes is not None or params.soft_cap is not None:
             self._max_causal_tokens = 0
 
-    def plan(self, batch: AttentionBatch, query_starts: _Ints) -> GroupPlan:
-        """Return the plan of one step; its tensors show their content after the upload."""
+    def plan(
+        self, batch: AttentionBatch, query_starts: _Ints, *, has_cache: bool = True
+    ) -> GroupPlan:
+        """Return the plan of one step; its tensors show their content after the upload.
+
+        Without a cache every sequence is a fresh prompt.
+        """
         self._gatherer.forget_views()
+        if self._has_kernel and has_cache:
+            return self._plan_for_kernel(batch, query_starts)
         if not batch.num_prefills and len(batch.seq_lens):
             return GroupPlan((), (), self._decodes.plan(batch, query_starts, None))
-        contexts = batch.seq_lens - batch.query_lens
-        is_fresh = contexts == 0
-        is_decode = (batch.query_lens == 1) & ~is_fresh
+        is_decode = (batch.query_lens == 1) & (batch.seq_lens > 1)
+        prompts, spans = self._plan_prefills(batch, query_starts, np.flatnonzero(~is_decode))
+        chunks = self._decodes.plan(batch, query_starts, np.flatnonzero(is_decode))
+        return GroupPlan(prompts, spans, chunks)
+
+    def _plan_for_kernel(self, batch: AttentionBatch, query_starts: _Ints) -> GroupPlan:
+        first = batch.num_prefills
+        prompts, spans = self._plan_prefills(batch, query_starts, np.arange(first))
+        decodes = None
+        if first < len(batch.seq_lens):
+            decodes = DecodeRows(
+                int(query_starts[first]), batch.block_tables[first:], batch.seq_lens[first:]
+            )
+        return GroupPlan(prompts, spans, (), decodes)
+
+    def _plan_prefills(
+        self, batch: AttentionBatch, query_starts: _Ints, sequences: _Ints
+    ) -> tuple[tuple[Prompts, ...], tuple[Span, ...]]:
         prompts: list[Prompts] = []
         spans: list[Span] = []
-        for i in np.flatnonzero(~is_decode).tolist():
+        for i in sequences.tolist():
             start, length = int(query_starts[i]), int(batch.query_lens[i])
-            if is_fresh[i] and length <= self._max_causal_tokens:
+            context = int(batch.seq_lens[i]) - length
+            if context == 0 and length <= self._max_causal_tokens:
                 _append_prompt(prompts, start, length)
             elif length:
-                table = None if is_fresh[i] else batch.block_tables[i]
-                spans.append(self._span(start, length, int(contexts[i]), table))
-        chunks = self._decodes.plan(batch, query_starts, np.flatnonzero(is_decode))
-        return GroupPlan(tuple(prompts), tuple(spans), chunks)
+                table = batch.block_tables[i] if context else None
+                spans.append(self._span(start, length, context, table))
+        return tuple(prompts), tuple(spans)
 
     def _span(
         self, start: int, length: int, context: int, table: npt.NDArray[np.int32] | None

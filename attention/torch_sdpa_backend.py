@@ -21,6 +21,7 @@ from attention.abstract import (
     AttentionType,
     EagerAttentionState,
 )
+from attention.kernels.paged_decode import DecodeRows, PagedDecode
 from attention.sdpa_buffers import CacheViews, LayerRows, Scratch, Staging
 from attention.sdpa_plan import GroupPlan, GroupPlanner
 from attention.sdpa_run import LayerRunner
@@ -52,14 +53,14 @@ class TorchSDPAMetadata(AttentionMetadata):
         """Return metadata of the prefills alone, with buffers of its own."""
         if not self.num_prefills:
             return None
-        return TorchSDPAMetadataBuilder(self._builder.spec).build(self._batch.prefills())
+        return self._builder.alike().build(self._batch.prefills())
 
     @property
     def decode_metadata(self) -> "TorchSDPAMetadata | None":
         """Return metadata of the decodes and the padding, with buffers of its own."""
         if not self.num_decode_tokens:
             return None
-        return TorchSDPAMetadataBuilder(self._builder.spec).build(self._batch.decodes())
+        return self._builder.alike().build(self._batch.decodes())
 
     def advance_step(self) -> "TorchSDPAMetadata":
         """Return the metadata of the next step of a decode-only batch; this one ends."""
@@ -83,9 +84,22 @@ class TorchSDPAMetadata(AttentionMetadata):
         """Return what a layer does without a cache: all queries are fresh prompts."""
         if self._profile_plans is None:
             alone = replace(self._batch, seq_lens=self._batch.query_lens)
-            self._profile_plans = self._builder.plan_layers(alone)
+            self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
             self._builder.upload()
         return self._profile_plans[layer_index]
+
+    def decode(
+        self,
+        rows: DecodeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer_index: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Let the kernel attend for the decodes of a layer."""
+        kernel = self._builder.kernels[layer_index]
+        assert kernel is not None
+        kernel.run(rows, query, kv_cache, layer_index, out)
 
     def cache_rows(self, kv_cache: torch.Tensor, layer_index: int) -> LayerRows:
         """Return a layer's cache as rows."""
@@ -95,18 +109,31 @@ class TorchSDPAMetadata(AttentionMetadata):
 class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
     """Plans each step into the same buffers."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, *, use_kernel: bool = True) -> None:
+        """`use_kernel=False` keeps decodes on the way through torch, for comparison."""
         super().__init__(spec)
+        self._use_kernel = use_kernel
         self.views = CacheViews(spec)
         self._indices = Staging(torch.int64, spec.device)
         self._masks = {dtype: Staging(dtype, spec.device) for dtype in (torch.float32, torch.bool)}
         scratch = Scratch(spec.dtype, spec.device)
+        kernels = {
+            params: PagedDecode.make(params, spec) if use_kernel else None
+            for params in dict.fromkeys(spec.layers)
+        }
         self._planners = [
             GroupPlanner(
-                params, spec=spec, indices=self._indices, masks=self._masks, scratch=scratch
+                params,
+                spec=spec,
+                indices=self._indices,
+                masks=self._masks,
+                scratch=scratch,
+                has_kernel=kernel is not None,
             )
-            for params in dict.fromkeys(spec.layers)
+            for params, kernel in kernels.items()
         ]
+        self.kernels = [kernels[params] for params in spec.layers]
+        """The decode kernel of each layer, where there is one."""
         groups = {params: i for i, params in enumerate(dict.fromkeys(spec.layers))}
         self._group_of_layer = [groups[params] for params in spec.layers]
 
@@ -117,10 +144,16 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             masks.reset()
         return TorchSDPAMetadata(batch, self)
 
-    def plan_layers(self, batch: AttentionBatch) -> list[GroupPlan]:
+    def alike(self) -> "TorchSDPAMetadataBuilder":
+        """Return another builder that plans in the same way, with buffers of its own."""
+        return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
+
+    def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[GroupPlan]:
         """Return the plan of each layer; equal layers have the same one."""
         query_starts = np.cumsum(batch.query_lens, dtype=np.int64) - batch.query_lens
-        plans = [planner.plan(batch, query_starts) for planner in self._planners]
+        plans = [
+            planner.plan(batch, query_starts, has_cache=has_cache) for planner in self._planners
+        ]
         return [plans[group] for group in self._group_of_layer]
 
     def plan_write(self, batch: AttentionBatch) -> WritePlan:
@@ -176,6 +209,8 @@ class TorchSDPAImpl(AttentionImpl):
             self._runner.run_prompts(prompts, query, key, value, out)
         for span in plan.spans:
             self._runner.run_span(span, query, key, value, blocks, out)
+        if plan.decodes is not None:
+            metadata.decode(plan.decodes, query, kv_cache, self._layer_index, out)
         if plan.chunks:
             self._runner.run_chunks(plan.chunks, query, blocks, out)
         if metadata.num_padding:

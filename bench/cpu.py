@@ -1,18 +1,22 @@
 """Tokens per second on the CPU beside Hugging Face transformers, in one run.
 
-    python bench/cpu.py --dtype float32 --dtype bfloat16 --output bench/results/cpu.json
+    python bench/cpu.py --output bench/results/cpu.json
 
-Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers,
-8 heads and 4 KV heads, and take turns: A B A B. Each figure is tokens generated over the
-whole time of the call, prompt included; the ratio is the median over rounds of the ratio
-within a round.
+Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers, 8 heads
+and 4 KV heads, each in a process of its own, and take turns: A B A B. A waiting process sleeps.
+
+`decode` counts the tokens after the first: (n - 1) tokens over the time of a call for n tokens
+less that of a call for one, which is the same prompt's prefill. `call` is all n tokens over the
+whole call. `mixed` is requests of mixed prompt and output lengths, all at once, beside
+transformers' own continuous batching; the time is that of the whole call. The ratio is the
+median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -20,9 +24,9 @@ import statistics
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +35,11 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from pagedray import LLM, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# transformers declares `generate` for a protocol that its own models do not fit.
-Model = Any
+    from multiprocessing.connection import Connection
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
@@ -57,12 +56,123 @@ class Row:
     """Tokens per second, median over rounds."""
     transformers: float
     ratio: float
-    target: float
+    target: float | None
+
+
+class Engine(ABC):
+    """One of the two engines, in a process of its own."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        """Continue equally long prompts, greedily."""
+
+    @abstractmethod
+    def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
+        """Continue prompts of mixed lengths by as many tokens each, all at once."""
+
+
+class PagedRay(Engine):
+    """This project, with a rank in the process."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._llm = LLM(
+            folder,
+            executor="local",
+            device="cpu",
+            dtype=dtype,
+            num_threads=threads,
+            enable_prefix_cache=False,
+            show_progress=False,
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        self.mixed(prompts, [num_tokens] * len(prompts))
+
+    def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            for length in lengths
+        ]
+        generations = self._llm.generate(prompts, params, show_progress=False)
+        for generation, length in zip(generations, lengths, strict=True):
+            assert len(generation.completions[0].token_ids) == length
+
+
+class Transformers(Engine):
+    """Hugging Face transformers, with its defaults."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        # Any: transformers declares `generate` for a protocol that its own models do not fit.
+        self._model: Any = transformers.LlamaForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype)
+        ).eval()
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        input_ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            output = self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        assert output.shape[1] == input_ids.shape[1] + num_tokens
+
+    def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
+        # Its one call takes one length for all, so each request is added to its manager.
+        batching = transformers.generation.configuration_utils.ContinuousBatchingConfig(
+            # Left to itself it takes half of the memory for its cache and clears it for seconds.
+            num_blocks=128,
+            max_batch_tokens=2048,
+        )
+        generation = transformers.GenerationConfig(
+            max_new_tokens=max(lengths), do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        manager = self._model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        manager.start()
+        try:
+            for prompt, length in zip(prompts, lengths, strict=True):
+                manager.add_request(prompt, max_new_tokens=length)
+            num_tokens = 0
+            num_finished = 0
+            while num_finished < len(prompts):
+                result = manager.get_result(timeout=60.0)
+                if result is not None and result.is_finished():
+                    num_tokens += len(result.generated_tokens)
+                    num_finished += 1
+        finally:
+            manager.stop(block=True)
+        assert num_tokens == sum(lengths)
+
+
+class EngineProcess:
+    """An engine in a process that sleeps when it is not asked."""
+
+    def __init__(self, kind: type[Engine], folder: Path, dtype: str, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, folder, dtype, threads))
+        self._process.start()
+
+    def seconds(self, method: str, *arguments: object) -> float:
+        """Return how long a call takes."""
+        self._connection.send((method, arguments))
+        return float(self._connection.recv())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
 
 
 def main() -> int:
     """Run what the command line asks for, print the table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="CPU throughput beside transformers.")
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -70,11 +180,10 @@ def main() -> int:
     parser.add_argument("--no-mixed", action="store_true", help="skip continuous batching")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     rows: list[Row] = []
-    for dtype in options.dtype or ["float32", "bfloat16"]:
-        with tempfile.TemporaryDirectory() as folder:
-            _save_checkpoint(Path(folder), dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_checkpoint(Path(folder))
+        for dtype in options.dtype or ["float32", "bfloat16"]:
             rows += _measure(Path(folder), dtype, options)
     _print_table(rows)
     if options.output:
@@ -82,9 +191,20 @@ def main() -> int:
     return 0
 
 
-def _save_checkpoint(folder: Path, dtype: str) -> None:
+def _serve(
+    connection: Connection, kind: Any, folder: Path, dtype: str, threads: int
+) -> None:  # Any: a class whose constructor takes these
+    engine = kind(folder, dtype, threads)
+    while True:
+        method, arguments = connection.recv()
+        started_s = time.perf_counter()
+        getattr(engine, method)(*arguments)
+        connection.send(time.perf_counter() - started_s)
+
+
+def _save_checkpoint(folder: Path) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=512,
         num_hidden_layers=8,
         num_attention_heads=8,
@@ -95,7 +215,7 @@ def _save_checkpoint(folder: Path, dtype: str) -> None:
         eos_token_id=None,
         bos_token_id=None,
     )
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     words = {f"w{index}": index for index in range(config.vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.decoder = ByteLevel()
@@ -103,122 +223,66 @@ def _save_checkpoint(folder: Path, dtype: str) -> None:
 
 
 def _measure(folder: Path, dtype: str, options: argparse.Namespace) -> list[Row]:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    llm = LLM(
-        folder,
-        executor="local",
-        device="cpu",
-        num_threads=options.threads,
-        enable_prefix_cache=False,
-        show_progress=False,
-    )
+    engines = [
+        EngineProcess(kind, folder, dtype, options.threads) for kind in (PagedRay, Transformers)
+    ]
     rows = []
     try:
         for batch in options.batch or [1, 8, 32]:
-            prompts = _prompts([PROMPT_TOKENS] * batch)
-            lengths = [NEW_TOKENS] * batch
-            rows.append(
-                _row(
-                    f"decode, batch {batch}",
-                    dtype,
-                    options.rounds,
-                    sum(lengths),
-                    partial(_run_ours, llm, prompts, lengths),
-                    partial(_run_generate, model, prompts),
-                    2.5 if batch == 1 else 2.0,
-                )
-            )
+            rows += _measure_batch(engines, batch, dtype, options.rounds)
         if not options.no_mixed:
-            rows.append(_mixed(llm, model, dtype, options.rounds))
+            rows.append(_measure_mixed(engines, dtype, options.rounds))
     finally:
-        llm.close()
+        for engine in engines:
+            engine.close()
     return rows
 
 
-def _mixed(llm: LLM, model: Model, dtype: str, rounds: int) -> Row:
+def _measure_batch(engines: list[EngineProcess], batch: int, dtype: str, rounds: int) -> list[Row]:
+    prompts = _prompts([PROMPT_TOKENS] * batch)
+    decode, call = [], []
+    for index in range(rounds + 1):
+        first = [engine.seconds("generate", prompts, 1) for engine in engines]
+        whole = [engine.seconds("generate", prompts, NEW_TOKENS) for engine in engines]
+        # The first round warms up.
+        if index:
+            call.append([batch * NEW_TOKENS / all_s for all_s in whole])
+            decode.append(
+                [
+                    batch * (NEW_TOKENS - 1) / (all_s - one_s)
+                    for all_s, one_s in zip(whole, first, strict=True)
+                ]
+            )
+            _show(f"batch {batch}", dtype, decode[-1])
+    target = 2.5 if batch == 1 else 2.0
+    return [
+        _row(f"decode, batch {batch}", dtype, decode, target),
+        _row(f"call, batch {batch}", dtype, call, None),
+    ]
+
+
+def _measure_mixed(engines: list[EngineProcess], dtype: str, rounds: int) -> Row:
     generator = random.Random(0)
     prompts = _prompts([generator.randint(16, 256) for _ in range(MIXED_REQUESTS)])
     lengths = [generator.randint(16, 128) for _ in range(MIXED_REQUESTS)]
-    # Its continuous batching takes one length for all: the requests are padded to the mean.
-    mean = [round(statistics.mean(lengths))] * MIXED_REQUESTS
-    return _row(
-        f"mixed, {MIXED_REQUESTS} requests",
-        dtype,
-        max(2, rounds // 2),
-        sum(mean),
-        partial(_run_ours, llm, prompts, mean),
-        partial(_run_continuous, model, prompts, mean[0]),
-        4.0,
-    )
+    rates = []
+    for index in range(rounds + 1):
+        rate = [sum(lengths) / engine.seconds("mixed", prompts, lengths) for engine in engines]
+        if index:
+            rates.append(rate)
+            _show("mixed", dtype, rate)
+    return _row(f"mixed, {MIXED_REQUESTS} requests", dtype, rates, 4.0)
 
 
-def _row(
-    workload: str,
-    dtype: str,
-    rounds: int,
-    num_tokens: int,
-    ours: Callable[[], None],
-    theirs: Callable[[], None],
-    target: float,
-) -> Row:
-    ours()
-    theirs()
-    times = []
-    for _ in range(rounds):
-        times.append((_seconds(ours), _seconds(theirs)))
-        print(
-            f"{workload:22s} {dtype:9s} "
-            + " / ".join(f"{num_tokens / seconds:7.0f}" for seconds in times[-1]),
-            file=sys.stderr,
-            flush=True,
-        )
+def _row(workload: str, dtype: str, rates: list[list[float]], target: float | None) -> Row:
     return Row(
         workload=workload,
         dtype=dtype,
-        pagedray=num_tokens / statistics.median(mine for mine, _ in times),
-        transformers=num_tokens / statistics.median(other for _, other in times),
-        ratio=statistics.median(other / mine for mine, other in times),
+        pagedray=statistics.median(ours for ours, _ in rates),
+        transformers=statistics.median(theirs for _, theirs in rates),
+        ratio=statistics.median(ours / theirs for ours, theirs in rates),
         target=target,
     )
-
-
-def _run_ours(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> None:
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths
-    ]
-    generations = llm.generate(prompts, params, show_progress=False)
-    for generation, length in zip(generations, lengths, strict=True):
-        assert len(generation.completions[0].token_ids) == length
-
-
-def _run_generate(model: Model, prompts: list[list[int]]) -> None:
-    input_ids = torch.tensor(prompts)
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    assert output.shape[1] == input_ids.shape[1] + NEW_TOKENS
-
-
-def _run_continuous(model: Model, prompts: list[list[int]], length: int) -> None:
-    generation = GenerationConfig(
-        max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    # Left to itself it takes half of the memory for its cache and spends seconds on clearing it.
-    batching = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=2048)
-    outputs = model.generate_batch(
-        prompts,
-        generation_config=generation,
-        continuous_batching_config=batching,
-        warmup=False,
-    )
-    for output in outputs.values():
-        assert len(output.generated_tokens) == length
 
 
 def _prompts(lengths: list[int]) -> list[list[int]]:
@@ -226,11 +290,8 @@ def _prompts(lengths: list[int]) -> list[list[int]]:
     return [[generator.randrange(3, 32000) for _ in range(length)] for length in lengths]
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    gc.collect()
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s
+def _show(what: str, dtype: str, rates: list[float]) -> None:
+    print(f"{what:10s} {dtype:9s} {rates[0]:7.0f} / {rates[1]:7.0f}", file=sys.stderr, flush=True)
 
 
 def _print_table(rows: list[Row]) -> None:
@@ -239,7 +300,7 @@ def _print_table(rows: list[Row]) -> None:
     for row in rows:
         print(
             f"| {row.workload} | {row.dtype} | {row.pagedray:.0f} | {row.transformers:.0f} "
-            f"| {row.ratio:.2f} | {row.target} |"
+            f"| {row.ratio:.2f} | {row.target or ''} |"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,16 +66,21 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """One rank in this process; a step runs while its output is collected."""
+    """One rank in this process, in a thread of its own."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         self._config = config
         self._report_progress = report_progress
-        self._submitted: deque[StepPlan] = deque()
+        # All of a rank's work is done in one thread: each thread that computes has a team of
+        # OpenMP threads, and with two teams there are more than cores and none may spin.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
+        self._running: deque[Future[StepOutput]] = deque()
         self._acknowledged_step = -1
-        self._worker = self._started()
-        self._cache_size = CacheSize(*self._worker.fitting_blocks())
-        self._worker.allocate_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
+        try:
+            self._worker, self._cache_size = self._thread.submit(self._started).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
 
     @property
     def cache_size(self) -> CacheSize:
@@ -85,24 +91,23 @@ class LocalExecutor(Executor):
         return self._acknowledged_step
 
     def submit(self, plan: StepPlan) -> None:
-        self._submitted.append(plan)
+        self._running.append(self._thread.submit(self._run, plan))
 
     def collect(self) -> StepOutput:
-        output = self._worker.launch(self._submitted.popleft()).output()
+        output = self._running.popleft().result()
         self._acknowledged_step = output.step
         return output
 
     def restart(self) -> None:
-        self.close()
+        self._running.clear()
         self._acknowledged_step = -1
-        self._worker = self._started()
-        self._worker.allocate_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
+        self._worker, self._cache_size = self._thread.submit(self._started).result()
 
     def close(self) -> None:
-        self._submitted.clear()
+        self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
-    def _started(self) -> Worker:
+    def _started(self) -> tuple[Worker, CacheSize]:
         # Torch is loaded only where a rank lives.
         from workers.parallel import SoloGroup
         from workers.worker import Worker
@@ -111,7 +116,12 @@ class LocalExecutor(Executor):
         worker.load(
             lambda done, total: self._report_progress("Loading weights", done / max(total, 1))
         )
-        return worker
+        cache_size = CacheSize(*worker.fitting_blocks())
+        worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        return worker, cache_size
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        return self._worker.launch(plan).output()
 
 
 def make_executor(config: EngineConfig, report_progress: ReportProgress) -> Executor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -77,7 +77,7 @@ class LLM:
         config = engine_config(model, EngineOptions(**options))
         self._tokenizer = Tokenizer.from_folder(config.model.folder)
         self._validator = Validator(config, self._tokenizer)
-        self._sink = _QueueSink()
+        self._sink = _EventBuffer()
         line = ProgressLine()
         try:
             self._executor = make_executor(
@@ -124,6 +124,7 @@ class LLM:
             raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")
         (request,) = self._validated([_as_prompt(prompt)], [params])
         collector = _Collector(request, self._tokenizer)
+        self._sink.watch(True)
         try:
             self._submit_all([request])
             while not collector.is_finished:
@@ -131,6 +132,7 @@ class LLM:
                     if event.request_id == request.id:
                         yield self._push(collector, event).text
         finally:
+            self._sink.watch(False)
             self._controller.abort(request.id)
 
     def stats(self) -> EngineStats:
@@ -194,6 +196,8 @@ class LLM:
     def _collect(
         self, collectors: dict[str, _Collector], requests: list[Request], show_progress: bool
     ) -> None:
+        # A stop string is only found by looking.
+        self._sink.watch(any(request.sampling.stop for request in requests))
         waiting = iter(requests)
         held = self._submit_all(waiting)
         num_open = len(requests)
@@ -227,24 +231,50 @@ class LLM:
         return output
 
 
-class _QueueSink:
-    """Hands events from the controller's thread to the caller's."""
+class _EventBuffer:
+    """Holds events until the caller's thread has reason to look at them.
+
+    Waking it for every token would cost the step thread its core and the interpreter's lock.
+    """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Sequence[TokenEvent] | EngineError] = queue.SimpleQueue()
+        self._events: list[TokenEvent] = []
+        self._error: EngineError | None = None
+        self._has_news = threading.Condition()
+        self._is_watched = False
+
+    def watch(self, is_watched: bool) -> None:
+        """Wake the caller for every token, or for ends alone."""
+        with self._has_news:
+            self._is_watched = is_watched
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        self._queue.put(events)
+        with self._has_news:
+            self._events += events
+            if self._is_watched or any(event.finish_reason is not None for event in events):
+                self._has_news.notify()
 
     def fail_all(self, error: EngineError) -> None:
-        self._queue.put(error)
+        with self._has_news:
+            self._error = error
+            self._has_news.notify()
 
-    def take(self) -> Sequence[TokenEvent]:
-        """Wait for the events of a step. Raises what the engine failed with."""
-        taken = self._queue.get()
-        if isinstance(taken, EngineError):
-            raise taken
-        return taken
+    def take(self) -> list[TokenEvent]:
+        """Wait for news and return all events since the last call. Raises EngineError."""
+        with self._has_news:
+            while not self._is_worth_waking():
+                self._has_news.wait()
+            events, self._events = self._events, []
+            if not events and self._error is not None:
+                raise self._error
+            return events
+
+    def _is_worth_waking(self) -> bool:
+        if self._error is not None:
+            return True
+        if self._is_watched:
+            return bool(self._events)
+        return any(event.finish_reason is not None for event in self._events)
 
 
 class _Collector:

@@ -10,6 +10,7 @@ import logging
 import socket
 import traceback
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pagedray.batch import Shutdown, StepAck, WorkerFailure
@@ -38,6 +39,9 @@ class GpuWorker:
         self._config = config
         self._rank = rank
         self._worker: Worker | None = None
+        # All of the rank's work is done in one thread: each thread that computes has a team of
+        # OpenMP threads, and with two teams there are more than cores and none may spin.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
 
     def free_address(self) -> str:
@@ -52,6 +56,18 @@ class GpuWorker:
 
     def load(self, address: str) -> str | tuple[int, int]:
         """Join the group, load the weights; return how many blocks fit, or what is wrong."""
+        return self._thread.submit(self._load, address).result()
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
+        """Allocate both pools."""
+        assert self._worker is not None
+        self._thread.submit(self._worker.allocate_cache, num_blocks, num_cpu_blocks).result()
+
+    def run(self, endpoint: str, secret: bytes) -> None:
+        """Connect to the controller and serve steps until told to stop or left alone."""
+        self._thread.submit(self._run, endpoint, secret).result()
+
+    def _load(self, address: str) -> str | tuple[int, int]:
         # Torch is loaded where the rank lives, not where the actor is made.
         import torch
 
@@ -73,13 +89,7 @@ class GpuWorker:
         except StartupError as error:
             return str(error)
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate both pools."""
-        assert self._worker is not None
-        self._worker.allocate_cache(num_blocks, num_cpu_blocks)
-
-    def run(self, endpoint: str, secret: bytes) -> None:
-        """Connect to the controller and serve steps until told to stop or left alone."""
+    def _run(self, endpoint: str, secret: bytes) -> None:
         assert self._worker is not None
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
         try:

@@ -5,6 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.attention.rig import Rig
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def _each_way_of_decodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "uses_kernel", request.param == "kernel")
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_without_gradients() -> Iterator[None]:

@@ -56,6 +56,9 @@ class RigSequence:
 class Rig:
     """Runs steps of some layers over one cache and checks each of them."""
 
+    uses_kernel = True
+    """Whether decodes go to the kernel, where there is one, or through torch."""
+
     def __init__(
         self,
         *layers: AttentionParams,
@@ -73,7 +76,7 @@ class Rig:
             Attention(params, layer_index=i, backend=TorchSDPABackend)
             for i, params in enumerate(layers)
         ]
-        self.builder = TorchSDPAMetadataBuilder(self.spec)
+        self.builder = TorchSDPAMetadataBuilder(self.spec, use_kernel=self.uses_kernel)
         shape = TorchSDPABackend.get_kv_cache_shape(
             num_blocks=num_blocks,
             num_layers=len(layers),

@@ -55,6 +55,28 @@ def test_every_way_of_multiplying_agrees(
     assert _near(product(x.to(dtype)), exact)
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_gated_product_is_silu_of_one_half_times_the_other(
+    kind: type[Product], dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
+    product = kind.empty(74, 50, has_bias=has_bias, dtype=dtype, device=CPU)
+    weight, bias, x = torch.randn(74, 50), torch.randn(74), torch.randn(num_rows, 50)
+    product.weight.copy_(weight)
+    if product.bias is not None:
+        product.bias.copy_(bias)
+    product.finalize()
+    gate, other = functional.linear(
+        x.to(dtype).double(),
+        weight.to(dtype).double(),
+        bias.to(dtype).double() if has_bias else None,
+    ).chunk(2, dim=1)
+    assert _near(product.gated(x.to(dtype)), functional.silu(gate) * other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_a_product_takes_over_a_strided_weight(kind: type[Product]) -> None:

@@ -61,6 +61,10 @@ class ColumnParallelLinear:
         """Return this rank's columns, `[num_tokens, columns]`."""
         return self._product(x)
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `silu(first half of the columns) * second half` of this rank's columns."""
+        return self._product.gated(x)
+
     def slots(self) -> Iterator[WeightSlot]:
         """Yield weight and bias of every layer that was merged."""
         first = 0

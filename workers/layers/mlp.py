@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import functional
-
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ class GatedMLP:
         local = intermediate_size // group.size
         assert local * group.size == intermediate_size
         part = slice(group.rank * local, (group.rank + 1) * local)
-        self._size = local
         # One product, then two operations: on the CPU no slower than two products of oneDNN that
         # apply SiLU and multiplication as they store, and 7% of a step faster in float32.
         self._gate_up = ColumnParallelLinear(
@@ -61,9 +58,7 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        both = self._gate_up(x)
-        gate = functional.silu(both.narrow(1, 0, self._size))
-        return self._down(gate.mul_(both.narrow(1, self._size, self._size)))
+        return self._down(self._gate_up.gated(x))
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield the weights of all three layers."""

@@ -1,0 +1,1 @@
+"""Kernels of our own, for what no library does or does slowly."""

@@ -1,0 +1,64 @@
+/*
+ * Attention of decodes over the paged cache, on the CPU, without gathering blocks.
+ *
+ * Each key and value is read once, where it lies, for all query heads of its group; the softmax
+ * is kept up to date block by block (Milakov and Gimelshein, 2018). Blocks to come are fetched
+ * ahead by software: a core left to its own devices reads at half the rate.
+ */
+#include <math.h>
+
+#include "lanes.h"
+
+#define MAX_BLOCK 256
+#define MAX_HEAD 256
+#define MAX_GROUP 16
+
+typedef struct {
+    int64_t num_sequences;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_size;
+    int64_t block_size;
+    int64_t block_stride; /* elements from a block to the next */
+    int64_t value_offset; /* elements from a key to its value */
+    int64_t table_stride; /* entries from a block table to the next */
+    int64_t query_stride; /* elements from a query row to the next */
+    int64_t out_stride;
+    int64_t window; /* keys that a query sees, its own included; 0 is all */
+    float scale;
+    float soft_cap; /* 0 is none */
+} Shape;
+
+/* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
+static inline Floats exp_of(Floats x) {
+    const Floats lowest = (Floats){} - 87.0f;
+    Ints is_low = x < lowest;
+    x = (Floats)(((Ints)lowest & is_low) | ((Ints)x & ~is_low));
+    Floats n = x * 1.44269504088896341f - 0.5f;
+    Ints whole = __builtin_convertvector(n, Ints); /* toward zero, and n <= 0: the nearest */
+    n = __builtin_convertvector(whole, Floats);
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = (Floats){} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Floats power = (Floats)((whole + 127) << 23);
+    return (Floats)((Ints)(p * power) & ~is_low);
+}
+
+static inline void fetch(const void *from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i);
+}
+
+#define ELEMENT float
+#define NAME(x) x##_float
+#include "paged_decode_body.h"
+#undef ELEMENT
+#undef NAME
+
+#define ELEMENT uint16_t
+#define NAME(x) x##_bfloat
+#include "paged_decode_body.h"

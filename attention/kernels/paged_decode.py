@@ -1,0 +1,135 @@
+"""Decode attention on the CPU, straight from the paged cache."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from attention.kernels.native import load_kernels
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from attention.params import AttentionParams, AttentionSpec
+
+__all__ = ["DecodeRows", "PagedDecode"]
+
+_MAX_BLOCK_SIZE = 256
+_MAX_HEAD_SIZE = 256
+_SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_sequences",
+                "num_heads",
+                "num_kv_heads",
+                "head_size",
+                "block_size",
+                "block_stride",
+                "value_offset",
+                "table_stride",
+                "query_stride",
+                "out_stride",
+                "window",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )
+
+
+class DecodeRows:
+    """The decodes of one step: which blocks each sequence has, and how many keys."""
+
+    __slots__ = ("first_row", "num_keys", "tables")
+
+    def __init__(
+        self, first_row: int, tables: npt.NDArray[np.int32], num_keys: npt.NDArray[np.int32]
+    ) -> None:
+        self.first_row = first_row
+        """Token row of the first decode; the others follow it."""
+        self.tables = np.ascontiguousarray(tables)
+        self.num_keys = np.ascontiguousarray(num_keys)
+
+
+class PagedDecode:
+    """The kernel for layers with one set of parameters."""
+
+    def __init__(
+        self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
+    ) -> None:
+        block_elements = spec.block_size * params.num_kv_heads * params.head_size
+        self._kernel = kernel
+        self._item_size = spec.dtype.itemsize
+        self._layer_bytes = 2 * block_elements * self._item_size
+        self._shape = _Shape(
+            num_heads=params.num_heads,
+            num_kv_heads=params.num_kv_heads,
+            head_size=params.head_size,
+            block_size=spec.block_size,
+            block_stride=2 * len(spec.layers) * block_elements,
+            value_offset=block_elements,
+            window=params.sliding_window or 0,
+            scale=params.scale,
+            soft_cap=params.soft_cap or 0.0,
+        )
+        self._shape_address = ctypes.addressof(self._shape)
+        slopes = params.alibi_slopes
+        self._slopes = None if slopes is None else np.asarray(slopes, dtype=np.float32)
+        self._slopes_address = None if self._slopes is None else self._slopes.ctypes.data
+
+    @classmethod
+    def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
+        """Return the kernel, or None where it does not serve or is not to be had."""
+        is_served = (
+            spec.device.type == "cpu"
+            and spec.dtype in _SUFFIXES
+            and spec.block_size <= _MAX_BLOCK_SIZE
+            and params.head_size <= _MAX_HEAD_SIZE
+        )
+        library = _library() if is_served else None
+        if library is None:
+            return None
+        kernel = library[f"paged_decode_{_SUFFIXES[spec.dtype]}"]
+        kernel.argtypes = [ctypes.c_void_p] * 7
+        kernel.restype = None
+        return cls(kernel, params, spec)
+
+    def run(
+        self,
+        rows: DecodeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer_index: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for the decodes of a step; `query` and `out` are those of all its tokens.
+
+        Rows may be strided, `[num_tokens, num_heads * head_size]`.
+        """
+        shape, item_size = self._shape, self._item_size
+        shape.num_sequences, shape.table_stride = rows.tables.shape
+        shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
+        self._kernel(
+            self._shape_address,
+            query.data_ptr() + rows.first_row * shape.query_stride * item_size,
+            kv_cache.data_ptr() + layer_index * self._layer_bytes,
+            rows.tables.ctypes.data,
+            rows.num_keys.ctypes.data,
+            self._slopes_address,
+            out.data_ptr() + rows.first_row * shape.out_stride * item_size,
+        )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_suffix(".c"))
