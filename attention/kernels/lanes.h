@@ -4,55 +4,90 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define LINE 64
+#define INLINE static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-static inline Floats load_float(const float *from) { return *(const Floats *)from; }
+INLINE Floats load_float(const float *from) { return *(const Floats *)from; }
 
-static inline Floats load_bfloat(const uint16_t *from) {
+INLINE Floats load_bfloat(const uint16_t *from) {
     return (Floats)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
 }
 
-/* Two vectors of elements, in whatever order; the same order for every row. */
-typedef struct {
-    Floats first, second;
-} Pair;
+INLINE float one_float(const float *from) { return *from; }
 
-static inline Pair pair_float(const float *from) {
-    return (Pair){load_float(from), load_float(from + LANES)};
-}
-
-static inline Pair pair_bfloat(const uint16_t *from) {
-    /* A word holds two elements: the lower one shifted up, the upper one where it is. */
-    const Words words = *(const Words *)from;
-    return (Pair){(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
-}
-
-static inline float one_float(const float *from) { return *from; }
-
-static inline float one_bfloat(const uint16_t *from) {
+INLINE float one_bfloat(const uint16_t *from) {
     uint32_t word = (uint32_t)*from << 16;
     float value;
     memcpy(&value, &word, sizeof value);
     return value;
 }
 
-static inline void store_float(float *to, float value) { *to = value; }
+INLINE void store_float(float *to, float value) { *to = value; }
 
-static inline void store_bfloat(uint16_t *to, float value) {
+INLINE void store_bfloat(uint16_t *to, float value) {
     uint32_t word;
     memcpy(&word, &value, sizeof word);
     /* Round to nearest, ties to even; what is not a number stays so. */
     *to = value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
-static inline float sum_of(Floats x) {
+/*
+ * Two vectors' worth of elements, in whatever order, the same for every row; and sums of their
+ * products with those of another row, each lane its own.
+ */
+typedef struct {
+    Floats first, second;
+} Pair;
+
+INLINE Floats add_pairs(Floats sums, Pair x, Pair y) {
+    return sums + x.first * y.first + x.second * y.second;
+}
+
+typedef Pair Step_float;
+
+INLINE Step_float step_float(const float *from) {
+    return (Pair){load_float(from), load_float(from + LANES)};
+}
+
+INLINE Floats add_step_float(Floats sums, Step_float x, Step_float y) {
+    return add_pairs(sums, x, y);
+}
+
+#ifdef __AVX512BF16__
+typedef __m512bh Step_bfloat;
+
+INLINE Step_bfloat step_bfloat(const uint16_t *from) {
+    return (__m512bh)_mm512_loadu_si512(from);
+}
+
+INLINE Floats add_step_bfloat(Floats sums, Step_bfloat x, Step_bfloat y) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, x, y);
+}
+#else
+typedef Pair Step_bfloat;
+
+INLINE Step_bfloat step_bfloat(const uint16_t *from) {
+    /* A word holds two elements: the lower one shifted up, the upper one where it is. */
+    const Words words = *(const Words *)from;
+    return (Pair){(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+}
+
+INLINE Floats add_step_bfloat(Floats sums, Step_bfloat x, Step_bfloat y) {
+    return add_pairs(sums, x, y);
+}
+#endif
+
+INLINE float sum_of(Floats x) {
     typedef float Eight __attribute__((vector_size(32), aligned(4)));
     typedef float Four __attribute__((vector_size(16), aligned(4)));
     Eight halves[2];
@@ -62,6 +97,24 @@ static inline float sum_of(Floats x) {
     memcpy(quarters, &eight, sizeof eight);
     Four four = quarters[0] + quarters[1];
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) {
+#ifdef __AVX512F__
+#define HALF(x)                              \
+    _mm256_add_ps(                           \
+        _mm512_castps512_ps256((__m512)(x)), \
+        _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)(x)), 1)))
+    const __m256 all = _mm256_hadd_ps(
+        _mm256_hadd_ps(HALF(a), HALF(b)), _mm256_hadd_ps(HALF(c), HALF(d)));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#undef HALF
+#else
+    sums[0] = sum_of(a);
+    sums[1] = sum_of(b);
+    sums[2] = sum_of(c);
+    sums[3] = sum_of(d);
+#endif
 }
 
 #endif

@@ -11,7 +11,9 @@
 
 #define MAX_BLOCK 256
 #define MAX_HEAD 256
-#define MAX_GROUP 16
+#define ROW (MAX_BLOCK + 4) /* scores are written four at a time */
+#define GROUP 4 /* query heads at a time */
+#define WIDE 4  /* vectors of a value at a time */
 
 typedef struct {
     int64_t num_sequences;
@@ -30,7 +32,7 @@ typedef struct {
 } Shape;
 
 /* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
-static inline Floats exp_of(Floats x) {
+INLINE Floats exp_of(Floats x) {
     const Floats lowest = (Floats){} - 87.0f;
     Ints is_low = x < lowest;
     x = (Floats)(((Ints)lowest & is_low) | ((Ints)x & ~is_low));
@@ -49,7 +51,7 @@ static inline Floats exp_of(Floats x) {
     return (Floats)((Ints)(p * power) & ~is_low);
 }
 
-static inline void fetch(const void *from, int64_t num_bytes) {
+INLINE void fetch(const void *from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i);
 }
 

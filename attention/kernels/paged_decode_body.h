@@ -1,27 +1,38 @@
 /* Included by paged_decode.c once for each element type. */
 
 /* Scores of the keys of one block, `scores[g][key]`. */
-static inline void NAME(score_block)(
-    const Shape *shape, const float *query, const ELEMENT *keys, int64_t group, int64_t first,
-    int64_t stop, float scores[][MAX_BLOCK]) {
+INLINE void NAME(score_block)(
+    const Shape *shape, const float *query, const ELEMENT *keys, const int group, int64_t first,
+    int64_t stop, float scores[][ROW]) {
     const int64_t size = shape->head_size, whole = size - size % LANES;
     const int64_t stride = shape->num_kv_heads * size;
-    for (int64_t key = first; key < stop; key++) {
-        const ELEMENT *row = keys + key * stride;
-        for (int64_t g = 0; g < group; g++) {
-            const float *q = query + g * size;
-            Floats sums = {0};
-            for (int64_t i = 0; i < whole; i += LANES)
-                sums += load_float(q + i) * NAME(load)(row + i);
-            float score = sum_of(sums);
-            for (int64_t i = whole; i < size; i++) score += q[i] * NAME(one)(row + i);
-            scores[g][key] = score;
+    for (int64_t key = first; key < stop; key += 4) {
+        /* Four keys at a time; what is beyond the last one is scored and never looked at. */
+        const ELEMENT *rows[4];
+        for (int k = 0; k < 4; k++) rows[k] = keys + (key + k < stop ? key + k : key) * stride;
+        Floats sums[GROUP][4];
+        for (int g = 0; g < group; g++)
+            for (int k = 0; k < 4; k++) sums[g][k] = (Floats){0};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            Floats lanes[4];
+            for (int k = 0; k < 4; k++) lanes[k] = NAME(load)(rows[k] + i);
+            for (int g = 0; g < group; g++) {
+                const Floats q = load_float(query + g * size + i);
+                for (int k = 0; k < 4; k++) sums[g][k] += q * lanes[k];
+            }
+        }
+        for (int g = 0; g < group; g++) {
+            float *score = scores[g] + key;
+            sums_of_four(sums[g][0], sums[g][1], sums[g][2], sums[g][3], score);
+            for (int64_t i = whole; i < size; i++)
+                for (int k = 0; k < 4; k++)
+                    score[k] += query[g * size + i] * NAME(one)(rows[k] + i);
         }
     }
 }
 
 /* Weights of the keys of a block in place of their scores; returns their sum. */
-static inline float NAME(weigh)(float *scores, int64_t first, int64_t stop, float top) {
+INLINE float NAME(weigh)(float *scores, int64_t first, int64_t stop, float top) {
     float sum = 0.0f;
     int64_t key = first;
     for (; key + LANES <= stop; key += LANES) {
@@ -34,39 +45,52 @@ static inline float NAME(weigh)(float *scores, int64_t first, int64_t stop, floa
         memcpy(&rest, scores + key, (stop - key) * sizeof(float));
         rest = exp_of(rest - top);
         memcpy(scores + key, &rest, (stop - key) * sizeof(float));
-        for (int64_t i = 0; i < stop - key; i++) sum += rest[i];
+        sum += sum_of(rest);
     }
     return sum;
 }
 
-static inline void NAME(add_values)(
-    const Shape *shape, const float *weights, const ELEMENT *values, int64_t first, int64_t stop,
-    float *total) {
+/* Adds the weighted values of a block to `totals`, one row of `head_size` for each head. */
+INLINE void NAME(add_values)(
+    const Shape *shape, float weights[][ROW], const ELEMENT *values, const int group,
+    int64_t first, int64_t stop, float *totals) {
     const int64_t size = shape->head_size, whole = size - size % LANES;
     const int64_t stride = shape->num_kv_heads * size;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        Floats sums = load_float(total + i);
-        for (int64_t key = first; key < stop; key++)
-            sums += weights[key] * NAME(load)(values + key * stride + i);
-        *(Floats *)(total + i) = sums;
+    int64_t i = 0;
+    for (; i + WIDE * LANES <= whole; i += WIDE * LANES) {
+        Floats sums[GROUP][WIDE];
+        for (int g = 0; g < group; g++)
+            for (int v = 0; v < WIDE; v++)
+                sums[g][v] = load_float(totals + g * size + i + v * LANES);
+        for (int64_t key = first; key < stop; key++) {
+            const ELEMENT *row = values + key * stride + i;
+            Floats lanes[WIDE];
+            for (int v = 0; v < WIDE; v++) lanes[v] = NAME(load)(row + v * LANES);
+            for (int g = 0; g < group; g++)
+                for (int v = 0; v < WIDE; v++) sums[g][v] += weights[g][key] * lanes[v];
+        }
+        for (int g = 0; g < group; g++)
+            for (int v = 0; v < WIDE; v++)
+                *(Floats *)(totals + g * size + i + v * LANES) = sums[g][v];
     }
-    for (int64_t i = whole; i < size; i++)
-        for (int64_t key = first; key < stop; key++)
-            total[i] += weights[key] * NAME(one)(values + key * stride + i);
+    for (; i < size; i++)
+        for (int g = 0; g < group; g++)
+            for (int64_t key = first; key < stop; key++)
+                totals[g * size + i] += weights[g][key] * NAME(one)(values + key * stride + i);
 }
 
-/* One sequence and one KV head, for at most MAX_GROUP query heads that share it. */
-static void NAME(attend)(
+/* One sequence and some query heads that share a KV head. */
+INLINE void NAME(attend)(
     const Shape *shape, const ELEMENT *query, const ELEMENT *cache, const int32_t *table,
-    int64_t num_keys, const float *slopes, int64_t group, ELEMENT *out) {
+    int64_t num_keys, const float *slopes, const int group, ELEMENT *out) {
     const int64_t size = shape->head_size, block_size = shape->block_size;
-    float q[MAX_GROUP * MAX_HEAD], totals[MAX_GROUP * MAX_HEAD];
-    float scores[MAX_GROUP][MAX_BLOCK], tops[MAX_GROUP], sums[MAX_GROUP];
+    float q[GROUP * MAX_HEAD], totals[GROUP * MAX_HEAD];
+    float scores[GROUP][ROW], tops[GROUP], sums[GROUP];
     for (int64_t i = 0; i < group * size; i++) {
         q[i] = NAME(one)(query + i) * shape->scale;
         totals[i] = 0.0f;
     }
-    for (int64_t g = 0; g < group; g++) {
+    for (int g = 0; g < group; g++) {
         tops[g] = -INFINITY;
         sums[g] = 0.0f;
     }
@@ -89,7 +113,7 @@ static void NAME(attend)(
         const int64_t first = begin > origin ? begin - origin : 0;
         const int64_t stop = num_keys - origin < block_size ? num_keys - origin : block_size;
         NAME(score_block)(shape, q, keys, group, first, stop, scores);
-        for (int64_t g = 0; g < group; g++) {
+        for (int g = 0; g < group; g++) {
             float top = tops[g];
             for (int64_t key = first; key < stop; key++) {
                 float score = scores[g][key];
@@ -106,10 +130,10 @@ static void NAME(attend)(
                 tops[g] = top;
             }
             sums[g] += NAME(weigh)(scores[g], first, stop, tops[g]);
-            NAME(add_values)(shape, scores[g], values, first, stop, totals + g * size);
         }
+        NAME(add_values)(shape, scores, values, group, first, stop, totals);
     }
-    for (int64_t g = 0; g < group; g++)
+    for (int g = 0; g < group; g++)
         for (int64_t i = 0; i < size; i++)
             NAME(store)(out + g * size + i, totals[g * size + i] / sums[g]);
 }
@@ -123,14 +147,24 @@ void NAME(paged_decode)(
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t item = 0; item < num_items; item++) {
         const int64_t sequence = item / shape->num_kv_heads, head = item % shape->num_kv_heads;
-        for (int64_t g = 0; g < heads; g += MAX_GROUP) {
-            const int64_t group = heads - g < MAX_GROUP ? heads - g : MAX_GROUP;
-            const int64_t column = (head * heads + g) * shape->head_size;
-            NAME(attend)(
-                shape, query + sequence * shape->query_stride + column,
-                cache + head * shape->head_size, tables + sequence * shape->table_stride,
-                num_keys[sequence], slopes ? slopes + head * heads + g : 0, group,
-                out + sequence * shape->out_stride + column);
+        const ELEMENT *layer = cache + head * shape->head_size;
+        const int32_t *table = tables + sequence * shape->table_stride;
+        for (int64_t g = 0; g < heads;) {
+            const int64_t left = heads - g, column = (head * heads + g) * shape->head_size;
+            const ELEMENT *from = query + sequence * shape->query_stride + column;
+            ELEMENT *to = out + sequence * shape->out_stride + column;
+            const float *slope = slopes ? slopes + head * heads + g : 0;
+            const int64_t keys = num_keys[sequence];
+            if (left >= 4) {
+                NAME(attend)(shape, from, layer, table, keys, slope, 4, to);
+                g += 4;
+            } else if (left >= 2) {
+                NAME(attend)(shape, from, layer, table, keys, slope, 2, to);
+                g += 2;
+            } else {
+                NAME(attend)(shape, from, layer, table, keys, slope, 1, to);
+                g += 1;
+            }
         }
     }
 }

@@ -10,8 +10,8 @@
 
 #include "lanes.h"
 
-#define STREAMS 4
-#define MAX_ROWS 4
+#define STREAMS 4 /* as many as sums_of_four takes */
+#define GROUP 4 /* rows of x at a time; a weight row stays in the first cache meanwhile */
 #define AHEAD 2048
 
 typedef struct {
@@ -22,7 +22,7 @@ typedef struct {
     int64_t is_gated; /* out = silu(first half of the rows) * second half */
 } Shape;
 
-static inline float silu(float x) { return x / (1.0f + expf(-x)); }
+INLINE float silu(float x) { return x / (1.0f + expf(-x)); }
 
 #define ELEMENT float
 #define NAME(x) x##_float

@@ -14,6 +14,9 @@ from attention.kernels.native import load_kernels
 __all__ = ["RowsProduct"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
+# From here on libraries win: on two Sapphire Rapids cores, (3072, 512), float32, 8 rows take
+# 238 us here and 308 packed, 32 rows 576 and 507; bfloat16, 4 rows 80 and 99, 8 rows 148 and 105.
+_MAX_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 
 
 class _Shape(ctypes.Structure):
@@ -26,8 +29,6 @@ class _Shape(ctypes.Structure):
 class RowsProduct:
     """The kernel for one weight, `[out_size, in_size]`, that outlives it."""
 
-    MAX_ROWS = 4
-
     def __init__(
         self,
         kernel: ctypes._NamedFuncPointer,
@@ -37,6 +38,8 @@ class RowsProduct:
         is_gated: bool,
     ) -> None:
         out_size, in_size = weight.shape
+        self.max_rows = _MAX_ROWS[weight.dtype]
+        """Rows from 1 to this are worth the kernel."""
         self._kernel = kernel
         self._held = (weight, bias)
         self._out_size = out_size // 2 if is_gated else out_size
@@ -66,7 +69,7 @@ class RowsProduct:
         return cls(kernel, weight, bias, is_gated=is_gated)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, at most `MAX_ROWS` of them."""
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, for any number of rows."""
         num_rows = x.shape[0]
         out = x.new_empty((num_rows, self._out_size))
         shape = self._shape

@@ -100,13 +100,13 @@ class TwoWayProduct(PackedProduct):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, out_size]` for `[num_rows, in_size]`."""
-        if self._few is not None and len(x) <= RowsProduct.MAX_ROWS:
+        if self._few is not None and len(x) <= self._few.max_rows:
             return self._few(x)
         return super().__call__(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        if self._few_gated is not None and len(x) <= RowsProduct.MAX_ROWS:
+        if self._few_gated is not None and len(x) <= self._few_gated.max_rows:
             return self._few_gated(x)
         return super().gated(x)
 
