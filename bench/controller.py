@@ -1,0 +1,175 @@
+"""Milliseconds a step that controller and scheduler cost, with ranks that take no time.
+
+    python bench/controller.py --sequences 64 --sequences 256
+
+The real controller and the real scheduler serve requests over an executor that answers at once.
+The figure is the wall time of a steady decode step: schedule, encode and decode the plan as the
+step channel does, take the output, update, journal, publish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.controller import Controller
+from cluster.executor import CacheSize, Executor
+from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
+from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from pagedray.errors import EngineError
+
+CONTEXT = 500
+STEPS = 400
+
+
+class InstantExecutor(Executor):
+    """Ranks that sample a token without computing, behind a channel's encoding."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[StepOutput] = deque()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._plans: msgspec.msgpack.Decoder[ControllerMessage] = msgspec.msgpack.Decoder(
+            ControllerMessage
+        )
+        self._answers: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(
+            WorkerMessage
+        )
+        self._step = -1
+        self.decode_times: list[tuple[float, int]] = []
+        """When each step was collected, and how many sequences it sampled."""
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(65536, 1024)
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._step
+
+    def submit(self, plan: StepPlan) -> None:
+        received = self._plans.decode(self._encoder.encode(plan))
+        assert isinstance(received, StepPlan)
+        num_sampled = sum(sequence.is_sampled for sequence in received.sequences)
+        answer = self._encoder.encode(StepOutput(received.step, [7] * num_sampled))
+        output = self._answers.decode(answer)
+        assert isinstance(output, StepOutput)
+        self._outputs.append(output)
+
+    def collect(self) -> StepOutput:
+        output = self._outputs.popleft()
+        self._step = output.step
+        self.decode_times.append((time.perf_counter(), len(output.token_ids)))
+        return output
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._outputs.clear()
+
+
+class CountingSink:
+    """Counts ends."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._left = num_sequences
+        self.is_done = threading.Event()
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Take the events of one step."""
+        self._left -= sum(event.finish_reason is not None for event in events)
+        if self._left == 0:
+            self.is_done.set()
+
+    def fail_all(self, error: EngineError) -> None:
+        """Give up."""
+        self.is_done.set()
+
+
+def main() -> int:
+    """Measure each number of sequences and print a table."""
+    parser = argparse.ArgumentParser(description="Cost of controller and scheduler a step.")
+    parser.add_argument("--sequences", type=int, action="append")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| running sequences | median ms | p90 ms |")
+    print("| ---: | ---: | ---: |")
+    for num_sequences in options.sequences or [1, 64, 256]:
+        times = sorted(_step_times(num_sequences))
+        median, p90 = statistics.median(times), times[len(times) * 9 // 10]
+        print(f"| {num_sequences} | {median * 1e3:.3f} | {p90 * 1e3:.3f} |")
+        rows.append({"sequences": num_sequences, "median_ms": median * 1e3, "p90_ms": p90 * 1e3})
+    if options.output:
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "cores": len(os.sched_getaffinity(0)),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _step_times(num_sequences: int) -> list[float]:
+    executor, sink = InstantExecutor(), CountingSink(num_sequences)
+    controller = Controller(_config(num_sequences), executor, sink)
+    for index in range(num_sequences):
+        controller.submit(
+            Request(
+                id=f"{index:032x}",
+                prompt_token_ids=tuple(range(index, index + CONTEXT)),
+                sampling=SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.0),
+                seed=index,
+            )
+        )
+    controller.start()
+    sink.is_done.wait(120.0)
+    controller.stop()
+    steady = [when for when, sampled in executor.decode_times if sampled == num_sequences]
+    return [after - before for before, after in itertools.pairwise(steady)]
+
+
+def _config(num_sequences: int) -> EngineConfig:
+    model = ModelConfig(
+        name="none",
+        folder=Path(),
+        architecture="none",
+        vocab_size=32000,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=64,
+        max_positions=2048,
+    )
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=8192),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

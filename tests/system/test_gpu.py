@@ -1,0 +1,257 @@
+"""The engine on GPUs: transformers' greedy tokens, NCCL, and a model of a real size."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedray import LLM, SamplingParams
+from tests.checkpoints import (
+    CASES,
+    VOCAB_SIZE,
+    Case,
+    greedy_tokens,
+    save_checkpoint,
+    save_word_tokenizer,
+)
+from tests.system.test_greedy_equality import NUM_TOKENS, PROMPT_LENGTHS, Truth, generated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(case.name)
+    save_checkpoint(case, folder)
+    generator = random.Random(case.name)
+    prompts = [
+        [generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS
+    ]
+    # Two prompts begin alike, over several blocks.
+    prompts[5][:40] = prompts[4][:40]
+    return Truth(
+        folder=folder,
+        prompts=prompts,
+        continuations=greedy_tokens(folder, prompts, NUM_TOKENS),
+    )
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Llama-3-8B's shape without weights."""
+    folder = tmp_path_factory.mktemp("llama-3-8b")
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    save_word_tokenizer(folder, 128256)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_whole() -> None:
+    # With TF32 a product has the precision of float16, and tokens would differ.
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def gpu_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
+    options = {"executor": "local", "device": "cuda", "show_progress": False, **options}
+    return LLM(folder, **options)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_batch_equals_transformers(truth: Truth, block_size: int) -> None:
+    with gpu_llm(truth.folder, block_size=block_size) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+
+
+def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth) -> None:
+    with gpu_llm(truth.folder, block_size=4, max_num_batched_tokens=13, max_num_seqs=4) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+
+
+def test_prefix_hit_changes_nothing(truth: Truth) -> None:
+    with gpu_llm(truth.folder, block_size=4, num_blocks=256, max_num_seqs=1) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_hit_tokens >= sum(
+            (len(prompt) - 1) // 4 * 4 for prompt in truth.prompts
+        )
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
+    with gpu_llm(
+        truth.folder,
+        block_size=block_size,
+        num_blocks=-(-LONGEST // block_size) + 3,
+        num_cpu_blocks=64,
+        preemption=preemption,
+        enable_prefix_cache=False,
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = llm.stats().scheduler
+    if preemption == "swap":
+        assert stats.num_swap_preemptions > 0
+    else:
+        assert stats.num_recompute_preemptions > 0
+
+
+def test_all_at_once_changes_nothing(truth: Truth) -> None:
+    with gpu_llm(
+        truth.folder,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 5,
+        num_cpu_blocks=9,
+        max_num_batched_tokens=11,
+        max_num_seqs=5,
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = llm.stats().scheduler
+    assert stats.num_swap_preemptions + stats.num_recompute_preemptions > 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
+
+
+@pytest.mark.parametrize("truth", [CASES[1]], indirect=True, ids=lambda case: case.name)
+def test_ray_rank_that_runs_one_plan_ahead_changes_nothing(truth: Truth, ray_cluster: None) -> None:
+    with gpu_llm(
+        truth.folder,
+        executor="ray",
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 5,
+        num_cpu_blocks=64,
+        preemption="swap",
+    ) as llm:
+        for _ in range(5):
+            assert generated(llm, truth.prompts) == truth.continuations
+        assert llm.stats().scheduler.num_swap_preemptions > 0
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    "truth", [CASES[0], CASES[1], CASES[4]], indirect=True, ids=lambda case: case.name
+)
+def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
+    with gpu_llm(
+        truth.folder,
+        executor="ray",
+        tensor_parallel_size=2,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 5,
+        num_cpu_blocks=64,
+        max_num_batched_tokens=29,
+        preemption="swap",
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        # Prefix hits, and blocks that have been elsewhere in between.
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = llm.stats().scheduler
+    assert stats.num_swap_preemptions > 0
+    assert stats.num_hit_tokens > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_large_model_loads_and_generates(large_model: Path) -> None:
+    run_large(large_model, memory_fraction=0.9)
+
+
+def test_largest_steps_fit_when_all_memory_is_given_away(large_model: Path) -> None:
+    with gpu_llm(large_model, load_format="dummy", memory_fraction=1.0) as llm:
+        run_heavy(llm)
+        show("all memory given away", memory())
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_large_model_runs_on_two_ranks(large_model: Path, ray_cluster: None) -> None:
+    run_large(large_model, executor="ray", tensor_parallel_size=2)
+
+
+def run_large(folder: Path, **options: Any) -> None:  # Any: engine options of any type
+    started_s = time.perf_counter()
+    with gpu_llm(folder, load_format="dummy", **options) as llm:
+        load_s = time.perf_counter() - started_s
+        assert load_s < 60
+        show(f"loaded in {load_s:.1f} s", f"{llm.stats().scheduler.num_blocks} blocks", memory())
+        run_heavy(llm)
+        show("after heavy steps", memory())
+        for num_prompts in (1, 64):
+            rate = measured_rate(llm, num_prompts)
+            show(f"batch {num_prompts}: {rate:.1f} tokens/s, 128 -> 64 tokens each")
+
+
+def run_heavy(llm: LLM) -> None:
+    """Run more sequences than fit in a step, with all that sampling has."""
+    generator = random.Random(0)
+    prompts = [
+        [generator.randrange(128256) for _ in range(length)] for length in [6000] + [90] * 299
+    ]
+    params = SamplingParams(
+        top_p=0.9, repetition_penalty=1.1, logprobs=20, max_tokens=12, ignore_eos=True
+    )
+    generations = llm.generate(prompts, params, show_progress=False)
+    assert all(len(generation.completions[0].token_ids) == 12 for generation in generations)
+
+
+def measured_rate(llm: LLM, num_prompts: int) -> float:
+    """Return generated tokens a second, prompts of 128 tokens included in the time."""
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    generator = random.Random(num_prompts)
+    rates = []
+    for _ in range(2):
+        prompts = [[generator.randrange(128256) for _ in range(128)] for _ in range(num_prompts)]
+        started_s = time.perf_counter()
+        tokens = [
+            token
+            for generation in llm.generate(prompts, params, show_progress=False)
+            for token in generation.completions[0].token_ids
+        ]
+        rates.append(len(tokens) / (time.perf_counter() - started_s))
+        assert len(tokens) == 64 * num_prompts
+    return rates[-1]
+
+
+def memory() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+
+
+def show(*parts: str) -> None:
+    """Print for the reader of a run with -s."""
+    print("|", *parts, sep="  ")
