@@ -96,35 +96,34 @@ class RayExecutor(Executor):
 
 def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bool:
     """Join the Ray cluster at hand or start one here; return whether one was started."""
-    if ray.is_initialized():
-        return False
-    if "RAY_ADDRESS" in os.environ:
+    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
+        on_gpu = config.parallel.device == "cuda"
+        num_devices = _num_gpus() if on_gpu else len(os.sched_getaffinity(0))
+        _check_devices(config, num_devices, "this machine")
+        report_progress("Starting Ray", 0.0)
+        # Ray runs its workers at a low priority unless told otherwise.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray.init(
+            num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        return True
+    if not ray.is_initialized():
         report_progress("Joining the Ray cluster", 0.0)
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        return False
-    _check_devices(config)
-    report_progress("Starting Ray", 0.0)
-    # Ray runs its workers at a low priority unless told otherwise.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    return True
+    resource = "GPU" if config.parallel.device == "cuda" else "CPU"
+    _check_devices(config, int(ray.cluster_resources().get(resource, 0)), "the Ray cluster")
+    return False
 
 
-def _check_devices(config: EngineConfig) -> None:
+def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
     num_ranks = config.parallel.tensor_parallel_size
-    if config.parallel.device == "cpu":
-        num_devices, what = len(os.sched_getaffinity(0)), "CPU cores"
-    else:
-        num_devices, what = _num_gpus(), "GPUs"
     if num_ranks > num_devices:
+        what = "GPUs" if config.parallel.device == "cuda" else "CPU cores"
         raise DeviceError(
-            f"tensor parallel size {num_ranks} is more than the {num_devices} {what} "
-            "of this machine."
+            f"tensor parallel size {num_ranks} is more than the {num_devices} {what} of {whose}."
         )
 
 

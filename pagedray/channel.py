@@ -25,7 +25,15 @@ from pagedray.errors import WorkerError
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ChannelClosedError", "ChannelTimeoutError", "StepChannel", "StepListener", "connect"]
+__all__ = [
+    "ChannelClosedError",
+    "ChannelTimeoutError",
+    "ControllerChannel",
+    "StepChannel",
+    "StepListener",
+    "WorkerChannel",
+    "connect",
+]
 
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")

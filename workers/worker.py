@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.selector import select_backend
+from pagedray.batch import SequencePlan, SequenceStart, StepPlan
 from pagedray.errors import DeviceError, StartupError
+from pagedray.request import MAX_LOGPROBS, SamplingParams
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache, block_bytes
 from workers.model_runner import ModelRunner, PendingStep
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend, AttentionSpec
-    from pagedray.batch import StepPlan
     from pagedray.config import EngineConfig
     from workers.parallel import ParallelGroup
 
@@ -61,20 +62,35 @@ class Worker:
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its longest, and as much again for prefixes.
         wanted = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
-        memory = _free_bytes(self._config, self._device)
-        num_blocks = self._config.cache.num_blocks or min(wanted, memory // size)
+        num_blocks = self._config.cache.num_blocks
+        if num_blocks is None:
+            memory = self._cache_bytes()
+            num_blocks = min(wanted, memory // size)
+            if num_blocks < 2:
+                raise DeviceError(
+                    f"{memory} bytes of {self._device.type} memory are left for the KV cache, "
+                    f"less than two blocks of {size} bytes."
+                )
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
             num_cpu_blocks = min(num_blocks, _CPU_POOL_BYTES // 4 // size)
-        if num_blocks < 2:
-            raise DeviceError(
-                f"{memory} bytes of {self._device.type} memory are left for the KV cache, "
-                f"less than two blocks of {size} bytes."
-            )
         return num_blocks, num_cpu_blocks
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
         """Allocate both pools; steps may be launched from then on."""
+        self._runner = self._make_runner(num_blocks, num_cpu_blocks)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Carry out one plan."""
+        assert self._runner is not None
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        """Release the device and leave the group."""
+        self._runner = None
+        self._group.close()
+
+    def _make_runner(self, num_blocks: int, num_cpu_blocks: int) -> ModelRunner:
         model, scheduler = self._config.model, self._config.scheduler
         block_size = self._config.cache.block_size
         cache = KVCache(
@@ -87,7 +103,7 @@ class Worker:
             dtype=self._dtype,
             device=self._device,
         )
-        self._runner = ModelRunner(
+        return ModelRunner(
             model=self._model,
             cache=cache,
             builder=self._backend.make_metadata_builder(self._spec),
@@ -104,16 +120,6 @@ class Worker:
             ),
         )
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Carry out one plan."""
-        assert self._runner is not None
-        return self._runner.launch(plan)
-
-    def close(self) -> None:
-        """Release the device and leave the group."""
-        self._runner = None
-        self._group.close()
-
     @property
     def _num_kv_heads(self) -> int:
         return self._spec.layers[0].num_kv_heads
@@ -125,6 +131,31 @@ class Worker:
             block_size=self._config.cache.block_size,
             dtype=self._dtype,
         )
+
+    def _cache_bytes(self) -> int:
+        """Return what the device pool may take."""
+        if self._device.type == "cpu":
+            return _free_host_bytes(self._config)
+        step_bytes = self._step_bytes()
+        free, total = torch.cuda.mem_get_info(self._device)
+        kept = (1.0 - self._config.cache.memory_fraction) * total
+        return max(0, int(free - step_bytes - kept))
+
+    def _step_bytes(self) -> int:
+        """Return what the largest steps take of a GPU beside weights and cache, by running them.
+
+        Every rank of a group must do so at the same time.
+        """
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0)
+        for plan in _largest_steps(self._config):
+            runner.launch(plan).output()
+        step_bytes = torch.cuda.max_memory_reserved(self._device) - before
+        del runner
+        torch.cuda.empty_cache()
+        return step_bytes
 
 
 def _device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
@@ -149,10 +180,36 @@ def _num_threads(config: EngineConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size)
 
 
-def _free_bytes(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - config.cache.memory_fraction) * total))
+def _free_host_bytes(config: EngineConfig) -> int:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = available // 2 // config.parallel.tensor_parallel_size
     return min(_CPU_POOL_BYTES, int(share * config.cache.memory_fraction))
+
+
+def _largest_steps(config: EngineConfig) -> list[StepPlan]:
+    """Return plans that fill every row and the token budget: fresh prompts, then long contexts.
+
+    Their block tables are empty, so that all of them read and write block 0.
+    """
+    num_batched_tokens = config.scheduler.max_num_batched_tokens
+    num_rows = min(config.scheduler.max_num_seqs, num_batched_tokens)
+    num_left, num_tokens = num_batched_tokens, []
+    for row in range(num_rows):
+        num_tokens.append(min(config.max_model_len, num_left - (num_rows - row - 1)))
+        num_left -= num_tokens[-1]
+    # One sequence at its longest is enough, since backends bound what many of them take together.
+    depths = [config.max_model_len] + [num_batched_tokens] * (num_rows - 1)
+    contexts = [min(d, config.max_model_len - n) for d, n in zip(depths, num_tokens, strict=True)]
+    # Each of these needs memory of its own; together they are all that sampling has.
+    sampling = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    return [
+        StepPlan(
+            step=step,
+            starts=[SequenceStart(row, [0], 1, [], sampling, row, 0) for row in range(num_rows)],
+            sequences=[
+                SequencePlan(row, first_position, num_tokens[row], is_sampled=True)
+                for row, first_position in enumerate(first_positions)
+            ],
+        )
+        for step, first_positions in enumerate(([0] * num_rows, contexts))
+    ]

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from pagedray.batch import SequencePlan, SequenceStart, Shutdown, StepAck, StepO
 from pagedray.channel import (
     ChannelClosedError,
     ChannelTimeoutError,
+    ControllerChannel,
     StepListener,
     connect,
 )
@@ -105,8 +107,15 @@ def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
     with pytest.raises(ChannelClosedError):
         controller.receive(5.0)
     with pytest.raises(ChannelClosedError):
-        controller.send(Shutdown())
+        send_until_refused(controller)
     controller.close()
+
+
+def send_until_refused(controller: ControllerChannel) -> None:
+    # TCP takes what is sent first; the refusal is its answer.
+    for _ in range(100):
+        controller.send(Shutdown())
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

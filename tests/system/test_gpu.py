@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from attention.torch_sdpa_backend import TorchSDPABackend
 from pagedray import LLM, SamplingParams
+from pagedray.batch import BlockCopy, StepPlan
+from pagedray.config import ModelConfig
 from tests.checkpoints import (
     CASES,
     VOCAB_SIZE,
@@ -20,10 +24,14 @@ from tests.checkpoints import (
     save_word_tokenizer,
 )
 from tests.system.test_greedy_equality import NUM_TOKENS, PROMPT_LENGTHS, Truth, generated
+from tests.system.test_rank_death import ranks
+from workers.input_batch import InputBatch
+from workers.kv_cache import KVCache
+from workers.model_runner import ModelRunner
+from workers.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,6 +155,27 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
     assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
 
 
+def test_step_without_sequences_is_done_when_its_copies_are() -> None:
+    cache, runner = make_runner()
+    content = torch.randn_like(cache.device_pool)
+    # The GPU is busy for a while, so that everything below is asked for before any of it happens.
+    torch.cuda._sleep(400_000_000)
+    cache.device_pool.copy_(content)
+    steps = [
+        runner.launch(StepPlan(0, [], swap_outs=[BlockCopy(0, 3), BlockCopy(1, 1)])),
+        runner.launch(StepPlan(1, [], swap_ins=[BlockCopy(3, 5)], swap_outs=[BlockCopy(2, 0)])),
+        runner.launch(StepPlan(2, [], swap_outs=[BlockCopy(4, 3)])),
+    ]
+    assert cache.cpu_pool.is_pinned()
+    assert not any(step.is_ready for step in steps)
+    assert not cache.cpu_pool.any()
+    steps[0].output()
+    assert torch.equal(cache.cpu_pool[1], content[1].cpu())
+    steps[2].output()
+    assert torch.equal(cache.device_pool[5], content[0])
+    assert torch.equal(cache.cpu_pool[[0, 1, 3]], content[[2, 1, 4]].cpu())
+
+
 @pytest.mark.parametrize("truth", [CASES[1]], indirect=True, ids=lambda case: case.name)
 def test_ray_rank_that_runs_one_plan_ahead_changes_nothing(truth: Truth, ray_cluster: None) -> None:
     with gpu_llm(
@@ -197,10 +226,54 @@ def test_largest_steps_fit_when_all_memory_is_given_away(large_model: Path) -> N
         show("all memory given away", memory())
 
 
+def test_large_model_comes_back_when_its_rank_dies(large_model: Path, ray_cluster: None) -> None:
+    with gpu_llm(large_model, executor="ray", load_format="dummy") as llm:
+        assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
+        ranks()[-1].kill()
+        assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
+
+
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_large_model_runs_on_two_ranks(large_model: Path, ray_cluster: None) -> None:
     run_large(large_model, executor="ray", tensor_parallel_size=2)
+
+
+def make_runner() -> tuple[KVCache, ModelRunner]:
+    """Return pools of 8 and 4 blocks and a runner for plans without sequences."""
+    device = torch.device("cuda")
+    config = ModelConfig(
+        name="small",
+        folder=Path(),
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_size=16,
+        max_positions=64,
+    )
+    cache = KVCache(
+        config,
+        TorchSDPABackend,
+        num_blocks=8,
+        num_cpu_blocks=4,
+        num_kv_heads=4,
+        block_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    nothing: Any = None  # Any: what computes is not called
+    runner = ModelRunner(
+        model=nothing,
+        cache=cache,
+        builder=nothing,
+        batch=InputBatch(max_num_rows=1, max_model_len=64, block_size=16, device=device),
+        sampler=Sampler(max_num_rows=1, vocab_size=8, device=device),
+    )
+    return cache, runner
 
 
 def run_large(folder: Path, **options: Any) -> None:  # Any: engine options of any type
@@ -249,7 +322,8 @@ def measured_rate(llm: LLM, num_prompts: int) -> float:
 
 def memory() -> str:
     free, total = torch.cuda.mem_get_info()
-    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    num_retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {num_retries} retries so far"
 
 
 def show(*parts: str) -> None:

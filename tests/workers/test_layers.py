@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.token_rows import AddNorm, Rotate
 from pagedray.config import RopeConfig
-from workers.layers.norm import Residual, ResidualNorm, residual_columns
+from workers.layers.norm import ResidualNorm
 from workers.layers.products import (
     DenseProduct,
     PackedProduct,
@@ -94,41 +95,60 @@ def test_the_choice_of_product_is_fixed() -> None:
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, 2000])
+@pytest.mark.parametrize("has_kernel", [True, False])
 @torch.inference_mode()
 def test_the_norm_of_the_residual_is_that_of_torch(
-    num_rows: int, dtype: torch.dtype, eps: float
+    has_kernel: bool,
+    num_rows: int,
+    dtype: torch.dtype,
+    eps: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
     norm = ResidualNorm("norm", 48, eps, dtype=dtype, device=CPU)
     (slot,) = norm.slots()
     slot.target.normal_()
-    hidden, delta = torch.randn(2, num_rows, 48).to(dtype)
-    columns = residual_columns(48, eps, CPU).to(dtype).expand(num_rows, -1)
-    residual = Residual(torch.cat((hidden, columns), dim=1), 48)
+    stream, delta = torch.randn(2, num_rows, 48).to(dtype)
+    hidden = stream.clone()
 
     def exact(x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x.double(), (48,), slot.target.double(), eps)
 
-    assert _near(norm(residual), exact(hidden))
-    assert _near(norm.add(residual, delta), exact(hidden + delta))
-    assert torch.equal(residual.hidden, hidden + delta)
+    assert _near(norm(stream), exact(hidden))
+    assert _near(norm(stream, delta), exact(hidden + delta))
+    assert torch.equal(stream, hidden + delta)
 
 
 @torch.inference_mode()
 def test_the_norm_of_zeros_is_zero() -> None:
     norm = ResidualNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
     next(norm.slots()).target.fill_(1.0)
-    wide = torch.cat((torch.zeros(2, 8), residual_columns(8, 1e-6, CPU).expand(2, -1)), dim=1)
-    assert torch.equal(norm(Residual(wide, 8)), torch.zeros(2, 8))
+    assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
 @torch.inference_mode()
-def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+def test_the_norm_of_no_rows_is_no_rows() -> None:
+    norm = ResidualNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    assert norm(torch.empty(0, 8)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@torch.inference_mode()
+def test_rotation_turns_pairs_by_position_times_frequency(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
     rope = RotaryEmbedding(
         RopeConfig(theta=100.0), head_size=6, max_positions=50, dtype=torch.float32, device=CPU
     )
     heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
-    turned = rope.at(positions)(heads)
+    # Heads lie in wider rows, among values that must stay.
+    rows = torch.cat((heads.flatten(1), torch.ones(2, 4)), dim=1)
+    turned = rope.at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
+    assert torch.equal(rows[:, 18:], torch.ones(2, 4))
     frequencies = 100.0 ** (-torch.arange(0, 6, 2) / 6)
     angles = positions[:, None, None] * frequencies
     pairs = torch.complex(heads[..., :3], heads[..., 3:]) * torch.polar(

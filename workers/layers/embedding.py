@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.norm import Residual, residual_columns
 from workers.layers.products import product_class
 from workers.layers.weight import WeightSlot, divided
 
@@ -23,7 +22,7 @@ __all__ = ["ParallelHead", "VocabEmbedding"]
 
 
 class VocabEmbedding:
-    """Token ids to the residual stream; its rows end in the stream's constant columns."""
+    """Token ids to the residual stream."""
 
     def __init__(
         self,
@@ -31,32 +30,25 @@ class VocabEmbedding:
         vocab_size: int,
         hidden_size: int,
         *,
-        eps: float,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._name = name
-        self._hidden_size = hidden_size
         self._group = group
         self._vocab = _Part(vocab_size, group)
-        columns = residual_columns(hidden_size, eps, device)
-        self._table = torch.zeros(
-            self._vocab.num_rows, hidden_size + len(columns), dtype=dtype, device=device
-        )
-        self._table[:, hidden_size:] = columns
-        self.weight = self._table[:, :hidden_size]
+        self.weight = torch.zeros(self._vocab.num_rows, hidden_size, dtype=dtype, device=device)
         """`[rows of this rank, hidden_size]`"""
 
-    def __call__(self, token_ids: torch.Tensor) -> Residual:
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual stream of tokens, `[num_tokens]` int64."""
         if self._group.size == 1:
-            return Residual(functional.embedding(token_ids, self._table), self._hidden_size)
+            return functional.embedding(token_ids, self.weight)
         local = token_ids - self._vocab.first
         is_elsewhere = (local < 0) | (local >= self._vocab.num_rows)
-        rows = functional.embedding(local.masked_fill_(is_elsewhere, 0), self._table)
+        rows = functional.embedding(local.masked_fill_(is_elsewhere, 0), self.weight)
         rows.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
-        return Residual(self._group.all_reduce(rows), self._hidden_size)
+        return self._group.all_reduce(rows)
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield this rank's rows of the table."""

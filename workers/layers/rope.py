@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
+
+from attention.kernels.token_rows import Rotate
 
 if TYPE_CHECKING:
     from pagedray.config import RopeConfig
@@ -34,10 +37,19 @@ def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tens
     return torch.where(turns > rope.high_freq_factor, frequencies, slowed)
 
 
-class Rotation:
+class Rotation(ABC):
     """The turns of one step's tokens."""
 
-    __slots__ = ("_cos", "_half", "_sin")
+    @abstractmethod
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, num_heads, head_size]` turned to their positions.
+
+        Pair i of a head is (i, i + half). The heads may be turned in place.
+        """
+
+
+class _GatheredRotation(Rotation):
+    """By torch, with turns that were gathered once a step."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._cos = cos  # [num_tokens, 1, head_size]
@@ -45,10 +57,21 @@ class Rotation:
         self._half = cos.shape[-1] // 2
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, num_heads, head_size]` turned to their positions."""
-        # Pair i of a head is (i, i + half); rolling by half puts each one's partner beside it.
+        # Rolling by half puts each element's partner beside it.
         partners = heads.roll(self._half, -1)
         return (heads * self._cos).addcmul_(partners, self._sin)
+
+
+class _KernelRotation(Rotation):
+    """By a kernel that looks turns up itself."""
+
+    def __init__(self, kernel: Rotate, positions: torch.Tensor) -> None:
+        self._kernel = kernel
+        self._positions = positions
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        self._kernel(heads, self._positions, heads.shape[1])
+        return heads
 
 
 class RotaryEmbedding:
@@ -63,16 +86,18 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._half = head_size // 2
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         frequencies = inverse_frequencies(rope, head_size).to(device)
-        angles = torch.outer(positions, frequencies)
-        sin = angles.sin()
         # Angles need float32: bfloat16 cannot tell position 1000 from 1001.
-        self._table = torch.cat((angles.cos(), -sin, sin), dim=1).to(dtype)
+        angles = torch.outer(positions, frequencies)
+        self._table = torch.cat((angles.cos(), angles.sin()), dim=1)  # float32
+        self._dtype = dtype
+        self._kernel = Rotate.make(self._table, dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the turns of tokens at these positions, `[num_tokens]` int64."""
-        rows = self._table.index_select(0, positions).unsqueeze(1)
-        cos = rows.narrow(2, 0, self._half)
-        return Rotation(torch.cat((cos, cos), 2), rows.narrow(2, self._half, 2 * self._half))
+        if self._kernel is not None:
+            return _KernelRotation(self._kernel, positions)
+        rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)
+        cos, sin = rows.chunk(2, dim=2)
+        return _GatheredRotation(torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2))

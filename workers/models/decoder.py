@@ -1,6 +1,6 @@
 """One decoder for every family: what differs between them is in `ModelConfig`.
 
-The residual stream is added to and normed in one place, `ResidualNorm.add`, so that a device may
+The residual stream is added to and normed in one place, `ResidualNorm`, so that a device may
 do both, and the all-reduce before them, in one kernel.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.mlp import GatedMLP
-from workers.layers.norm import Residual, ResidualNorm
+from workers.layers.norm import ResidualNorm
 from workers.layers.rope import RotaryEmbedding, Rotation
 from workers.models.self_attention import SelfAttention
 
@@ -46,7 +46,6 @@ class Decoder:
             "model.embed_tokens.weight",
             config.vocab_size,
             config.hidden_size,
-            eps=config.norm_eps,
             group=group,
             dtype=dtype,
             device=device,
@@ -95,9 +94,9 @@ class Decoder:
         if sampled_rows is not None:
             if not len(sampled_rows):
                 return delta.narrow(0, 0, 0)
-            residual = residual.rows(sampled_rows)
+            residual = residual.index_select(0, sampled_rows)
             delta = delta.index_select(0, sampled_rows)
-        return self._norm.add(residual, delta)
+        return self._norm(residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_sampled, vocab_size]` float32, the same on every rank."""
@@ -155,17 +154,16 @@ class _DecoderLayer:
 
     def __call__(
         self,
-        residual: Residual,
+        residual: torch.Tensor,
         delta: torch.Tensor | None,
         rotation: Rotation,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Add what the layer before computed, and return what is to be added next."""
-        norm = self._attention_norm
-        hidden = norm(residual) if delta is None else norm.add(residual, delta)
+        hidden = self._attention_norm(residual, delta)
         attended = self._attention(hidden, rotation, kv_cache, metadata)
-        return self._mlp(self._mlp_norm.add(residual, attended))
+        return self._mlp(self._mlp_norm(residual, attended))
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield the weights of all parts."""

@@ -1,0 +1,40 @@
+/* Included by token_rows.c once for each element type. */
+
+/* stream += delta, if there is one; out = stream / sqrt(mean(stream^2) + eps) * weight. */
+void NAME(add_norm)(
+    ELEMENT *stream, int64_t stream_stride, const ELEMENT *delta, int64_t delta_stride,
+    const ELEMENT *weight, ELEMENT *out, int64_t num_rows, int64_t size, float eps) {
+#pragma omp parallel for if (num_rows * size > MANY)
+    for (int64_t row = 0; row < num_rows; row++) {
+        ELEMENT *x = stream + row * stream_stride;
+        if (delta) {
+            const ELEMENT *d = delta + row * delta_stride;
+            for (int64_t i = 0; i < size; i++)
+                NAME(store)(x + i, NAME(one)(x + i) + NAME(one)(d + i));
+        }
+        float squares = 0.0f;
+        for (int64_t i = 0; i < size; i++) squares += NAME(one)(x + i) * NAME(one)(x + i);
+        const float scale = 1.0f / sqrtf(squares / (float)size + eps);
+        for (int64_t i = 0; i < size; i++)
+            NAME(store)(out + row * size + i, NAME(one)(x + i) * scale * NAME(one)(weight + i));
+    }
+}
+
+/* Turns each head's pairs (i, i + half) in place; `table` has cosines, then sines, by position. */
+void NAME(rotate)(
+    ELEMENT *rows, int64_t stride, const int64_t *positions, const float *table, int64_t num_rows,
+    int64_t num_heads, int64_t head_size) {
+    const int64_t half = head_size / 2;
+#pragma omp parallel for if (num_rows * num_heads * head_size > MANY)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *cosines = table + positions[row] * head_size, *sines = cosines + half;
+        for (int64_t head = 0; head < num_heads; head++) {
+            ELEMENT *first = rows + row * stride + head * head_size, *second = first + half;
+            for (int64_t i = 0; i < half; i++) {
+                const float a = NAME(one)(first + i), b = NAME(one)(second + i);
+                NAME(store)(first + i, a * cosines[i] - b * sines[i]);
+                NAME(store)(second + i, b * cosines[i] + a * sines[i]);
+            }
+        }
+    }
+}
