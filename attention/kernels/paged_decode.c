@@ -6,12 +6,14 @@
  * ahead by software: a core left to its own devices reads at half the rate.
  */
 #include <math.h>
+#include <omp.h>
 
 #include "lanes.h"
 
 #define MAX_BLOCK 256
 #define MAX_HEAD 256
 #define ROW (MAX_BLOCK + 4) /* scores are written four at a time */
+#define AHEAD 1 /* blocks */
 #define GROUP 4 /* query heads at a time */
 #define WIDE 4  /* vectors of a value at a time */
 

@@ -79,6 +79,17 @@ INLINE void NAME(add_values)(
                 totals[g * size + i] += weights[g][key] * NAME(one)(values + key * stride + i);
 }
 
+/* Begins to read a block's keys and values of one head. */
+INLINE void NAME(fetch_block)(const Shape *shape, const ELEMENT *cache, int32_t block) {
+    const int64_t row_bytes = shape->head_size * sizeof(ELEMENT);
+    const int64_t stride = shape->num_kv_heads * shape->head_size;
+    const ELEMENT *keys = cache + block * shape->block_stride;
+    for (int64_t key = 0; key < shape->block_size; key++) {
+        fetch(keys + key * stride, row_bytes);
+        fetch(keys + shape->value_offset + key * stride, row_bytes);
+    }
+}
+
 /* One sequence and some query heads that share a KV head. */
 INLINE void NAME(attend)(
     const Shape *shape, const ELEMENT *query, const ELEMENT *cache, const int32_t *table,
@@ -97,18 +108,10 @@ INLINE void NAME(attend)(
     int64_t begin = 0;
     if (shape->window > 0 && num_keys > shape->window) begin = num_keys - shape->window;
     const int64_t num_blocks = (num_keys + block_size - 1) / block_size;
-    const int64_t row_bytes = size * sizeof(ELEMENT);
-    const int64_t stride = shape->num_kv_heads * size;
     for (int64_t block = begin / block_size; block < num_blocks; block++) {
         const ELEMENT *keys = cache + table[block] * shape->block_stride;
         const ELEMENT *values = keys + shape->value_offset;
-        if (block + 1 < num_blocks) {
-            const ELEMENT *next = cache + table[block + 1] * shape->block_stride;
-            for (int64_t key = 0; key < block_size; key++) {
-                fetch(next + key * stride, row_bytes);
-                fetch(next + shape->value_offset + key * stride, row_bytes);
-            }
-        }
+        if (block + AHEAD < num_blocks) NAME(fetch_block)(shape, cache, table[block + AHEAD]);
         const int64_t origin = block * block_size;
         const int64_t first = begin > origin ? begin - origin : 0;
         const int64_t stop = num_keys - origin < block_size ? num_keys - origin : block_size;
@@ -144,7 +147,9 @@ void NAME(paged_decode)(
     const int32_t *num_keys, const float *slopes, ELEMENT *out) {
     const int64_t heads = shape->num_heads / shape->num_kv_heads;
     const int64_t num_items = shape->num_sequences * shape->num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 1)
+    /* A thread takes all heads of a sequence, whose rows lie side by side, if that leaves enough. */
+    const int64_t share = shape->num_sequences >= 4 * omp_get_max_threads() ? shape->num_kv_heads : 1;
+#pragma omp parallel for schedule(dynamic, share)
     for (int64_t item = 0; item < num_items; item++) {
         const int64_t sequence = item / shape->num_kv_heads, head = item % shape->num_kv_heads;
         const ELEMENT *layer = cache + head * shape->head_size;
