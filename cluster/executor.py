@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagedray.errors import WorkerError
+
 if TYPE_CHECKING:
     from pagedray.batch import StepOutput, StepPlan
     from pagedray.config import EngineConfig
@@ -99,9 +101,7 @@ class LocalExecutor(Executor):
         return output
 
     def restart(self) -> None:
-        self._running.clear()
-        self._acknowledged_step = -1
-        self._worker, self._cache_size = self._thread.submit(self._started).result()
+        raise WorkerError("A rank inside the serving process cannot be replaced.")
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,14 @@ class RayExecutor(Executor):
 
     def restart(self) -> None:
         self._end_ranks()
+        # The scheduler counts on as many blocks, and a GPU's free memory is never quite the same.
+        cache = replace(
+            self._config.cache,
+            num_blocks=self._cache_size.num_blocks,
+            num_cpu_blocks=self._cache_size.num_cpu_blocks,
+        )
+        self._config = replace(self._config, cache=cache)
         self._ranks = self._started()
-        if self._ranks.cache_size != self._cache_size:
-            raise WorkerError(
-                f"The new ranks have room for {self._ranks.cache_size}, "
-                f"the old ones had for {self._cache_size}."
-            )
 
     def close(self) -> None:
         self._end_ranks()

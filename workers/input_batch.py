@@ -106,9 +106,8 @@ class InputBatch:
         self._tokens[rows, positions] = token_ids.clamp(min=0)
 
     def _start(self, start: SequenceStart) -> None:
-        self._tokens[start.row, : len(start.token_ids)] = torch.tensor(
-            start.token_ids, dtype=torch.int64
-        )
+        tokens = np.asarray(start.token_ids, dtype=np.int64)
+        self._tokens[start.row, : len(tokens)] = self._to_device(tokens)
         self._num_blocks[start.row] = 0
         self._append_blocks(start.row, start.block_ids)
 

@@ -7,7 +7,7 @@ beyond the collectives inside the model.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ class PendingStep:
 
     step: int
     sampled: Sampled | None
+    """Its tokens lie on the host, and are there once the step is done."""
     done: torch.cuda.Event | None
     started_s: float
 
@@ -100,7 +101,8 @@ class ModelRunner:
             self._model.logits(hidden), inputs.sampled_rows, inputs.sampled_positions
         )
         self._batch.append_sampled(inputs, sampled.token_ids)
-        return sampled
+        # Asked for later, they would come behind the next step. The copy goes to pinned memory.
+        return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))
 
     def _recorded(self) -> torch.cuda.Event | None:
         if self._cache.device_pool.device.type != "cuda":

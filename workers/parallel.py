@@ -221,5 +221,6 @@ def _open_nccl(
     options._timeout = timeout
     # Collectives wait for one another anyway: a stream of lower priority would only add delay.
     options.is_high_priority_stream = True
-    torch.cuda.set_device(device)
+    # Ray shows a rank only the GPU that is its own.
+    torch.cuda.set_device(device.index or 0)
     return nccl(store, rank, size, options)

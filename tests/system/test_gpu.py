@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from attention.torch_sdpa_backend import TorchSDPABackend
+from cluster.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
-from pagedray.batch import BlockCopy, StepPlan
+from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from pagedray.config import ModelConfig
 from tests.checkpoints import (
     CASES,
@@ -28,7 +29,9 @@ from tests.system.test_rank_death import ranks
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache
 from workers.model_runner import ModelRunner
+from workers.parallel import SoloGroup
 from workers.sampler import Sampler
+from workers.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,6 +177,23 @@ def test_step_without_sequences_is_done_when_its_copies_are() -> None:
     steps[2].output()
     assert torch.equal(cache.device_pool[5], content[0])
     assert torch.equal(cache.cpu_pool[[0, 1, 3]], content[[2, 1, 4]].cpu())
+
+
+def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
+    save_checkpoint(CASES[0], tmp_path)
+    worker = Worker(
+        engine_config(tmp_path, EngineOptions(device="cuda", num_blocks=8, num_cpu_blocks=0)),
+        SoloGroup(),
+    )
+    worker.load(lambda done, total: None)
+    worker.allocate_cache(8, 0)
+    start = SequenceStart(0, [1, 2, 3], 3, [0], SamplingParams(temperature=0.0), 0, 0)
+    first = worker.launch(StepPlan(0, [SequencePlan(0, 0, 3, is_sampled=True)], [start]))
+    torch.cuda._sleep(400_000_000)
+    second = worker.launch(StepPlan(1, [SequencePlan(0, 3, 1, is_sampled=True)]))
+    assert len(first.output().token_ids) == 1
+    assert not second.is_ready
+    assert len(second.output().token_ids) == 1
 
 
 @pytest.mark.parametrize("truth", [CASES[1]], indirect=True, ids=lambda case: case.name)
