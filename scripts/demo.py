@@ -27,7 +27,8 @@ from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "tiny-llama"
-PROMPT = 'def read_config(path):\n    """Return'
+SEED = 1
+PROMPT = 'def parse_date(text):\n    """'
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
@@ -103,7 +104,9 @@ def _ask_over_grpc(port: int, max_tokens: int) -> None:
     clock = _TokenClock()
     request = pagedray_pb2.GenerateRequest(
         text=PROMPT,
-        sampling=pagedray_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        sampling=pagedray_pb2.SamplingParams(
+            max_tokens=max_tokens, temperature=0.8, top_p=0.9, seed=SEED
+        ),
     )
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
@@ -123,7 +126,9 @@ def _ask_over_http(port: int, max_tokens: int) -> None:
         model=client.models.list().data[0].id,
         prompt=PROMPT,
         max_tokens=max_tokens,
-        temperature=0.0,
+        temperature=0.8,
+        top_p=0.9,
+        seed=SEED,
         stream=True,
         stream_options={"include_usage": True},
     ) as stream:
