@@ -24,7 +24,7 @@ from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -118,7 +118,7 @@ class LLM:
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[dict[str, str]], params: SamplingParams
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         """Yield the text of one continuation as it grows; `params.n` must be 1."""
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")

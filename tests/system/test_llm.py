@@ -1,0 +1,101 @@
+"""The Python face, on the shipped model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedray import LLM, FinishReason, SamplingParams
+from pagedray.errors import InvalidRequestError
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        TINY_LLAMA,
+        executor="local",
+        device="cpu",
+        # Rows of a batch are not rounded alike; in float32 that is too little to change a choice.
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=4,
+        max_queued_requests=2,
+        show_progress=False,
+    ) as engine:
+        yield engine
+
+
+def tokens(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[int, ...]]:
+    generations = llm.generate(prompts, params, show_progress=False)
+    return [generation.completions[0].token_ids for generation in generations]
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(llm: LLM) -> None:
+    prompts = ["import os", "class Queue:", "def main():\n", "try:"]
+    together = tokens(llm, prompts, SAMPLED)
+    alone = [tokens(llm, [prompt], SAMPLED)[0] for prompt in prompts]
+    assert together == alone
+    assert len(set(together)) == len(prompts)
+
+
+def test_more_prompts_than_the_queue_holds_are_all_served(llm: LLM) -> None:
+    prompts = [f"x{index} = " for index in range(15)]
+    generations = llm.generate(prompts, SAMPLED, show_progress=False)
+    assert [len(generation.completions[0].token_ids) for generation in generations] == [24] * 15
+
+
+def test_continuations_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
+    first, again = (llm.generate("import ", params, show_progress=False)[0] for _ in range(2))
+    assert first.completions == again.completions
+    assert len({completion.token_ids for completion in first.completions}) == 3
+    assert [completion.index for completion in first.completions] == [0, 1, 2]
+
+
+def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, stop=["\n"])
+    (generation,) = llm.generate("def parse(text): return text", params, show_progress=False)
+    (completion,) = generation.completions
+    assert "\n" not in completion.text
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.stop_reason == "\n"
+
+
+def test_stream_gives_the_text_of_generate(llm: LLM) -> None:
+    (generation,) = llm.generate("class Queue:\n", SAMPLED, show_progress=False)
+    pieces = list(llm.stream("class Queue:\n", SAMPLED))
+    assert len(pieces) > 3
+    assert "".join(pieces) == generation.completions[0].text
+
+
+def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream("class Queue:\n", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    tokens(llm, ["import"], SAMPLED)
+    stats = llm.stats().scheduler
+    assert stats.num_running == 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_chat_follows_the_template_and_stops(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What does Queue.put do?"}]
+    generation = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200))
+    assert generation.completions[0].finish_reason is FinishReason.STOP
+    assert "<|" not in generation.completions[0].text
+
+
+def test_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
+    before = llm.stats().num_prompt_tokens
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.generate(["import os", ""], SAMPLED, show_progress=False)
+    with pytest.raises(InvalidRequestError, match="context"):
+        llm.generate([[5] * 1024], SAMPLED, show_progress=False)
+    assert llm.stats().num_prompt_tokens == before
