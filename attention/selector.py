@@ -40,7 +40,7 @@ def _reasons(name: str, spec: AttentionSpec) -> Sequence[str]:
     if name in _ABSENT:
         return ["it is not available in this build"]
     if name not in _BACKENDS:
-        return [f"there is no such backend, only {', '.join(BACKEND_NAMES)}"]
+        return ["there is no such backend"]
     return _load(name).check(spec)
 
 

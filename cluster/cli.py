@@ -81,13 +81,13 @@ def _add_generate(commands: _Commands) -> None:
     generate.add_argument("text", metavar="TEXT", help="what to continue")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_sampling(generate, max_tokens=64)
-    _add_engine_options(generate, executor="local")
+    _add_engine_options(generate, executor=None)
 
 
 def _add_chat(commands: _Commands) -> None:
     chat = _command(commands, "chat", "Talk with a model in the terminal.", _chat)
     _add_sampling(chat, max_tokens=256)
-    _add_engine_options(chat, executor="local")
+    _add_engine_options(chat, executor=None)
 
 
 def _command(commands: _Commands, name: str, what: str, run: object) -> _OneLineParser:
@@ -100,16 +100,32 @@ def _command(commands: _Commands, name: str, what: str, run: object) -> _OneLine
 def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help="(%(default)s)"
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="tokens to generate at most (%(default)s)",
     )
     group.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)"
     )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="(%(default)s)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is all (%(default)s)")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the likeliest tokens of this probability (%(default)s)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep this many of the likeliest tokens; 0 is all (%(default)s)",
+    )
 
 
-def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> None:
+def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str | None) -> None:
     default = EngineOptions()
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
@@ -126,7 +142,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> No
         "--executor",
         choices=("ray", "local"),
         default=executor,
-        help="ray: actors; local: one rank in this process (%(default)s)",
+        help=f"ray: actors; local: one rank in this process ({executor or 'local for one rank'})",
     )
     ranks.add_argument(
         "--num-threads", type=int, metavar="N", help="CPU threads of a rank (its share of cores)"
@@ -147,7 +163,11 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> No
         help="auto, torch_sdpa (%(default)s)",
     )
     ranks.add_argument(
-        "--seed", type=int, default=default.seed, metavar="N", help="of dummy weights (%(default)s)"
+        "--seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help="seed of dummy weights (%(default)s)",
     )
     cache = parser.add_argument_group("KV cache")
     cache.add_argument(
@@ -161,7 +181,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> No
         "--num-blocks", type=int, metavar="N", help="blocks on the device (what fits)"
     )
     cache.add_argument(
-        "--num-cpu-blocks", type=int, metavar="N", help="blocks to swap to (what fits)"
+        "--num-cpu-blocks", type=int, metavar="N", help="blocks to swap to (up to 1 GiB)"
     )
     cache.add_argument(
         "--memory-fraction",
@@ -213,6 +233,8 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str) -> No
 
 
 def _options(parsed: argparse.Namespace) -> EngineOptions:
+    if parsed.executor is None:
+        parsed.executor = "local" if parsed.tensor_parallel_size == 1 else "ray"
     return EngineOptions(
         **{field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from cluster.engine_stats import EngineStats
 from cluster.journal import Journal
-from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
 from pagedray.request import FinishReason
 
@@ -34,7 +34,6 @@ __all__ = ["Controller", "EventSink"]
 
 logger = logging.getLogger(__name__)
 
-_PLANS_IN_FLIGHT = 2
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
 _MAX_DEATHS_IN_A_ROW = 3
@@ -156,13 +155,16 @@ class Controller:
             logger.error("The engine stops: %s", error)
             self._fail(EngineError(f"The engine has stopped: {error}"))
         except Exception:
+            if self._is_stopping:
+                # The ranks were taken from under a step that did not end in time.
+                return
             logger.exception("The engine stops after a defect of its own.")
             self._fail(EngineError("The engine failed; its log says why."))
 
     def _replace_ranks(self, error: WorkerError) -> None:
         """Begin an epoch with new ranks; every request goes on from the tokens it has."""
         self._num_deaths += 1
-        if self._num_deaths > _MAX_DEATHS_IN_A_ROW:
+        if self._num_deaths >= _MAX_DEATHS_IN_A_ROW:
             raise error
         logger.warning("%s The ranks are replaced; %d requests wait.", error, len(self._journal))
         self._is_replacing = True
@@ -186,15 +188,17 @@ class Controller:
         if plan is not None:
             self._executor.submit(plan)
             self._in_flight.append(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) >= _PLANS_IN_FLIGHT):
+        if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
             started_s = time.perf_counter()
             output = self._executor.collect()
             self._in_flight.popleft()
             self._take(output, time.perf_counter() - started_s)
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
+        # Ranks are read outside the lock, which nothing slow may hold.
+        acknowledged_step = self._executor.acknowledged_step
         with self._wake:
-            self._scheduler.acknowledge(self._executor.acknowledged_step)
+            self._scheduler.acknowledge(acknowledged_step)
             now_s = time.monotonic()
             expired = self._scheduler.expire(now_s)
             self._note(expired)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
 
 __all__ = ["LLM", "Completion", "Generation"]
+
+_HELD_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class LLM:
         config = engine_config(model, EngineOptions(**options))
         self._tokenizer = Tokenizer.from_folder(config.model.folder)
         self._validator = Validator(config, self._tokenizer)
-        self._sink = _EventBuffer()
+        self._sink = _Sink()
         line = ProgressLine()
         try:
             self._executor = make_executor(
@@ -97,8 +100,8 @@ class LLM:
     ) -> list[Generation]:
         """Return the continuations of each prompt, a text or its token ids, in order.
 
-        `params` is one for all prompts or one for each. Raises InvalidRequestError before
-        anything is started, and EngineError if the engine fails.
+        `params` is one for all prompts or one for each. Raises InvalidRequestError if a prompt
+        or a parameter is at fault, and EngineError if the engine fails; nothing goes on then.
         """
         given: list[Prompt] = [
             prompt if isinstance(prompt, str) else tuple(prompt)
@@ -124,16 +127,16 @@ class LLM:
             raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")
         (request,) = self._validated([_as_prompt(prompt)], [params])
         collector = _Collector(request, self._tokenizer)
-        self._sink.watch(True)
+        buffer = self._sink.open([request], is_watched=True)
         try:
-            self._submit_all([request])
+            self._controller.submit(request)
             while not collector.is_finished:
-                for event in self._sink.take():
-                    if event.request_id == request.id:
-                        yield self._push(collector, event).text
+                for event in buffer.take():
+                    if text := self._push(collector, event).text:
+                        yield text
         finally:
-            self._sink.watch(False)
             self._controller.abort(request.id)
+            self._sink.close([request])
 
     def stats(self) -> EngineStats:
         """Return the engine's counts of this moment."""
@@ -169,12 +172,17 @@ class LLM:
             )
         requests = self._validated(prompts, params)
         collectors = {request.id: _Collector(request, self._tokenizer) for request in requests}
+        # A stop string is only found by looking.
+        is_watched = any(request.sampling.stop for request in requests)
+        buffer = self._sink.open(requests, is_watched=is_watched)
         try:
-            self._collect(collectors, requests, show_progress)
+            self._collect(collectors, requests, buffer, show_progress)
         except BaseException:
             for request in requests:
                 self._controller.abort(request.id)
             raise
+        finally:
+            self._sink.close(requests)
         return [collectors[request.id].generation() for request in requests]
 
     def _validated(
@@ -194,18 +202,21 @@ class LLM:
             return pool.submit(asyncio.run, validate()).result()
 
     def _collect(
-        self, collectors: dict[str, _Collector], requests: list[Request], show_progress: bool
+        self,
+        collectors: dict[str, _Collector],
+        requests: list[Request],
+        buffer: _EventBuffer,
+        show_progress: bool,
     ) -> None:
-        # A stop string is only found by looking.
-        self._sink.watch(any(request.sampling.stop for request in requests))
         waiting = iter(requests)
         held = self._submit_all(waiting)
         num_open = len(requests)
         with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
             while num_open:
-                for event in self._sink.take():
-                    collector = collectors.get(event.request_id)
-                    if collector is None or collector.is_finished:
+                # A queue that others fill empties without news for this call.
+                for event in buffer.take(None if held is None else _HELD_POLL_S):
+                    collector = collectors[event.request_id]
+                    if collector.is_finished:
                         continue
                     self._push(collector, event)
                     if collector.is_finished:
@@ -232,38 +243,35 @@ class LLM:
 
 
 class _EventBuffer:
-    """Holds events until the caller's thread has reason to look at them.
+    """Holds the events of one call until its thread has reason to look at them.
 
-    Waking it for every token would cost the step thread its core and the interpreter's lock.
+    Waking it for every token would cost the step thread its core and the interpreter's lock, so
+    that happens only where a call is watched: where it streams, or looks for stop strings.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_watched: bool) -> None:
+        self._is_watched = is_watched
         self._events: list[TokenEvent] = []
         self._error: EngineError | None = None
         self._has_news = threading.Condition()
-        self._is_watched = False
 
-    def watch(self, is_watched: bool) -> None:
-        """Wake the caller for every token, or for ends alone."""
+    def put(self, event: TokenEvent) -> None:
+        """Take an event."""
         with self._has_news:
-            self._is_watched = is_watched
-
-    def publish(self, events: Sequence[TokenEvent]) -> None:
-        with self._has_news:
-            self._events += events
-            if self._is_watched or any(event.finish_reason is not None for event in events):
+            self._events.append(event)
+            if self._is_watched or event.finish_reason is not None:
                 self._has_news.notify()
 
-    def fail_all(self, error: EngineError) -> None:
+    def fail(self, error: EngineError) -> None:
+        """End with `error` once the events are taken."""
         with self._has_news:
             self._error = error
             self._has_news.notify()
 
-    def take(self) -> list[TokenEvent]:
+    def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """Wait for news and return all events since the last call. Raises EngineError."""
         with self._has_news:
-            while not self._is_worth_waking():
-                self._has_news.wait()
+            self._has_news.wait_for(self._is_worth_waking, timeout_s)
             events, self._events = self._events, []
             if not events and self._error is not None:
                 raise self._error
@@ -275,6 +283,39 @@ class _EventBuffer:
         if self._is_watched:
             return bool(self._events)
         return any(event.finish_reason is not None for event in self._events)
+
+
+class _Sink:
+    """Hands the events of each request to the call that waits for them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, _EventBuffer] = {}
+        self._lock = threading.Lock()
+
+    def open(self, requests: Sequence[Request], *, is_watched: bool) -> _EventBuffer:
+        """Return the buffer of a call; to be closed."""
+        buffer = _EventBuffer(is_watched=is_watched)
+        with self._lock:
+            self._buffers |= dict.fromkeys((request.id for request in requests), buffer)
+        return buffer
+
+    def close(self, requests: Sequence[Request]) -> None:
+        """Drop what may still come of a call."""
+        with self._lock:
+            for request in requests:
+                self._buffers.pop(request.id, None)
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        with self._lock:
+            for event in events:
+                buffer = self._buffers.get(event.request_id)
+                if buffer is not None:
+                    buffer.put(event)
+
+    def fail_all(self, error: EngineError) -> None:
+        with self._lock:
+            for buffer in self._buffers.values():
+                buffer.fail(error)
 
 
 class _Collector:
@@ -330,16 +371,17 @@ def _completion(index: int, outputs: Sequence[SequenceOutput]) -> Completion:
 def _as_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
     if isinstance(prompt, str):
         return prompt
-    messages = [item for item in prompt if isinstance(item, dict)]
-    if messages:
-        return _conversation(messages)
-    return tuple(item for item in prompt if isinstance(item, int))
+    # Any: which of the two it is shows in the first item.
+    items: list[Any] = list(prompt)
+    if items and isinstance(items[0], dict):
+        return _conversation(items)
+    return tuple(operator.index(item) for item in items)
 
 
 def _conversation(messages: Sequence[dict[str, str]]) -> ChatPrompt:
     for message in messages:
-        if set(message) != {"role", "content"}:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise InvalidRequestError(
-                f"A message has role and content, not {sorted(message)}.", param="messages"
+                f"A message has role and content, not {message!r:.60}.", param="messages"
             )
     return ChatPrompt(tuple(ChatMessage(**message) for message in messages))

@@ -57,6 +57,7 @@ class RayRanks:
         self._size = config.parallel.tensor_parallel_size
         self._acknowledged = [-1] * self._size
         self._outputs: deque[StepOutput] = deque()
+        self._poller = select.poll()
         self._channels: list[ControllerChannel] = []
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
@@ -92,7 +93,7 @@ class RayRanks:
             self._read()
             if self._outputs:
                 return self._outputs.popleft()
-            select.select(self._channels, [], [], _POLL_S)
+            self._poller.poll(_POLL_S * 1e3)
         raise WorkerError(f"No step was finished within {_STEP_TIMEOUT_S:g} s.")
 
     def close(self) -> None:
@@ -140,7 +141,10 @@ class RayRanks:
         return cache_size
 
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
-        """Return what the actors return; a text is what one of them refuses."""
+        """Return what the actors return; a text is a refusal.
+
+        Reports all the while, so that the user may end it.
+        """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         waiting = references
         while waiting:
@@ -148,8 +152,9 @@ class RayRanks:
                 raise StartupError(f"{what} took more than {_START_TIMEOUT_S:g} s.")
             self._report_progress(what, fraction())
             finished, waiting = ray.wait(waiting, timeout=_POLL_S)
+            # A rank that refuses or has died ends the wait for the others.
             for answer in ray.get(finished):
-                if isinstance(answer, str) and what == "Loading weights":
+                if isinstance(answer, str):
                     raise StartupError(answer)
         return list(ray.get(references))
 
@@ -165,6 +170,8 @@ class RayRanks:
         with StepListener(f"unix:{folder / 'steps'}") as listener:
             self._running = [actor.run.remote(listener.endpoint, secret) for actor in self._actors]
             self._channels = listener.accept(self._size, secret, timeout_s=60.0)
+        for channel in self._channels:
+            self._poller.register(channel, select.POLLIN)
 
     def _read(self) -> None:
         try:

@@ -13,6 +13,7 @@ from cluster.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.fronts import Fronts
 from cluster.serving.tokenizer import Tokenizer
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
@@ -82,7 +83,7 @@ class Server:
 
         def report(what: str, fraction: float) -> None:
             if self._stop.is_set():
-                raise _StoppedError
+                raise _StoppedError("The server was stopped.")
             line.report(what, fraction)
 
         try:
@@ -108,7 +109,7 @@ class Server:
                 continue
 
 
-class _StoppedError(Exception):
+class _StoppedError(StartupError):
     """The user ended the server before it was ready."""
 
 

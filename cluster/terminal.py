@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cluster.llm import LLM
+from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.options import EngineOptions
@@ -37,8 +38,10 @@ def generate(
             }
             print(json.dumps(report))
             return 0
-        print(text, end="", flush=True)
-        for piece in llm.stream(text, sampling):
+        pieces = llm.stream(text, sampling)
+        # The prompt is shown once it is accepted.
+        print(text + next(pieces, ""), end="", flush=True)
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
     return 0
@@ -51,13 +54,23 @@ def chat(model: str, options: EngineOptions, sampling: SamplingParams) -> int:
         messages: list[dict[str, str]] = []
         while line := _read_line():
             messages.append({"role": "user", "content": line})
-            answer = ""
-            for piece in llm.stream(messages, sampling):
-                print(piece, end="", flush=True)
-                answer += piece
-            print()
+            try:
+                answer = _answer(llm, messages, sampling)
+            except InvalidRequestError as error:
+                print(f"{error} The conversation begins anew.", file=sys.stderr)
+                messages.clear()
+                continue
             messages.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams) -> str:
+    answer = ""
+    for piece in llm.stream(messages, sampling):
+        print(piece, end="", flush=True)
+        answer += piece
+    print()
+    return answer
 
 
 def _loaded(model: str, options: EngineOptions) -> LLM:

@@ -38,6 +38,7 @@ __all__ = [
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
 _CHUNK_BYTES = 1 << 16
+_SEND_TIMEOUT_S = 30.0
 
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
@@ -57,7 +58,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepChannel(Generic[Outgoing, Incoming]):
-    """One end of a connected channel. One thread may send while another receives."""
+    """One end of a connected channel, for one thread."""
 
     def __init__(self, connection: socket.socket, incoming: object) -> None:
         if connection.family != socket.AF_UNIX:
@@ -77,6 +78,8 @@ class StepChannel(Generic[Outgoing, Incoming]):
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"A message of {len(body)} bytes is over {MAX_FRAME_BYTES}.")
         try:
+            # Another end that takes nothing is as good as gone.
+            self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
             raise ChannelClosedError(f"The step channel is closed: {error}.") from error
@@ -103,7 +106,10 @@ class StepChannel(Generic[Outgoing, Incoming]):
             (length,) = _LENGTH.unpack_from(self._received)
             if len(self._received) >= _LENGTH.size + length:
                 return True
-        return bool(select.select([self._socket], [], [], 0)[0])
+        # Not `select.select`, which takes no descriptor above 1023.
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Close this end; the other end reads end-of-file."""

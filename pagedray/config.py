@@ -132,7 +132,8 @@ class SchedulerConfig:
     max_queued_requests: int = 1024
     """Requests that may wait; one more is refused."""
     preemption: Preemption = "auto"
-    """How a sequence makes room: swapped to the CPU pool, recomputed later, or by cost."""
+    """How a sequence makes room: swapped to the CPU pool, recomputed later, or swapped while
+    there is room."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
@@ -180,7 +181,7 @@ class EngineConfig:
     """`dummy` fills the weights with random numbers and reads no tensor."""
     attention_backend: str = "auto"
     seed: int = 0
-    """Seed of dummy weights and of requests that bring none of their own."""
+    """Seed of dummy weights."""
 
     @property
     def max_model_len(self) -> int:

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/demo.py
 
-Exits with 0 only if both answers came and no process is left.
+Exits with 0 only if both answers came and the server ended as it should.
 """
 
 from __future__ import annotations

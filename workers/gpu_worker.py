@@ -44,17 +44,17 @@ class GpuWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
 
-    def free_address(self) -> str:
-        """Return `host:port` on this node for the group to meet at."""
+    def free_address(self) -> tuple[str, int]:
+        """Return an address and a port on this node for the group to meet at."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
+            return "127.0.0.1", probe.getsockname()[1]
 
     def progress(self) -> tuple[int, int]:
         """Return (tensors loaded, tensors in all)."""
         return self._progress
 
-    def load(self, address: str) -> str | tuple[int, int]:
+    def load(self, address: tuple[str, int]) -> str | tuple[int, int]:
         """Join the group, load the weights; return how many blocks fit, or what is wrong."""
         return self._thread.submit(self._load, address).result()
 
@@ -67,21 +67,21 @@ class GpuWorker:
         """Connect to the controller and serve steps until told to stop or left alone."""
         self._thread.submit(self._run, endpoint, secret).result()
 
-    def _load(self, address: str) -> str | tuple[int, int]:
+    def _load(self, address: tuple[str, int]) -> str | tuple[int, int]:
         # Torch is loaded where the rank lives, not where the actor is made.
         import torch
 
         from workers.parallel import open_group
         from workers.worker import Worker
 
-        host, _, port = address.rpartition(":")
+        host, port = address
         try:
             group = open_group(
                 self._rank,
                 self._config.parallel.tensor_parallel_size,
                 device=torch.device(self._config.parallel.device),
                 address=host,
-                port=int(port),
+                port=port,
             )
             self._worker = Worker(self._config, group)
             self._worker.load(self._report)

@@ -155,7 +155,11 @@ class _EngineCollector(Collector):
             {"device": scheduler.num_free_blocks, "cpu": scheduler.num_free_cpu_blocks},
         )
         yield _gauge("cached_blocks", "Free blocks with known content", scheduler.num_cached_blocks)
-        yield _gauge("last_step_seconds", "Duration of the last step", stats.last_step_s)
+        yield _gauge(
+            "last_step_seconds",
+            "What the last step took",
+            stats.last_step_s,
+        )
         yield _counter("steps", "Steps run", stats.num_steps)
         yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
         yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)

@@ -85,6 +85,17 @@ def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def test_calls_do_not_take_each_others_tokens(llm: LLM) -> None:
+    expected = "".join(llm.stream("class Queue:\n", SAMPLED))
+    stream, other = llm.stream("class Queue:\n", SAMPLED), llm.stream("import os\n", SAMPLED)
+    pieces = [next(stream)]
+    next(other)
+    assert tokens(llm, ["try:"], SAMPLED)[0]
+    pieces += stream
+    assert "".join(pieces) == expected
+    assert list(other)
+
+
 def test_chat_follows_the_template_and_stops(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What does Queue.put do?"}]
     generation = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200))

@@ -44,11 +44,11 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
 
 def kill_when_running(llm: LLM, num_tokens: int) -> int:
     """Kill a rank once some tokens have been generated; return how many had been."""
+    victim = ranks()[-1]
     while llm.stats().num_generated_tokens < num_tokens:
         time.sleep(0.005)
-    generated = llm.stats().num_generated_tokens
-    ranks()[-1].kill()
-    return generated
+    victim.kill()
+    return llm.stats().num_generated_tokens
 
 
 def test_streams_go_on_where_they_were(folder: Path, ray_cluster: None) -> None:
