@@ -129,8 +129,8 @@ class Controller:
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence of a request whose reader has enough; no event follows."""
         with self._wake:
-            self._scheduler.finish(request_id, index)
-            self._journal.end_sequence(request_id)
+            if self._scheduler.finish(request_id, index):
+                self._journal.end_sequence(request_id)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -169,7 +169,7 @@ class Controller:
         logger.warning("%s The ranks are replaced; %d requests wait.", error, len(self._journal))
         self._is_replacing = True
         with self._wake:
-            suspects = self._journal.note_death()
+            suspects = self._journal.note_death(self._scheduler.started_ids())
             events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
             self._note(events)
         self._sink.publish(

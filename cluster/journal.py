@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cluster.scheduling.event import TokenEvent
     from pagedray.request import Request
 
@@ -54,13 +56,13 @@ class Journal:
         if entry.num_unfinished <= 0:
             del self._entries[request_id]
 
-    def note_death(self) -> list[str]:
-        """Note that a group died; return the requests that have died with too many.
+    def note_death(self, started_ids: Iterable[str]) -> list[str]:
+        """Note that a group died under these requests; return those that have died too often.
 
         A request that ends its group each time would otherwise do so for ever.
         """
-        for entry in self._entries.values():
-            entry.num_deaths += 1
+        for request_id in started_ids:
+            self._entries[request_id].num_deaths += 1
         return [
             request_id
             for request_id, entry in self._entries.items()

@@ -60,14 +60,6 @@ class BlockPool:
         """Blocks that a sequence has a reference to."""
         return self.num_blocks - self.num_free - self.num_in_transit
 
-    def num_references(self, block: int) -> int:
-        """Return how many sequences own a block."""
-        return self._num_references[self._checked(block)]
-
-    def num_pins(self, block: int) -> int:
-        """Return how many copies use a block."""
-        return self._num_pins[self._checked(block)]
-
     def is_idle(self, block: int) -> bool:
         """Return whether a block is free with its content kept."""
         return block in self._idle

@@ -114,11 +114,21 @@ class Scheduler:
             for sequence in self._roster.unfinished(request_id)
         ]
 
-    def finish(self, request_id: str, index: int) -> None:
-        """End a sequence whose end the caller has found itself, unless it has ended."""
+    def finish(self, request_id: str, index: int) -> bool:
+        """End a sequence whose end the caller has found itself; return whether it had not ended."""
         for sequence in self._roster.unfinished(request_id):
             if sequence.index == index:
                 self._roster.leave(sequence)
+                return True
+        return False
+
+    def started_ids(self) -> list[str]:
+        """Return the ids of the requests of which a sequence has started."""
+        return [
+            request_id
+            for request_id, active in self._roster.requests.items()
+            if not active.is_queued
+        ]
 
     def expire(self, now_s: float) -> list[TokenEvent]:
         """End the requests whose deadline has passed."""

@@ -70,11 +70,6 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint says how to write a conversation."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with what the model wants around a prompt."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
