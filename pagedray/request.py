@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
@@ -13,6 +12,7 @@ from pagedray.errors import InvalidRequestError
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_N", "FinishReason", "Request", "SamplingParams"]
 
 MAX_N = 128
+MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP = 16
@@ -69,13 +69,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
-        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, MAX_COUNT)
         _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, is_low_open=True)
+        # Less than this, and a logit that is divided by it may overflow.
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -122,13 +123,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """When it is given up, on the monotonic clock."""
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+def _check_int(name: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python but not to a client.
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, not {_shown(value)}.", param=name)
-    if value < low or (high is not None and value > high):
-        allowed = f"{low} or more" if high is None else f"from {low} to {high}"
-        raise InvalidRequestError(f"{name} must be {allowed}, not {value}.", param=name)
+    if not low <= value <= high:
+        is_only_too_low = high == MAX_COUNT and value < low
+        allowed = f"{low} or more" if is_only_too_low else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} must be {allowed}, not {_shown(value)}.", param=name)
 
 
 def _check_float(
@@ -136,10 +138,11 @@ def _check_float(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
-    if math.isfinite(value) and low <= value <= high and not (is_low_open and value == low):
+    # An integer may be too large to be a float.
+    if -1e300 < value < 1e300 and low <= value <= high and not (is_low_open and value == low):
         return
     allowed = f"more than {low:g} and at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
-    raise InvalidRequestError(f"{name} must be {allowed}, not {value:g}.", param=name)
+    raise InvalidRequestError(f"{name} must be {allowed}, not {_shown(value)}.", param=name)
 
 
 def _check_size(name: str, size: int, most: int) -> None:
@@ -166,5 +169,8 @@ def _check_logit_bias(bias: Mapping[int, float]) -> None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    if isinstance(value, int) and abs(value) > 10**30:
+        # Python refuses to write very long integers, and nobody wants to read them.
+        return "a number of more than 30 digits"
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

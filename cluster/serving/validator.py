@@ -80,7 +80,7 @@ class Validator:
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises InvalidRequestError."""
         _check_unicode(text, "text")
-        return await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        return list(await self._encode(text, "text", add_special_tokens=add_special_tokens))
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless the model is served here or none is named."""
