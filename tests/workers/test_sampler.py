@@ -453,12 +453,14 @@ def test_penalizing_what_was_seen_is_penalizing_all() -> None:
     assert (expected != make_logits(5)).any(dim=1).tolist() == [True, False, True, False, True]
 
 
-@pytest.mark.parametrize("strength", [1e-300, 1e-40, 100.0])
+@pytest.mark.parametrize("strength", [0.01, 100.0])
 def test_an_absurd_penalty_breaks_its_own_row_only(sampler: Sampler, strength: float) -> None:
     sampling = SamplingParams(temperature=0.0, repetition_penalty=strength)
     sampler.start(make_start(sampling, row=0, prompt=range(50)))
     sampler.start(make_start(GREEDY, row=1))
     logits = make_logits(2)
+    # Divided by a hundredth, it is no float any more.
+    logits[0, 7] = 3e37
     expected = int(logits[1].argmax())
     tokens = sampler.sample(logits, [0, 1], [50, 3]).token_ids.tolist()
     assert tokens[1] == expected
