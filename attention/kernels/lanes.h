@@ -20,7 +20,12 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 INLINE Floats load_float(const float *from) { return *(const Floats *)from; }
 
 INLINE Floats load_bfloat(const uint16_t *from) {
+#ifdef __AVX512F__
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return (Floats)_mm512_slli_epi32(words, 16);
+#else
     return (Floats)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
+#endif
 }
 
 INLINE float one_float(const float *from) { return *from; }
@@ -41,6 +46,15 @@ INLINE void store_bfloat(uint16_t *to, float value) {
     *to = value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+/* x * y + sums in one operation, which the compiler may not take apart to sum in another order. */
+INLINE Floats add_product(Floats sums, Floats x, Floats y) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
+#else
+    return sums + x * y;
+#endif
+}
+
 /*
  * Two vectors' worth of elements, in whatever order, the same for every row; and sums of their
  * products with those of another row, each lane its own.
@@ -50,7 +64,7 @@ typedef struct {
 } Pair;
 
 INLINE Floats add_pairs(Floats sums, Pair x, Pair y) {
-    return sums + x.first * y.first + x.second * y.second;
+    return add_product(add_product(sums, x.first, y.first), x.second, y.second);
 }
 
 typedef Pair Step_float;
@@ -97,6 +111,17 @@ INLINE float sum_of(Floats x) {
     memcpy(quarters, &eight, sizeof eight);
     Four four = quarters[0] + quarters[1];
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+INLINE Floats larger(Floats x, Floats y) {
+    const Ints is_less = x < y;
+    return (Floats)(((Ints)y & is_less) | ((Ints)x & ~is_less));
+}
+
+INLINE float largest_of(Floats x) {
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
 }
 
 INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) {

@@ -3,7 +3,8 @@
  *
  * Each key and value is read once, where it lies, for all query heads of its group; the softmax
  * is kept up to date block by block (Milakov and Gimelshein, 2018). Blocks to come are fetched
- * ahead by software: a core left to its own devices reads at half the rate.
+ * ahead by software, into the second cache: the first has no room for as much as memory's delay
+ * asks for, and a core left to its own devices reads at half the rate.
  */
 #include <math.h>
 #include <omp.h>
@@ -11,9 +12,8 @@
 #include "lanes.h"
 
 #define MAX_BLOCK 256
-#define MAX_HEAD 256
-#define ROW (MAX_BLOCK + 4) /* scores are written four at a time */
-#define AHEAD 1 /* blocks */
+#define ROW (MAX_BLOCK + LANES) /* scores are written and weighed by whole vectors */
+#define STEP (2 * LANES)
 #define GROUP 4 /* query heads at a time */
 #define WIDE 4  /* vectors of a value at a time */
 
@@ -32,6 +32,16 @@ typedef struct {
     float scale;
     float soft_cap; /* 0 is none */
 } Shape;
+
+/* Which keys of a block are seen: `first` to before `stop`; key k is at k + offset from the query. */
+typedef struct {
+    int64_t first, stop, offset;
+} Span;
+
+/* The largest score that a head has met, and the sum of its weights relative to that. */
+typedef struct {
+    float top, sum;
+} Softmax;
 
 /* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
 INLINE Floats exp_of(Floats x) {
@@ -53,8 +63,46 @@ INLINE Floats exp_of(Floats x) {
     return (Floats)((Ints)(p * power) & ~is_low);
 }
 
+/* From products of queries and keys to scores, with scale, soft cap and ALiBi. */
+INLINE void adjust(const Shape *shape, float *scores, const float *slope, Span span) {
+    for (int64_t key = 0; key < span.stop; key += LANES)
+        *(Floats *)(scores + key) *= shape->scale;
+    if (shape->soft_cap > 0.0f)
+        for (int64_t key = span.first; key < span.stop; key++)
+            scores[key] = shape->soft_cap * tanhf(scores[key] / shape->soft_cap);
+    if (slope)
+        for (int64_t key = span.first; key < span.stop; key++)
+            scores[key] += *slope * (float)(key + span.offset);
+}
+
+INLINE float top_of(const float *scores, int64_t stop) {
+    Floats tops = load_float(scores);
+    for (int64_t key = LANES; key < stop; key += LANES)
+        tops = larger(tops, load_float(scores + key));
+    return largest_of(tops);
+}
+
+/* Weights in place of scores; returns their sum. */
+INLINE float weigh(float *scores, int64_t stop, float top) {
+    Floats sum = {0};
+    for (int64_t key = 0; key < stop; key += LANES) {
+        const Floats weights = exp_of(load_float(scores + key) - top);
+        *(Floats *)(scores + key) = weights;
+        sum += weights;
+    }
+    return sum_of(sum);
+}
+
+/* As many KV heads as leave enough work for every thread; those of one sequence cost the same. */
+INLINE int64_t kv_heads_at_once(const Shape *shape) {
+    const int64_t num_threads = omp_get_max_threads();
+    const int64_t wanted = shape->num_sequences == 1 ? num_threads : 4 * num_threads;
+    const int64_t num_parts = (wanted + shape->num_sequences - 1) / shape->num_sequences;
+    return (shape->num_kv_heads + num_parts - 1) / num_parts;
+}
+
 INLINE void fetch(const void *from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i);
+    for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i, 0, 2);
 }
 
 #define ELEMENT float

@@ -1,24 +1,24 @@
 /* Included by paged_decode.c once for each element type. */
 
-/* Scores of the keys of one block, `scores[g][key]`. */
+/* Scores of the keys of one block, `scores[g][key]`, and -infinity for those that are not seen. */
 INLINE void NAME(score_block)(
-    const Shape *shape, const float *query, const ELEMENT *keys, const int group, int64_t first,
+    const Shape *shape, const ELEMENT *query, const ELEMENT *keys, const int group, int64_t first,
     int64_t stop, float scores[][ROW]) {
-    const int64_t size = shape->head_size, whole = size - size % LANES;
+    const int64_t size = shape->head_size, whole = size - size % STEP;
     const int64_t stride = shape->num_kv_heads * size;
-    for (int64_t key = first; key < stop; key += 4) {
-        /* Four keys at a time; what is beyond the last one is scored and never looked at. */
+    for (int64_t key = first - first % 4; key < stop; key += 4) {
+        /* Four keys at a time; what is beyond the last one is scored and then hidden. */
         const ELEMENT *rows[4];
         for (int k = 0; k < 4; k++) rows[k] = keys + (key + k < stop ? key + k : key) * stride;
         Floats sums[GROUP][4];
         for (int g = 0; g < group; g++)
             for (int k = 0; k < 4; k++) sums[g][k] = (Floats){0};
-        for (int64_t i = 0; i < whole; i += LANES) {
-            Floats lanes[4];
-            for (int k = 0; k < 4; k++) lanes[k] = NAME(load)(rows[k] + i);
+        for (int64_t i = 0; i < whole; i += STEP) {
+            NAME(Step) lanes[4];
+            for (int k = 0; k < 4; k++) lanes[k] = NAME(step)(rows[k] + i);
             for (int g = 0; g < group; g++) {
-                const Floats q = load_float(query + g * size + i);
-                for (int k = 0; k < 4; k++) sums[g][k] += q * lanes[k];
+                const NAME(Step) q = NAME(step)(query + g * size + i);
+                for (int k = 0; k < 4; k++) sums[g][k] = NAME(add_step)(sums[g][k], q, lanes[k]);
             }
         }
         for (int g = 0; g < group; g++) {
@@ -26,28 +26,13 @@ INLINE void NAME(score_block)(
             sums_of_four(sums[g][0], sums[g][1], sums[g][2], sums[g][3], score);
             for (int64_t i = whole; i < size; i++)
                 for (int k = 0; k < 4; k++)
-                    score[k] += query[g * size + i] * NAME(one)(rows[k] + i);
+                    score[k] += NAME(one)(query + g * size + i) * NAME(one)(rows[k] + i);
         }
     }
-}
-
-/* Weights of the keys of a block in place of their scores; returns their sum. */
-INLINE float NAME(weigh)(float *scores, int64_t first, int64_t stop, float top) {
-    float sum = 0.0f;
-    int64_t key = first;
-    for (; key + LANES <= stop; key += LANES) {
-        Floats weights = exp_of(load_float(scores + key) - top);
-        *(Floats *)(scores + key) = weights;
-        sum += sum_of(weights);
+    for (int g = 0; g < group; g++) {
+        for (int64_t key = 0; key < first; key++) scores[g][key] = -INFINITY;
+        *(Floats *)(scores[g] + stop) = (Floats){} - INFINITY;
     }
-    if (key < stop) {
-        Floats rest = (Floats){} - INFINITY;
-        memcpy(&rest, scores + key, (stop - key) * sizeof(float));
-        rest = exp_of(rest - top);
-        memcpy(scores + key, &rest, (stop - key) * sizeof(float));
-        sum += sum_of(rest);
-    }
-    return sum;
 }
 
 /* Adds the weighted values of a block to `totals`, one row of `head_size` for each head. */
@@ -79,66 +64,86 @@ INLINE void NAME(add_values)(
                 totals[g * size + i] += weights[g][key] * NAME(one)(values + key * stride + i);
 }
 
+/* One block for some query heads that share a KV head: brings their softmax up to date. */
+INLINE void NAME(attend_block)(
+    const Shape *shape, const ELEMENT *query, const ELEMENT *keys, const float *slopes,
+    const int group, Span span, Softmax *softmax, float *totals) {
+    const int64_t size = shape->head_size, first = span.first, stop = span.stop;
+    float scores[GROUP][ROW];
+    NAME(score_block)(shape, query, keys, group, first, stop, scores);
+    for (int g = 0; g < group; g++) {
+        adjust(shape, scores[g], slopes ? slopes + g : 0, span);
+        const float top = top_of(scores[g], stop);
+        if (top > softmax[g].top) {
+            const float shrink =
+                softmax[g].top == -INFINITY ? 0.0f : expf(softmax[g].top - top);
+            for (int64_t i = 0; i < size; i++) totals[g * size + i] *= shrink;
+            softmax[g].sum *= shrink;
+            softmax[g].top = top;
+        }
+        softmax[g].sum += weigh(scores[g], stop, softmax[g].top);
+    }
+    NAME(add_values)(shape, scores, keys + shape->value_offset, group, first, stop, totals);
+}
+
 /* Begins to read a block's keys and values of one head. */
-INLINE void NAME(fetch_block)(const Shape *shape, const ELEMENT *cache, int32_t block) {
+INLINE void NAME(fetch_block)(const Shape *shape, const ELEMENT *keys) {
     const int64_t row_bytes = shape->head_size * sizeof(ELEMENT);
     const int64_t stride = shape->num_kv_heads * shape->head_size;
-    const ELEMENT *keys = cache + block * shape->block_stride;
     for (int64_t key = 0; key < shape->block_size; key++) {
         fetch(keys + key * stride, row_bytes);
         fetch(keys + shape->value_offset + key * stride, row_bytes);
     }
 }
 
-/* One sequence and some query heads that share a KV head. */
-INLINE void NAME(attend)(
+/*
+ * One sequence and the query heads of some neighbouring KV heads. A block's rows of these heads
+ * lie side by side: they are read together, and each head keeps a softmax of its own.
+ */
+static void NAME(attend)(
     const Shape *shape, const ELEMENT *query, const ELEMENT *cache, const int32_t *table,
-    int64_t num_keys, const float *slopes, const int group, ELEMENT *out) {
+    int64_t num_keys, const float *slopes, int64_t num_kv_heads, ELEMENT *out) {
     const int64_t size = shape->head_size, block_size = shape->block_size;
-    float q[GROUP * MAX_HEAD], totals[GROUP * MAX_HEAD];
-    float scores[GROUP][ROW], tops[GROUP], sums[GROUP];
-    for (int64_t i = 0; i < group * size; i++) {
-        q[i] = NAME(one)(query + i) * shape->scale;
-        totals[i] = 0.0f;
-    }
-    for (int g = 0; g < group; g++) {
-        tops[g] = -INFINITY;
-        sums[g] = 0.0f;
-    }
-    int64_t begin = 0;
-    if (shape->window > 0 && num_keys > shape->window) begin = num_keys - shape->window;
+    const int64_t heads = shape->num_heads / shape->num_kv_heads, num_heads = heads * num_kv_heads;
+    float totals[num_heads * size];
+    Softmax softmax[num_heads];
+    memset(totals, 0, sizeof totals);
+    for (int64_t h = 0; h < num_heads; h++) softmax[h] = (Softmax){-INFINITY, 0.0f};
+    const int64_t begin =
+        shape->window > 0 && num_keys > shape->window ? num_keys - shape->window : 0;
     const int64_t num_blocks = (num_keys + block_size - 1) / block_size;
     for (int64_t block = begin / block_size; block < num_blocks; block++) {
-        const ELEMENT *keys = cache + table[block] * shape->block_stride;
-        const ELEMENT *values = keys + shape->value_offset;
-        if (block + AHEAD < num_blocks) NAME(fetch_block)(shape, cache, table[block + AHEAD]);
-        const int64_t origin = block * block_size;
-        const int64_t first = begin > origin ? begin - origin : 0;
-        const int64_t stop = num_keys - origin < block_size ? num_keys - origin : block_size;
-        NAME(score_block)(shape, q, keys, group, first, stop, scores);
-        for (int g = 0; g < group; g++) {
-            float top = tops[g];
-            for (int64_t key = first; key < stop; key++) {
-                float score = scores[g][key];
-                if (shape->soft_cap > 0.0f)
-                    score = shape->soft_cap * tanhf(score / shape->soft_cap);
-                if (slopes) score += slopes[g] * (float)(origin + key - (num_keys - 1));
-                scores[g][key] = score;
-                top = score > top ? score : top;
+        const int64_t origin = block * block_size, left = num_keys - origin;
+        const Span span = {
+            .first = begin > origin ? begin - origin : 0,
+            .stop = left < block_size ? left : block_size,
+            .offset = 1 - left,
+        };
+        for (int64_t kv = 0; kv < num_kv_heads; kv++) {
+            const ELEMENT *keys = cache + table[block] * shape->block_stride + kv * size;
+            if (block + 1 < num_blocks)
+                NAME(fetch_block)(
+                    shape, cache + table[block + 1] * shape->block_stride + kv * size);
+            for (int64_t head = kv * heads, stop = head + heads; head < stop;) {
+                const ELEMENT *q = query + head * size;
+                const float *slope = slopes ? slopes + head : 0;
+                float *total = totals + head * size;
+                if (stop - head >= 4) {
+                    NAME(attend_block)(shape, q, keys, slope, 4, span, softmax + head, total);
+                    head += 4;
+                } else if (stop - head >= 2) {
+                    NAME(attend_block)(shape, q, keys, slope, 2, span, softmax + head, total);
+                    head += 2;
+                } else {
+                    NAME(attend_block)(shape, q, keys, slope, 1, span, softmax + head, total);
+                    head += 1;
+                }
             }
-            if (top > tops[g]) {
-                float shrink = tops[g] == -INFINITY ? 0.0f : expf(tops[g] - top);
-                for (int64_t i = 0; i < size; i++) totals[g * size + i] *= shrink;
-                sums[g] *= shrink;
-                tops[g] = top;
-            }
-            sums[g] += NAME(weigh)(scores[g], first, stop, tops[g]);
         }
-        NAME(add_values)(shape, scores, values, group, first, stop, totals);
     }
-    for (int g = 0; g < group; g++)
+    for (int64_t h = 0; h < num_heads; h++)
         for (int64_t i = 0; i < size; i++)
-            NAME(store)(out + g * size + i, totals[g * size + i] / sums[g]);
+            NAME(store)(out + h * size + i, totals[h * size + i] / softmax[h].sum);
 }
 
 /* `query` and `out` are rows of all heads; `cache` begins at the layer's keys of block 0. */
@@ -146,30 +151,16 @@ void NAME(paged_decode)(
     const Shape *shape, const ELEMENT *query, const ELEMENT *cache, const int32_t *tables,
     const int32_t *num_keys, const float *slopes, ELEMENT *out) {
     const int64_t heads = shape->num_heads / shape->num_kv_heads;
-    const int64_t num_items = shape->num_sequences * shape->num_kv_heads;
-    /* A thread takes all heads of a sequence, whose rows lie side by side, if that leaves enough. */
-    const int64_t share = shape->num_sequences >= 4 * omp_get_max_threads() ? shape->num_kv_heads : 1;
-#pragma omp parallel for schedule(dynamic, share)
-    for (int64_t item = 0; item < num_items; item++) {
-        const int64_t sequence = item / shape->num_kv_heads, head = item % shape->num_kv_heads;
-        const ELEMENT *layer = cache + head * shape->head_size;
-        const int32_t *table = tables + sequence * shape->table_stride;
-        for (int64_t g = 0; g < heads;) {
-            const int64_t left = heads - g, column = (head * heads + g) * shape->head_size;
-            const ELEMENT *from = query + sequence * shape->query_stride + column;
-            ELEMENT *to = out + sequence * shape->out_stride + column;
-            const float *slope = slopes ? slopes + head * heads + g : 0;
-            const int64_t keys = num_keys[sequence];
-            if (left >= 4) {
-                NAME(attend)(shape, from, layer, table, keys, slope, 4, to);
-                g += 4;
-            } else if (left >= 2) {
-                NAME(attend)(shape, from, layer, table, keys, slope, 2, to);
-                g += 2;
-            } else {
-                NAME(attend)(shape, from, layer, table, keys, slope, 1, to);
-                g += 1;
-            }
-        }
+    const int64_t part = kv_heads_at_once(shape);
+    const int64_t num_parts = (shape->num_kv_heads + part - 1) / part;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t item = 0; item < shape->num_sequences * num_parts; item++) {
+        const int64_t sequence = item / num_parts, kv = item % num_parts * part;
+        const int64_t left = shape->num_kv_heads - kv, column = kv * heads * shape->head_size;
+        NAME(attend)(
+            shape, query + sequence * shape->query_stride + column,
+            cache + kv * shape->head_size, tables + sequence * shape->table_stride,
+            num_keys[sequence], slopes ? slopes + kv * heads : 0, left < part ? left : part,
+            out + sequence * shape->out_stride + column);
     }
 }
