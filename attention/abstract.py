@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from attention import cache
-from attention.batch import AttentionBatch
+from attention.batch import AttentionBatch, EncoderBatch
 from attention.params import AttentionParams, AttentionSpec, AttentionType, problems_of
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "AttentionState",
     "AttentionType",
     "EagerAttentionState",
+    "EncoderBatch",
 ]
 
 
@@ -190,8 +191,8 @@ class AttentionImpl(ABC):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         *,
@@ -202,6 +203,10 @@ class AttentionImpl(ABC):
         `kv_cache` is the cache of all layers, or an empty tensor in a profile run, which then
         writes nothing and attends among the tokens of the step. Padding rows may hold anything
         and come out as zero.
+
+        Tokens are those of the decoder, or for ENCODER those of `metadata.batch.encoder`. For
+        ENCODER_DECODER, keys and values are those of the encoder tokens that the step computes,
+        and both None if there are none.
         """
 
 

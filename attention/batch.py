@@ -5,7 +5,40 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AttentionBatch"]
+__all__ = ["AttentionBatch", "EncoderBatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderBatch:
+    """The encoder's side of a step: which of its tokens are computed, and where they are cached.
+
+    Encoder tokens are flat in the order of the sequences, without padding. An encoder runs
+    whole, in the step of its sequence's first prefill.
+    """
+
+    query_lens: npt.NDArray[np.int32]
+    """Encoder tokens computed in this step, `[num_sequences]`; 0 if they were before."""
+    seq_lens: npt.NDArray[np.int32]
+    """Encoder tokens of each sequence, `[num_sequences]`: the keys that its decoder sees."""
+    block_tables: npt.NDArray[np.int32]
+    """Blocks of the encoder tokens, right-padded with 0, `[num_sequences, >= max blocks]`."""
+    slot_mapping: npt.NDArray[np.int64]
+    """Slot of each encoder token that is computed, `[num_encoder_tokens]`."""
+
+    def __post_init__(self) -> None:
+        assert len(self.query_lens) == len(self.seq_lens) == len(self.block_tables)
+        assert len(self.slot_mapping) == self.query_lens.sum()
+        assert ((self.query_lens == 0) | (self.query_lens == self.seq_lens)).all()
+
+    def part(self, first: int, stop: int) -> "EncoderBatch":
+        """Return that of a run of the sequences."""
+        ends = np.concatenate(([0], np.cumsum(self.query_lens)))
+        return EncoderBatch(
+            query_lens=self.query_lens[first:stop],
+            seq_lens=self.seq_lens[first:stop],
+            block_tables=self.block_tables[first:stop],
+            slot_mapping=self.slot_mapping[ends[first] : ends[stop]],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,10 +58,13 @@ class AttentionBatch:
     """Blocks of each sequence, right-padded with 0, `[num_sequences, >= max blocks]`."""
     slot_mapping: npt.NDArray[np.int64]
     """Slot of each token, padding included, `[num_tokens]`; -1 for do not write."""
+    encoder: EncoderBatch | None = None
+    """The encoder's side, for models that have one beside a decoder."""
 
     def __post_init__(self) -> None:
         assert len(self.query_lens) == len(self.seq_lens) == len(self.block_tables)
         assert 0 <= self.num_prefills <= len(self.query_lens)
+        assert self.encoder is None or len(self.encoder.seq_lens) == len(self.seq_lens)
 
     @property
     def num_decodes(self) -> int:
@@ -54,6 +90,7 @@ class AttentionBatch:
             seq_lens=self.seq_lens[:n],
             block_tables=self.block_tables[:n],
             slot_mapping=self.slot_mapping[: self.num_prefill_tokens],
+            encoder=self.encoder and self.encoder.part(0, n),
         )
 
     def decodes(self) -> "AttentionBatch":
@@ -65,6 +102,7 @@ class AttentionBatch:
             seq_lens=self.seq_lens[n:],
             block_tables=self.block_tables[n:],
             slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
+            encoder=self.encoder and self.encoder.part(n, len(self.seq_lens)),
         )
 
     def advanced(self, block_size: int) -> "AttentionBatch":

@@ -4,13 +4,28 @@ Owns the sharding of heads and the check that parameters make sense. Does not kn
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 
-__all__ = ["AttentionParams", "AttentionSpec", "AttentionType", "problems_of"]
+__all__ = [
+    "KV_CACHE_DTYPES",
+    "AttentionParams",
+    "AttentionSpec",
+    "AttentionType",
+    "cache_dtype",
+    "problems_of",
+    "storage_dtype",
+]
+
+KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 class AttentionType(StrEnum):
@@ -39,19 +54,38 @@ class AttentionParams:
     head_size: int
     scale: float
     sliding_window: int | None = None
-    """Number of keys that a query sees, its own included; None for all."""
+    """A query sees keys less than this far away: of a decoder, that many keys, its own included,
+    and of an encoder as many again behind it; None for all."""
     soft_cap: float | None = None
     """Scores become `cap * tanh(score / cap)` before bias and mask; None for no cap."""
     alibi_slopes: tuple[float, ...] | None = None
-    """One slope per query head of this rank; the bias is `slope * (key - query position)`."""
+    """One slope per query head of this rank; the bias is `-slope * |key - query position|`."""
     kv_cache_dtype: str = "auto"
-    """Element type of the cache; "auto" is the model's."""
+    """Element type of the cache, one of `KV_CACHE_DTYPES`; "auto" is the model's."""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    """What a cached key or value of one of the fp8 types is multiplied by when it is read."""
     attention_type: AttentionType = AttentionType.DECODER
 
     @property
     def group_size(self) -> int:
         """Return the number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether a query sees nothing behind its own position."""
+        return self.attention_type is AttentionType.DECODER
+
+    @property
+    def is_cached(self) -> bool:
+        """Return whether keys and values go through the KV cache."""
+        return self.attention_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+    @property
+    def plan_key(self) -> "AttentionParams":
+        """Return what layers have in common that share one plan: all but the fp8 scales."""
+        return replace(self, k_scale=1.0, v_scale=1.0)
 
     def shard(self, rank: int, num_ranks: int) -> "AttentionParams":
         """Return the part of one tensor-parallel rank: its heads and its slopes.
@@ -75,10 +109,48 @@ class AttentionSpec:
     """All that a backend must know before anything is loaded."""
 
     layers: tuple[AttentionParams, ...]
-    """One entry per layer of this rank, in the order of the cache's layer axis."""
+    """One entry per attention layer of this rank; `layer_index` counts them."""
     dtype: torch.dtype
     device: torch.device
     block_size: int
+    max_seq_len: int | None = None
+    """Tokens of the longest sequence; captured graphs need to know it."""
+
+    @property
+    def cache_layers(self) -> tuple[int | None, ...]:
+        """Return for each layer its place on the cache's layer axis, None if it has none.
+
+        The k-th layer of self attention and the k-th of cross attention have the same place:
+        their blocks come from one pool, and are told apart by their block tables.
+        """
+        counts = Counter[AttentionType]()
+        places: list[int | None] = []
+        for layer in self.layers:
+            places.append(counts[layer.attention_type] if layer.is_cached else None)
+            counts[layer.attention_type] += 1
+        return tuple(places)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Return the length of the cache's layer axis."""
+        return max((place + 1 for place in self.cache_layers if place is not None), default=0)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Return the type of what the cache holds; fp8 is stored as `torch.uint8`."""
+        return cache_dtype(self.layers[0].kv_cache_dtype, self.dtype)
+
+
+def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the type of what a cache holds, by its name; ValueError if there is no such."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(_unknown_cache_dtype(kv_cache_dtype))
+    return KV_CACHE_DTYPES[kv_cache_dtype] or model_dtype
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that a cache tensor has: torch copies and indexes bytes, but not fp8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 def problems_of(spec: AttentionSpec) -> list[str]:
@@ -93,6 +165,8 @@ def problems_of(spec: AttentionSpec) -> list[str]:
         problems.append(
             f"all layers share one cache, but differ in (num_kv_heads, head_size): {sorted(shapes)}"
         )
+    if len({layer.kv_cache_dtype for layer in spec.layers}) > 1:
+        problems.append("all layers share one cache, but differ in kv_cache_dtype")
     for params in dict.fromkeys(spec.layers):
         problems.extend(_problems_of_layer(params))
     return list(dict.fromkeys(problems))
@@ -115,3 +189,18 @@ def _problems_of_layer(params: AttentionParams) -> Iterator[str]:
         yield f"there are {len(slopes)} ALiBi slopes for {params.num_heads} heads"
     if slopes is not None and not all(math.isfinite(slope) for slope in slopes):
         yield "an ALiBi slope is not finite"
+    if params.kv_cache_dtype not in KV_CACHE_DTYPES:
+        yield _unknown_cache_dtype(params.kv_cache_dtype)
+    for name in ("k_scale", "v_scale"):
+        if not 0 < getattr(params, name) < math.inf:
+            yield f"{name} is {getattr(params, name)}, but must be positive and finite"
+    if params.attention_type is AttentionType.ENCODER_DECODER:
+        # Positions of an encoder and a decoder have no distance.
+        if params.sliding_window is not None:
+            yield "cross attention has no sliding window"
+        if slopes is not None:
+            yield "cross attention has no ALiBi"
+
+
+def _unknown_cache_dtype(name: str) -> str:
+    return f"kv_cache_dtype is {name}, but must be one of {', '.join(KV_CACHE_DTYPES)}"

@@ -186,8 +186,8 @@ class TorchSDPAImpl(AttentionImpl):
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         *,
@@ -195,6 +195,8 @@ class TorchSDPAImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Write keys and values to the cache, then attend."""
         assert isinstance(metadata, TorchSDPAMetadata)
+        assert key is not None
+        assert value is not None
         if out is None:
             out = query.new_empty(query.shape)
         blocks = kv_cache
