@@ -142,4 +142,33 @@ INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) 
 #endif
 }
 
+/* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
+INLINE Floats exp_below_zero(Floats x) {
+    const Floats lowest = (Floats){0} - 87.0f;
+    const Ints is_low = x < lowest;
+    x = (Floats)(((Ints)lowest & is_low) | ((Ints)x & ~is_low));
+    Floats n = x * 1.44269504088896341f - 0.5f;
+    const Ints whole = __builtin_convertvector(n, Ints); /* toward zero, and n <= 0: the nearest */
+    n = __builtin_convertvector(whole, Floats);
+    const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = (Floats){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Floats power = (Floats)((whole + 127) << 23);
+    return (Floats)((Ints)(p * power) & ~is_low);
+}
+
+INLINE Floats silu_of(Floats x) {
+    const Ints is_negative = x < 0.0f;
+    const Ints sign = (Ints){0} + INT32_MIN;
+    const Floats small = exp_below_zero((Floats)((Ints)x | sign));
+    const Floats one = (Floats){0} + 1.0f;
+    const Floats top = (Floats)(((Ints)small & is_negative) | ((Ints)one & ~is_negative));
+    return x * top / (small + one);
+}
+
 #endif

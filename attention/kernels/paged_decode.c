@@ -43,26 +43,6 @@ typedef struct {
     float top, sum;
 } Softmax;
 
-/* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
-INLINE Floats exp_of(Floats x) {
-    const Floats lowest = (Floats){} - 87.0f;
-    Ints is_low = x < lowest;
-    x = (Floats)(((Ints)lowest & is_low) | ((Ints)x & ~is_low));
-    Floats n = x * 1.44269504088896341f - 0.5f;
-    Ints whole = __builtin_convertvector(n, Ints); /* toward zero, and n <= 0: the nearest */
-    n = __builtin_convertvector(whole, Floats);
-    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = (Floats){} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    Floats power = (Floats)((whole + 127) << 23);
-    return (Floats)((Ints)(p * power) & ~is_low);
-}
-
 /* From products of queries and keys to scores, with scale, soft cap and ALiBi. */
 INLINE void adjust(const Shape *shape, float *scores, const float *slope, Span span) {
     for (int64_t key = 0; key < span.stop; key += LANES)
@@ -86,7 +66,7 @@ INLINE float top_of(const float *scores, int64_t stop) {
 INLINE float weigh(float *scores, int64_t stop, float top) {
     Floats sum = {0};
     for (int64_t key = 0; key < stop; key += LANES) {
-        const Floats weights = exp_of(load_float(scores + key) - top);
+        const Floats weights = exp_below_zero(load_float(scores + key) - top);
         *(Floats *)(scores + key) = weights;
         sum += weights;
     }

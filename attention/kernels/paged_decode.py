@@ -50,7 +50,7 @@ class _Shape(ctypes.Structure):
 class DecodeRows:
     """The decodes of one step: which blocks each sequence has, and how many keys."""
 
-    __slots__ = ("first_row", "num_keys", "tables")
+    __slots__ = ("first_row", "num_keys", "num_keys_address", "tables", "tables_address")
 
     def __init__(
         self, first_row: int, tables: npt.NDArray[np.int32], num_keys: npt.NDArray[np.int32]
@@ -59,6 +59,9 @@ class DecodeRows:
         """Token row of the first decode; the others follow it."""
         self.tables = np.ascontiguousarray(tables)
         self.num_keys = np.ascontiguousarray(num_keys)
+        # To ask an array for its address takes longer than a short row takes the kernel.
+        self.tables_address = self.tables.ctypes.data
+        self.num_keys_address = self.num_keys.ctypes.data
 
 
 class PagedDecode:
@@ -76,7 +79,7 @@ class PagedDecode:
             num_kv_heads=params.num_kv_heads,
             head_size=params.head_size,
             block_size=spec.block_size,
-            block_stride=2 * len(spec.layers) * block_elements,
+            block_stride=2 * spec.num_cache_layers * block_elements,
             value_offset=block_elements,
             window=params.sliding_window or 0,
             scale=params.scale,
@@ -92,7 +95,9 @@ class PagedDecode:
         """Return the kernel, or None where it does not serve or is not to be had."""
         is_served = (
             spec.device.type == "cpu"
+            and params.is_cached
             and spec.dtype in _SUFFIXES
+            and spec.cache_dtype == spec.dtype
             and spec.block_size <= _MAX_BLOCK_SIZE
             and params.head_size <= _MAX_HEAD_SIZE
         )
@@ -109,12 +114,13 @@ class PagedDecode:
         rows: DecodeRows,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        layer_index: int,
+        place: int,
         out: torch.Tensor,
     ) -> None:
         """Attend for the decodes of a step; `query` and `out` are those of all its tokens.
 
-        Rows may be strided, `[num_tokens, num_heads * head_size]`.
+        Rows may be strided, `[num_tokens, num_heads * head_size]`. `place` is the layer's on the
+        cache's layer axis.
         """
         shape, item_size = self._shape, self._item_size
         shape.num_sequences, shape.table_stride = rows.tables.shape
@@ -122,9 +128,9 @@ class PagedDecode:
         self._kernel(
             self._shape_address,
             query.data_ptr() + rows.first_row * shape.query_stride * item_size,
-            kv_cache.data_ptr() + layer_index * self._layer_bytes,
-            rows.tables.ctypes.data,
-            rows.num_keys.ctypes.data,
+            kv_cache.data_ptr() + place * self._layer_bytes,
+            rows.tables_address,
+            rows.num_keys_address,
             self._slopes_address,
             out.data_ptr() + rows.first_row * shape.out_stride * item_size,
         )

@@ -6,21 +6,23 @@ import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.panel_product import PanelProduct
 from attention.kernels.token_rows import AddNorm, Rotate
 from pagedray.config import RopeConfig
-from workers.layers.norm import ResidualNorm
+from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm, RowNorm
 from workers.layers.products import (
     DenseProduct,
     PackedProduct,
+    PanelledProduct,
     Product,
     TwoWayProduct,
     make_product,
     product_class,
 )
-from workers.layers.rope import RotaryEmbedding
+from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 
 CPU = torch.device("cpu")
-KINDS = [DenseProduct, PackedProduct, TwoWayProduct]
+KINDS = [DenseProduct, PackedProduct, PanelledProduct, TwoWayProduct]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -56,7 +58,7 @@ def test_every_way_of_multiplying_agrees(
     assert _near(product(x.to(dtype)), exact)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 5])
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,6 +89,51 @@ def test_a_product_takes_over_a_strided_weight(kind: type[Product]) -> None:
     assert _near(product(x), x.double() @ table[:, :50].double().t())
 
 
+@pytest.mark.parametrize("kind", [PanelledProduct, TwoWayProduct])
+@torch.inference_mode()
+def test_without_a_compiler_products_are_packed(
+    kind: type[Product], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PanelProduct, "make", lambda weight, bias: None)
+    weight, x = torch.randn(64, 50), torch.randn(3, 50)
+    product = kind(weight.clone(), None)
+    product.finalize()
+    exact = x.double() @ weight.double().t()
+    gate, other = exact.chunk(2, dim=1)
+    assert _near(product(x), exact)
+    assert _near(product.gated(x), functional.silu(gate) * other)
+
+
+@pytest.mark.parametrize("kind", [PanelledProduct, TwoWayProduct])
+@torch.inference_mode()
+def test_a_tied_weight_stays(kind: type[Product]) -> None:
+    table = torch.randn(37, 50)
+    kept = table.clone()
+    kind(table, None).finalize()
+    assert torch.equal(table, kept)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_amx", "kinds"),
+    [
+        ("AVX512", False, (PanelledProduct, PanelledProduct)),
+        ("AVX512", True, (PanelledProduct, TwoWayProduct)),
+        ("AVX2", False, (TwoWayProduct, TwoWayProduct)),
+    ],
+)
+def test_panels_alone_serve_where_no_library_is_faster(
+    capability: str,
+    has_amx: bool,
+    kinds: tuple[type[Product], type[Product]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)
+    assert product_class(torch.float32, CPU) is kinds[0]
+    assert product_class(torch.bfloat16, CPU) is kinds[1]
+
+
 def test_the_choice_of_product_is_fixed() -> None:
     assert product_class(torch.bfloat16, torch.device("cuda")) is DenseProduct
     chosen = {type(make_product(4, 4, has_bias=False, dtype=torch.float32, device=CPU))}
@@ -107,7 +154,7 @@ def test_the_norm_of_the_residual_is_that_of_torch(
 ) -> None:
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
-    norm = ResidualNorm("norm", 48, eps, dtype=dtype, device=CPU)
+    norm = RMSNorm("norm", 48, eps, dtype=dtype, device=CPU)
     (slot,) = norm.slots()
     slot.target.normal_()
     stream, delta = torch.randn(2, num_rows, 48).to(dtype)
@@ -121,16 +168,90 @@ def test_the_norm_of_the_residual_is_that_of_torch(
     assert torch.equal(stream, hidden + delta)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_kernel", [True, False])
+@torch.inference_mode()
+def test_an_offset_norm_multiplies_by_one_plus_its_weight(
+    has_kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
+    norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=dtype, device=CPU)
+    (slot,) = norm.slots()
+    slot.target.normal_()
+    weight = slot.target.double()
+    norm.finalize()
+    stream, delta = torch.randn(2, 5, 48).to(dtype)
+    total = stream + delta
+    exact = functional.rms_norm(total.double(), (48,), 1.0 + weight, 1e-6)
+    assert _near(norm(stream, delta), exact)
+    assert torch.equal(stream, total)
+
+
+@torch.inference_mode()
+def test_an_offset_norm_rounds_once() -> None:
+    norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=torch.bfloat16, device=CPU)
+    (slot,) = norm.slots()
+    # In bfloat16, one plus so small a weight is one.
+    slot.target.fill_(1e-3)
+    norm.finalize()
+    stream = torch.randn(50, 48).bfloat16()
+    nearest = functional.rms_norm(stream.double(), (48,)).mul_(1.001).bfloat16()
+    assert (norm(stream) == nearest).double().mean() > 0.98
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_layer_norm_adds_to_the_stream_first(dtype: torch.dtype, has_bias: bool) -> None:
+    norm = LayerNorm("norm", 48, 1e-5, has_bias=has_bias, dtype=dtype, device=CPU)
+    slots = {slot.name: slot.target.normal_().double() for slot in norm.slots()}
+    assert set(slots) == {"norm.weight", "norm.bias"} if has_bias else {"norm.weight"}
+    stream, delta = torch.randn(2, 5, 48).to(dtype)
+    total = stream + delta
+    exact = functional.layer_norm(
+        total.double(), (48,), slots["norm.weight"], slots.get("norm.bias"), 1e-5
+    )
+    assert _near(norm(stream, delta), exact)
+    assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_heads_of_queries_and_keys_have_weights_of_their_own(
+    dtype: torch.dtype, has_offset: bool
+) -> None:
+    norm = RowNorm(
+        ("q", "k"),
+        6,
+        1e-6,
+        num_heads=2,
+        num_kv_heads=1,
+        has_offset=has_offset,
+        dtype=dtype,
+        device=CPU,
+    )
+    query, key = (slot.target.normal_().double() for slot in norm.slots())
+    norm.finalize()
+    heads = torch.randn(4, 3, 6).to(dtype)
+    weights = torch.stack((query, query, key)) + (1.0 if has_offset else 0.0)
+    exact = functional.rms_norm(heads.double(), (6,), None, 1e-6) * weights
+    result = norm(heads)
+    assert result.dtype == dtype
+    assert _near(result, exact)
+
+
 @torch.inference_mode()
 def test_the_norm_of_zeros_is_zero() -> None:
-    norm = ResidualNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    norm = RMSNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
     next(norm.slots()).target.fill_(1.0)
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
 @torch.inference_mode()
 def test_the_norm_of_no_rows_is_no_rows() -> None:
-    norm = ResidualNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
+    norm = RMSNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
     assert norm(torch.empty(0, 8)).shape == (0, 8)
 
 
@@ -156,3 +277,32 @@ def test_rotation_turns_pairs_by_position_times_frequency(
     )
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1))
     assert torch.equal(turned[0], heads[0])
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@torch.inference_mode()
+def test_a_partial_rotation_leaves_the_rest_of_a_head(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
+
+    def turned(heads: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+        embedding = RotaryEmbedding(
+            rope, head_size=heads.shape[2], max_positions=50, dtype=torch.float32, device=CPU
+        )
+        return embedding.at(torch.tensor([0, 41]))(heads.clone())
+
+    heads = torch.randn(2, 3, 10)
+    result = turned(heads, RopeConfig(rotary_size=6))
+    assert torch.equal(result[..., 6:], heads[..., 6:])
+    torch.testing.assert_close(result[..., :6], turned(heads[..., :6], RopeConfig()))
+
+
+def test_longrope_divides_each_frequency_by_its_factor_and_lengthens_heads() -> None:
+    rope = RopeConfig(kind="longrope", theta=100.0, pair_factors=(1.0, 2.0, 5.0), magnitude=1.5)
+    expected = inverse_frequencies(RopeConfig(theta=100.0), 6) / torch.tensor([1.0, 2.0, 5.0])
+    torch.testing.assert_close(inverse_frequencies(rope, 6), expected)
+    embedding = RotaryEmbedding(rope, head_size=6, max_positions=9, dtype=torch.float32, device=CPU)
+    heads = torch.randn(1, 2, 6)
+    torch.testing.assert_close(embedding.at(torch.tensor([0]))(heads.clone()), 1.5 * heads)

@@ -1,0 +1,148 @@
+"""Products with a weight in panels, by each of the kernel's ways that this machine can run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional
+
+from attention.kernels import native, panel_product
+from attention.kernels.panel_product import PanelProduct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(panel_product.__file__).with_suffix(".c")
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+DTYPES = [torch.float32, torch.bfloat16]
+# Several panels and chunks of k; neither size a multiple of anything; less than one panel or group.
+SIZES = [(96, 1200), (37, 51), (64, 130), (5, 1)]
+MANY_ROWS = [*range(1, 41), 97, 300]
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@pytest.fixture(
+    scope="module", autouse=True, params=["", "-mno-avx512bf16", "-mno-avx512f", "-mno-fma"]
+)
+def _kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Compile the kernels without some instructions."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            off = ("-mno-avx512f",) if request.param == "-mno-fma" else ()
+            patch.setattr(native, "_FLAGS", (*native._FLAGS, *off, request.param))
+        library = native.load_kernels(SOURCE)
+        if library is None:
+            pytest.skip(f"{request.param} is not for this machine")
+        patch.setattr(panel_product, "_library", lambda: library)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _each_way_of_decodes() -> None:
+    """Replace the fixture that runs each test twice: a product knows no decodes."""
+    torch.manual_seed(0)
+
+
+def _made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelProduct:
+    product = PanelProduct.make(weight, bias)
+    assert product is not None
+    return product
+
+
+def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product_is_that_of_torch_for_any_number_of_rows(
+    dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
+    plain, biased = _made(weight), _made(weight, bias)
+    for num_rows in MANY_ROWS:
+        # Rows that lie apart, with other values between them.
+        x = torch.randn(num_rows, size[1] + 7).to(dtype)[:, 3:-4]
+        exact = x.double() @ weight.double().t()
+        assert _error(plain(x), exact) < TOLERANCE[dtype]
+        assert _error(biased(x), exact + bias.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [((128, 70), 1), ((74, 70), 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_is_silu_of_one_half_times_the_other(
+    dtype: torch.dtype, size: tuple[int, int], tolerance: float
+) -> None:
+    weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
+    product = _made(weight, bias)
+    for num_rows in MANY_ROWS:
+        x = torch.randn(num_rows, size[1]).to(dtype)
+        gate, other = (x.double() @ weight.double().t() + bias.double()).chunk(2, dim=1)
+        # Halves that share a panel are rounded before they are multiplied.
+        exact = functional.silu(gate) * other
+        assert _error(product.gated(x), exact) < tolerance * TOLERANCE[dtype]
+
+
+def test_gate_holds_at_extremes() -> None:
+    gates = torch.tensor([-300.0, -88.0, -87.0, -1e-30, 0.0, 1e-30, 88.0, 300.0, torch.nan])
+    weight = torch.zeros(64, 1)
+    weight[: len(gates), 0], weight[32:, 0] = gates, 1.0
+    result = _made(weight).gated(torch.ones(1, 1))[0, : len(gates)]
+    torch.testing.assert_close(result, functional.silu(gates), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    product, x = _made(torch.randn(128, 1300).to(dtype)), torch.randn(300, 1300).to(dtype)
+    alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
+    gated_alone = torch.cat([product.gated(x[i : i + 1]) for i in range(len(x))])
+    for num_rows in MANY_ROWS:
+        assert torch.equal(product(x[:num_rows]), alone[:num_rows])
+        assert torch.equal(product.gated(x[:num_rows]), gated_alone[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_result_does_not_depend_on_the_number_of_threads(
+    dtype: torch.dtype,
+) -> None:
+    product = _made(torch.randn(70, 90).to(dtype))
+    for num_rows in (1, 5, 40, 300):
+        x = torch.randn(num_rows, 90).to(dtype)
+        results = []
+        # Seven threads are more than there are panels.
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            results.append(product(x))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_too_long_for_a_whole_tile_are_multiplied(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(3, 2**18).to(dtype), torch.randn(5, 2**18).to(dtype)
+    assert _error(_made(weight)(x), x.double() @ weight.double().t()) < TOLERANCE[dtype]
+
+
+def test_no_rows_are_multiplied_to_no_rows() -> None:
+    assert _made(torch.randn(64, 8))(torch.empty(0, 8)).shape == (0, 64)
+
+
+def test_weight_is_copied() -> None:
+    weight, x = torch.randn(32, 1), torch.randn(2, 1)
+    product = _made(weight)
+    before = product(x)
+    weight.zero_()
+    assert torch.equal(product(x), before)
+
+
+def test_what_does_not_serve_is_refused() -> None:
+    assert PanelProduct.make(torch.randn(4, 4).half(), None) is None
+    assert PanelProduct.make(torch.empty(1, 2**18 + 1), None) is None
