@@ -1,0 +1,286 @@
+"""Attention of many queries a sequence, over blocks or over ragged keys and values.
+
+Owns the kernel and its launch; `paged_attention` and `ragged_attention` are its two faces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.tiles import (
+    attend,
+    dot_type,
+    load_rows,
+    load_slopes,
+    log_sum,
+    mean_values,
+    stride_unit,
+    wide_strides,
+)
+from attention.kernels.triton.tuning import PagedAttentionTuning, next_power_of_two
+
+if TYPE_CHECKING:
+    from attention.kernels.triton.options import AttentionOptions
+
+__all__ = ["KeyRows", "attend_chunks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyRows:
+    """Where the keys and values of all sequences are."""
+
+    keys: torch.Tensor
+    """`[num_blocks, block_size, num_kv_heads, head_size]`, or without blocks
+    `[num_tokens, num_kv_heads, head_size]`; values have the same strides."""
+    values: torch.Tensor
+    bounds: torch.Tensor
+    """int32: number of keys of each sequence, `[B]`; without blocks where they start, `[B + 1]`."""
+    block_tables: torch.Tensor | None
+    """int32, `[B, width]`; None for keys and values without blocks."""
+
+    def __post_init__(self) -> None:
+        assert self.keys.stride() == self.values.stride()
+        assert self.keys.stride(-1) == 1
+        assert self.bounds.dtype == torch.int32
+        assert self.keys.ndim == (3 if self.block_tables is None else 4)
+
+
+@triton.jit
+def _attend_chunks(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    slopes: tl.tensor,
+    query_starts: tl.tensor,
+    bounds: tl.tensor,
+    tables: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    lse_token_stride: tl.tensor,
+    block_stride: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window_left: tl.tensor,
+    window_right: tl.tensor,
+    dot_scale: tl.tensor,
+    cap: tl.tensor,
+    v_scale: tl.tensor,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    has_cap: tl.constexpr,
+    has_slopes: tl.constexpr,
+    has_lse: tl.constexpr,
+    operand_type: tl.constexpr,
+    stride_unit: tl.constexpr,
+    group_size: tl.constexpr,
+    block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> None:
+    tile_queries: tl.constexpr = tile_rows // group_size
+    block_stride, token_stride, head_stride = wide_strides(
+        block_stride, token_stride, head_stride, stride_unit
+    )
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    query_start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - query_start
+    # Under a causal mask the last queries have the most keys, and go first.
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile_queries
+    if first_query >= num_queries:
+        return
+
+    if block_size == 0:
+        key_start = tl.load(bounds + sequence)
+        num_keys = tl.load(bounds + sequence + 1) - key_start
+        sequence_offset = key_start.to(tl.int64) * token_stride
+    else:
+        num_keys = tl.load(bounds + sequence)
+        sequence_offset = 0
+
+    rows = tl.arange(0, tile_rows)
+    queries = first_query + rows // group_size
+    heads = kv_head * group_size + rows % group_size
+    is_row = (rows < tile_queries * group_size) & (queries < num_queries)
+    tokens = (query_start + queries).to(tl.int64)
+    q = load_rows(
+        query,
+        tokens * query_token_stride + heads * query_head_stride,
+        is_row,
+        False,
+        head_size,
+        padded_size,
+    ).to(operand_type)
+    row_slopes = load_slopes(slopes, heads, is_row, has_slopes)
+
+    first_position = num_keys - num_queries + first_query
+    last_position = min(first_position + tile_queries, num_keys) - 1
+    first_key = 0
+    end_key = num_keys
+    # Up to here every row sees every key, so that whole tiles need no mask.
+    unmasked_end = num_keys
+    if has_right:
+        end_key = min(end_key, last_position + window_right + 1)
+        unmasked_end = min(unmasked_end, first_position + window_right + 1)
+    unmasked_end = max(unmasked_end, 0) // tile_keys * tile_keys
+    if has_left:
+        first_key = max(first_position - window_left, 0)
+        unmasked_end = first_key // tile_keys * tile_keys
+
+    weighted = tl.zeros([tile_rows, padded_size], tl.float32)
+    top = tl.full([tile_rows], float("-inf"), tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_stride
+    positions = num_keys - num_queries + queries
+    keys += sequence_offset + kv_head * head_stride
+    values += sequence_offset + kv_head * head_stride
+    if not has_left:
+        weighted, top, total = attend(
+            weighted,
+            top,
+            total,
+            q,
+            positions,
+            row_slopes,
+            keys,
+            values,
+            table,
+            block_stride,
+            token_stride,
+            0,
+            unmasked_end,
+            0,
+            window_left,
+            window_right,
+            dot_scale,
+            cap,
+            False,
+            has_left,
+            has_right,
+            has_cap,
+            has_slopes,
+            block_size,
+            head_size,
+            padded_size,
+            tile_keys,
+        )
+    weighted, top, total = attend(
+        weighted,
+        top,
+        total,
+        q,
+        positions,
+        row_slopes,
+        keys,
+        values,
+        table,
+        block_stride,
+        token_stride,
+        unmasked_end,
+        end_key,
+        first_key,
+        window_left,
+        window_right,
+        dot_scale,
+        cap,
+        True,
+        has_left,
+        has_right,
+        has_cap,
+        has_slopes,
+        block_size,
+        head_size,
+        padded_size,
+        tile_keys,
+    )
+
+    dims = tl.arange(0, padded_size)
+    out_offsets = tokens * out_token_stride + heads * out_head_stride
+    tl.store(
+        out + out_offsets[:, None] + dims[None, :],
+        mean_values(weighted, total, v_scale).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (dims[None, :] < head_size),
+    )
+    if has_lse:
+        tl.store(lse + tokens * lse_token_stride + heads, log_sum(top, total), mask=is_row)
+
+
+def attend_chunks(
+    query: torch.Tensor,
+    rows: KeyRows,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    options: AttentionOptions,
+    tuning: PagedAttentionTuning,
+) -> None:
+    """Launch the kernel; shapes are those of `paged_attention` and `ragged_attention`."""
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = rows.keys.shape[-2]
+    group_size = num_heads // num_kv_heads
+    num_sequences = len(query_starts) - 1
+    assert query_starts.dtype == torch.int32
+    assert num_heads == group_size * num_kv_heads
+    assert query.stride(2) == out.stride(2) == 1
+    assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
+    assert tuning.tile_rows >= group_size
+    if not num_sequences or not max_query_len:
+        return
+    tables = rows.block_tables
+    slopes = options.alibi_slopes
+    unit = stride_unit(rows.keys)
+    num_tiles = triton.cdiv(max_query_len, tuning.tile_rows // group_size)
+    _attend_chunks[(num_tiles, num_kv_heads, num_sequences)](
+        query,
+        rows.keys,
+        rows.values,
+        out,
+        out if lse is None else lse,
+        rows.bounds if slopes is None else slopes,
+        query_starts,
+        rows.bounds,
+        rows.bounds if tables is None else tables,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        0 if lse is None else lse.stride(0),
+        0 if tables is None else rows.keys.stride(0) // unit,
+        rows.keys.stride(-3) // unit,
+        rows.keys.stride(-2) // unit,
+        0 if tables is None else tables.stride(0),
+        options.window_left,
+        options.window_right,
+        options.dot_scale,
+        options.cap,
+        options.v_scale,
+        has_left=options.window_left >= 0,
+        has_right=options.window_right >= 0,
+        has_cap=options.soft_cap is not None,
+        has_slopes=slopes is not None,
+        has_lse=lse is not None,
+        operand_type=dot_type(query),
+        stride_unit=unit,
+        group_size=group_size,
+        block_size=0 if tables is None else rows.keys.shape[1],
+        head_size=head_size,
+        padded_size=max(16, next_power_of_two(head_size)),
+        tile_rows=tuning.tile_rows,
+        tile_keys=tuning.tile_keys,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

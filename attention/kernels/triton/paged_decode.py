@@ -1,0 +1,296 @@
+"""Attention of one query a sequence over the paged cache, its keys split over programs.
+
+How the keys are cut follows from their number on the device, and only how often from the launch:
+a captured graph is replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.tiles import (
+    attend,
+    dot_type,
+    load_rows,
+    load_slopes,
+    log_sum,
+    mean_values,
+    stride_unit,
+    wide_strides,
+)
+from attention.kernels.triton.tuning import PagedAttentionTuning, next_power_of_two
+
+if TYPE_CHECKING:
+    from attention.kernels.triton.options import AttentionOptions
+
+__all__ = ["num_scratch_elements", "paged_decode"]
+
+_MERGED_SPLITS = 8
+"""Splits that the merging kernel has in registers at once."""
+
+
+@triton.jit
+def _attend_split(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    slopes: tl.tensor,
+    seq_lens: tl.tensor,
+    tables: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    out_row_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    lse_row_stride: tl.tensor,
+    block_stride: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window_left: tl.tensor,
+    dot_scale: tl.tensor,
+    cap: tl.tensor,
+    v_scale: tl.tensor,
+    has_left: tl.constexpr,
+    has_cap: tl.constexpr,
+    has_slopes: tl.constexpr,
+    has_lse: tl.constexpr,
+    operand_type: tl.constexpr,
+    stride_unit: tl.constexpr,
+    group_size: tl.constexpr,
+    block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    min_split_tiles: tl.constexpr,
+) -> None:
+    block_stride, token_stride, head_stride = wide_strides(
+        block_stride, token_stride, head_stride, stride_unit
+    )
+    # Programs that run at the same time read neighbouring heads of the same blocks.
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.program_id(2)
+    num_splits = tl.num_programs(1)
+    num_keys = tl.load(seq_lens + sequence)
+    first_key = 0
+    if has_left:
+        first_key = max(num_keys - 1 - window_left, 0)
+    first_tile = first_key // tile_keys
+    num_tiles = tl.cdiv(num_keys, tile_keys) - first_tile
+    split_tiles = max(tl.cdiv(num_tiles, num_splits), min_split_tiles)
+    start = (first_tile + split * split_tiles) * tile_keys
+    end = min(start + split_tiles * tile_keys, num_keys)
+
+    rows = tl.arange(0, tile_rows)
+    heads = kv_head * group_size + rows
+    is_row = rows < group_size
+    q = load_rows(
+        query,
+        sequence.to(tl.int64) * query_token_stride + heads * query_head_stride,
+        is_row,
+        False,
+        head_size,
+        padded_size,
+    ).to(operand_type)
+    row_slopes = load_slopes(slopes, heads, is_row, has_slopes)
+    weighted, top, total = attend(
+        tl.zeros([tile_rows, padded_size], tl.float32),
+        tl.full([tile_rows], float("-inf"), tl.float32),
+        tl.zeros([tile_rows], tl.float32),
+        q,
+        tl.zeros([tile_rows], tl.int32) + num_keys - 1,
+        row_slopes,
+        keys + kv_head * head_stride,
+        values + kv_head * head_stride,
+        tables + sequence.to(tl.int64) * table_stride,
+        block_stride,
+        token_stride,
+        start,
+        end,
+        first_key,
+        0,
+        0,
+        dot_scale,
+        cap,
+        True,
+        False,
+        False,
+        has_cap,
+        has_slopes,
+        block_size,
+        head_size,
+        padded_size,
+        tile_keys,
+    )
+
+    # Without splits the row is the token's; else rows are [sequence, split].
+    row = (sequence * num_splits + split).to(tl.int64)
+    dims = tl.arange(0, padded_size)
+    out_offsets = row * out_row_stride + heads * out_head_stride
+    tl.store(
+        out + out_offsets[:, None] + dims[None, :],
+        mean_values(weighted, total, v_scale).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (dims[None, :] < head_size),
+    )
+    if has_lse:
+        tl.store(lse + row * lse_row_stride + heads, log_sum(top, total), mask=is_row)
+
+
+@triton.jit
+def _merge_splits(
+    parts: tl.tensor,
+    part_lse: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    lse_token_stride: tl.tensor,
+    has_lse: tl.constexpr,
+    num_splits: tl.constexpr,
+    padded_splits: tl.constexpr,
+    merged_splits: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+) -> None:
+    head = tl.program_id(0)
+    num_heads = tl.num_programs(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    first_row = sequence * num_splits * num_heads + head
+    splits = tl.arange(0, padded_splits)
+    all_lse = tl.load(
+        part_lse + first_row + splits * num_heads, mask=splits < num_splits, other=float("-inf")
+    )
+    top = tl.max(all_lse, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(all_lse - base), 0)
+
+    dims = tl.arange(0, padded_size)
+    merged = tl.zeros([padded_size], tl.float32)
+    for first_split in range(0, num_splits, merged_splits):
+        some = first_split + tl.arange(0, merged_splits)
+        rows = first_row + some * num_heads
+        some_lse = tl.load(part_lse + rows, mask=some < num_splits, other=float("-inf"))
+        part = tl.load(
+            parts + rows[:, None] * head_size + dims[None, :],
+            mask=(some_lse > float("-inf"))[:, None] & (dims[None, :] < head_size),
+            other=0.0,
+        )
+        merged += tl.sum(part * tl.exp(some_lse - base)[:, None], 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(
+        out + sequence * out_token_stride + head * out_head_stride + dims,
+        (merged / total).to(out.dtype.element_ty),
+        mask=dims < head_size,
+    )
+    if has_lse:
+        tl.store(lse + sequence * lse_token_stride + head, top + tl.log(total))
+
+
+def num_scratch_elements(
+    *, num_sequences: int, num_heads: int, head_size: int, num_splits: int
+) -> int:
+    """Return how many float32 elements of scratch memory a decode needs."""
+    rows = num_sequences * num_heads * num_splits
+    return rows * (head_size + 1) if num_splits > 1 else 0
+
+
+def paged_decode(
+    query: torch.Tensor,
+    layer_cache: torch.Tensor,
+    *,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    options: AttentionOptions,
+    tuning: PagedAttentionTuning,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attend for one query a sequence, `[B, num_heads, head_size]`; all else as `paged_attention`.
+
+    A query sits at its sequence's last key, so that `window_right` has no effect. `scratch` is
+    float32 of at least `num_scratch_elements`; launches on one stream may share it.
+    """
+    num_sequences, num_heads, head_size = query.shape
+    num_kv_heads = layer_cache.shape[3]
+    group_size = num_heads // num_kv_heads
+    num_splits = tuning.num_splits
+    num_parts = num_sequences * num_splits * num_heads
+    assert num_heads == group_size * num_kv_heads <= tuning.tile_rows * num_kv_heads
+    assert seq_lens.dtype == block_tables.dtype == torch.int32
+    assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
+    assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
+    if not num_sequences:
+        return
+    padded_size = max(16, next_power_of_two(head_size))
+    part_out, part_lse = out, lse
+    part_strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+    if num_splits > 1:
+        assert scratch.dtype == torch.float32
+        assert scratch.is_contiguous()
+        assert scratch.numel() >= num_parts * (head_size + 1)
+        part_out, part_lse = scratch, scratch[num_parts * head_size :]
+        part_strides = num_heads * head_size, head_size, num_heads
+    slopes = options.alibi_slopes
+    unit = stride_unit(layer_cache)
+    _attend_split[(num_kv_heads, num_splits, num_sequences)](
+        query,
+        layer_cache[:, 0],
+        layer_cache[:, 1],
+        part_out,
+        part_out if part_lse is None else part_lse,
+        seq_lens if slopes is None else slopes,
+        seq_lens,
+        block_tables,
+        query.stride(0),
+        query.stride(1),
+        *part_strides,
+        layer_cache.stride(0) // unit,
+        layer_cache.stride(2) // unit,
+        layer_cache.stride(3) // unit,
+        block_tables.stride(0),
+        options.window_left,
+        options.dot_scale,
+        options.cap,
+        options.v_scale,
+        has_left=options.window_left >= 0,
+        has_cap=options.soft_cap is not None,
+        has_slopes=slopes is not None,
+        has_lse=part_lse is not None,
+        operand_type=dot_type(query),
+        stride_unit=unit,
+        group_size=group_size,
+        block_size=layer_cache.shape[2],
+        head_size=head_size,
+        padded_size=padded_size,
+        tile_rows=tuning.tile_rows,
+        tile_keys=tuning.tile_keys,
+        min_split_tiles=-(-tuning.min_split_keys // tuning.tile_keys),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if num_splits == 1:
+        return
+    _merge_splits[(num_heads, num_sequences)](
+        scratch,
+        part_lse,
+        out,
+        out if lse is None else lse,
+        out.stride(0),
+        out.stride(1),
+        0 if lse is None else lse.stride(0),
+        has_lse=lse is not None,
+        num_splits=num_splits,
+        padded_splits=next_power_of_two(num_splits),
+        merged_splits=min(_MERGED_SPLITS, next_power_of_two(num_splits)),
+        head_size=head_size,
+        padded_size=padded_size,
+        num_warps=2,
+    )

@@ -1,0 +1,241 @@
+"""The loop that all attention kernels share: rows of queries over a range of keys.
+
+A row is one head of one query. Exponents are in units of log2(e), because exp2 is one
+instruction. The state of a row is the sum of its weighted values, the top of its exponents and
+the sum of its weights relative to that top, all float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "attend",
+    "dot_type",
+    "load_rows",
+    "load_slopes",
+    "log_sum",
+    "mean_values",
+    "stride_unit",
+    "wide_strides",
+]
+
+_DOT_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def dot_type(query: torch.Tensor) -> tl.dtype:
+    """Return the element type of matrix products, which is that of the queries.
+
+    Triton's interpreter, which runs the kernels on the CPU, multiplies no bfloat16.
+    """
+    widens = query.dtype == torch.bfloat16 and not query.is_cuda
+    return tl.float32 if widens else _DOT_TYPES[query.dtype]
+
+
+def stride_unit(keys: torch.Tensor) -> int:
+    """Return the power of two, at most 16, that divides all strides but the last.
+
+    Triton looks only whether a stride is a multiple of 16, and loads single elements if it is not.
+    So strides go to a kernel divided by the unit, and `wide_strides` multiplies them by it.
+    """
+    return math.gcd(16, *keys.stride()[:-1])
+
+
+@triton.jit
+def wide_strides(
+    block_stride: tl.tensor, token_stride: tl.tensor, head_stride: tl.tensor, unit: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return strides in elements, of which Triton then knows that the unit divides them."""
+    return block_stride.to(tl.int64) * unit, token_stride * unit, head_stride * unit
+
+
+@triton.jit
+def load_rows(
+    pointer: tl.tensor,
+    offsets: tl.tensor,
+    is_row: tl.tensor,
+    has_all_rows: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+) -> tl.tensor:
+    """Return `[rows, padded_size]`, zero where there is no row or no element of the head."""
+    dims = tl.arange(0, padded_size)
+    pointers = pointer + offsets[:, None] + dims[None, :]
+    # A mask that is always true would still cost a predicate for each load.
+    if head_size == padded_size:
+        if has_all_rows:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=is_row[:, None], other=0.0)
+    else:
+        if has_all_rows:
+            return tl.load(pointers, mask=dims[None, :] < head_size, other=0.0)
+        else:
+            return tl.load(pointers, mask=is_row[:, None] & (dims[None, :] < head_size), other=0.0)
+
+
+@triton.jit
+def load_slopes(
+    slopes: tl.tensor, heads: tl.tensor, is_row: tl.tensor, has_slopes: tl.constexpr
+) -> tl.tensor:
+    """Return the slope of each row in units of log2(e), or zeros."""
+    if has_slopes:
+        return tl.load(slopes + heads, mask=is_row, other=0.0) * 1.4426950408889634
+    else:
+        return tl.zeros_like(heads).to(tl.float32)
+
+
+@triton.jit
+def _tile_blocks(
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    block_size: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> tl.tensor:
+    """Return the block of a tile, or of each of its keys; a block size of 0 is no blocks.
+
+    The table is read below `end` only.
+    """
+    if block_size == 0:
+        return start
+    elif block_size % tile_keys == 0:
+        return tl.load(table + start // block_size, mask=start < end, other=0)
+    else:
+        keys = start + tl.arange(0, tile_keys)
+        return tl.load(table + keys // block_size, mask=keys < end, other=0)
+
+
+@triton.jit
+def _key_offsets(
+    blocks: tl.tensor,
+    start: tl.tensor,
+    block_stride: tl.tensor,
+    token_stride: tl.tensor,
+    block_size: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> tl.tensor:
+    """Return where the keys of a tile are, int64 `[tile_keys]`, from `_tile_blocks`."""
+    keys = start + tl.arange(0, tile_keys)
+    if block_size == 0:
+        return keys.to(tl.int64) * token_stride
+    else:
+        return blocks.to(tl.int64) * block_stride + (keys % block_size).to(tl.int64) * token_stride
+
+
+@triton.jit
+def _exponents(
+    query: tl.tensor,
+    key: tl.tensor,
+    distance: tl.tensor,
+    slopes: tl.tensor,
+    dot_scale: tl.tensor,
+    cap: tl.tensor,
+    has_cap: tl.constexpr,
+    has_slopes: tl.constexpr,
+) -> tl.tensor:
+    """Return exponents before any mask, `[rows, keys]`; slopes and cap in units of log2(e)."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * dot_scale
+    if has_cap:
+        # tanh from exp2(-2 |x| log2(e)), which cannot overflow.
+        shrunk = tl.exp2(tl.abs(scores) * -2.8853900817779268)
+        tangent = (1.0 - shrunk) / (1.0 + shrunk)
+        scores = tl.where(scores < 0.0, -cap, cap) * tangent
+    if has_slopes:
+        scores -= slopes[:, None] * tl.abs(distance).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def attend(
+    weighted: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    query: tl.tensor,
+    query_positions: tl.tensor,
+    slopes: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    block_stride: tl.tensor,
+    token_stride: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    first_key: tl.tensor,
+    window_left: tl.tensor,
+    window_right: tl.tensor,
+    dot_scale: tl.tensor,
+    cap: tl.tensor,
+    is_masked: tl.constexpr,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    has_cap: tl.constexpr,
+    has_slopes: tl.constexpr,
+    block_size: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    tile_keys: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the state after the keys from `start`, a multiple of the tile, up to `end`.
+
+    Keys before `first_key` and from `end` on are never read, whatever the table says: a slot that
+    is not in use may hold NaN, which even a weight of 0 would let through. Without a mask, `end`
+    is a multiple of the tile too, and every row sees every key.
+    """
+    # Blocks are looked up one tile ahead. A lookup within the step would count as a load that the
+    # loads of keys depend on, and Triton would then have fewer of those in flight.
+    blocks = _tile_blocks(table, start, end, block_size, tile_keys)
+    for tile in range(start, end, tile_keys):
+        positions = tile + tl.arange(0, tile_keys)
+        is_key = (positions >= first_key) & (positions < end)
+        offsets = _key_offsets(blocks, tile, block_stride, token_stride, block_size, tile_keys)
+        blocks = _tile_blocks(table, tile + tile_keys, end, block_size, tile_keys)
+        key = load_rows(keys, offsets, is_key, not is_masked, head_size, padded_size)
+        value = load_rows(values, offsets, is_key, not is_masked, head_size, padded_size)
+        distance = positions[None, :] - query_positions[:, None]
+        scores = _exponents(
+            query, key.to(query.dtype), distance, slopes, dot_scale, cap, has_cap, has_slopes
+        )
+        if is_masked:
+            is_visible = is_key[None, :]
+            if has_left:
+                is_visible = is_visible & (distance >= -window_left)
+            if has_right:
+                is_visible = is_visible & (distance <= window_right)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen no key yet has no top to subtract.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        weighted = tl.dot(
+            weights.to(query.dtype),
+            value.to(query.dtype),
+            weighted * shrink[:, None],
+            input_precision="ieee",
+        )
+        top = higher
+    return weighted, top, total
+
+
+@triton.jit
+def mean_values(weighted: tl.tensor, total: tl.tensor, v_scale: tl.tensor) -> tl.tensor:
+    """Return the attention of rows, `[rows, padded_size]` float32; zero for a row without keys."""
+    is_empty = total == 0.0
+    factor = tl.where(is_empty, 0.0, v_scale / tl.where(is_empty, 1.0, total))
+    return weighted * factor[:, None]
+
+
+@triton.jit
+def log_sum(top: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Return the natural logarithm of the sum of what was exponentiated; -inf for no keys."""
+    return (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453

@@ -1,0 +1,94 @@
+"""Tile sizes of the attention kernels, and how a decode is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "PagedAttentionTuning",
+    "default_chunk_tuning",
+    "default_decode_tuning",
+    "default_num_splits",
+    "next_power_of_two",
+]
+
+_MIN_ROWS = 16
+"""The smallest matrix product that the tensor cores do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttentionTuning:
+    """How the work is cut. Results differ by rounding only."""
+
+    tile_rows: int
+    """Rows of a program, a power of two from 16; a row is one head of one query."""
+    tile_keys: int
+    """Keys of one step of a program's loop, a power of two from 16."""
+    num_warps: int
+    num_stages: int
+    """Tiles of keys in flight, the one in use included."""
+    num_splits: int = 1
+    """Programs that share the keys of one decode and one KV head; always 1 for chunks."""
+    min_split_keys: int = 128
+    """Keys that a split takes at least, while there are any."""
+
+
+def next_power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def default_chunk_tuning(
+    *, group_size: int, head_size: int, dtype: torch.dtype, max_query_len: int
+) -> PagedAttentionTuning:
+    """Return the tuning of chunks and prefills; `dtype` is that of the queries."""
+    is_wide = head_size > 128
+    if dtype == torch.float32:
+        # Without tensor cores a product keeps its operands in registers: larger tiles spill.
+        most_rows, tile_keys, num_stages = 32, 16, 2
+    elif not is_wide:
+        most_rows, tile_keys, num_stages = 128, 32, 3
+    else:
+        most_rows, tile_keys, num_stages = 128, 32, 2
+    wanted = next_power_of_two(max_query_len * group_size)
+    tile_rows = max(min(most_rows, wanted), _fewest_rows(group_size))
+    return PagedAttentionTuning(
+        tile_rows=tile_rows,
+        tile_keys=tile_keys,
+        num_warps=8 if dtype == torch.float32 or (is_wide and tile_rows >= 128) else 4,
+        num_stages=num_stages,
+    )
+
+
+def default_decode_tuning(
+    *, group_size: int, head_size: int, dtype: torch.dtype, num_splits: int
+) -> PagedAttentionTuning:
+    """Return the tuning of decodes; `dtype` is that of the queries."""
+    tile_rows = _fewest_rows(group_size)
+    tile_keys = 64 if head_size <= 128 else 32
+    return PagedAttentionTuning(
+        tile_rows=tile_rows,
+        tile_keys=16 if dtype == torch.float32 else tile_keys,
+        num_warps=8 if tile_rows >= 128 else 4,
+        num_stages=2 if head_size <= 128 else 3,
+        num_splits=num_splits,
+    )
+
+
+def default_num_splits(
+    *, num_sequences: int, num_kv_heads: int, max_seq_len: int, num_multiprocessors: int
+) -> int:
+    """Return how many programs share one decode, from bounds that a captured graph keeps.
+
+    `max_seq_len` is the longest that sequences may become. Three programs for each
+    multiprocessor are as many as run at the same time; merging costs more than their ends save.
+    """
+    wanted = 3 * num_multiprocessors // (num_sequences * num_kv_heads)
+    useful = -(-max_seq_len // 256)
+    return max(1, min(wanted, useful, 64))
+
+
+def _fewest_rows(group_size: int) -> int:
+    return max(_MIN_ROWS, next_power_of_two(group_size))

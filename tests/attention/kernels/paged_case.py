@@ -1,0 +1,253 @@
+"""Sequences in a paged cache whose every other slot is NaN, and what attention makes of them.
+
+The same code runs small under Triton's interpreter and large on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_attention import paged_attention
+from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.ragged_attention import ragged_attention
+from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode_tuning
+from tests.attention.dense_reference import relative_error
+from tests.attention.kernels.two_sided_reference import two_sided_attention
+
+__all__ = ["DEVICE", "FEATURES", "HEADS", "TOLERANCE", "PagedCase", "Shape", "options_of"]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+UNTOUCHED = 7.0
+
+FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
+    "causal": {},
+    "scale": {"scale": 0.7},
+    "everything": {"window_right": -1},
+    "window": {"window_left": 20},
+    "own key only": {"window_left": 0},
+    "two-sided window": {"window_left": 9, "window_right": 5},
+    "right window": {"window_right": 3},
+    "left window": {"window_left": 11, "window_right": -1},
+    "cap": {"soft_cap": 1.5, "scale": 1.0},
+    "ALiBi": {"has_alibi": True},
+    "ALiBi both ways": {"has_alibi": True, "window_right": -1},
+    "ALiBi and window": {"has_alibi": True, "window_left": 13},
+    "cap and window": {"soft_cap": 2.0, "scale": 1.0, "window_left": 17},
+    "cap and ALiBi": {"soft_cap": 2.0, "scale": 1.0, "has_alibi": True},
+}
+HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
+"""Query heads and KV heads: groups of 1, 3, 5, 7, 8 and more than the rows of a small tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the cache and the queries look like."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """Element type of the cache; None for that of the queries."""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+def options_of(
+    shape: Shape, feature: dict[str, Any], device: str
+) -> AttentionOptions:  # Any: above
+    """Return the options of a feature, with slopes that no formula would guess."""
+    feature = {
+        "scale": shape.head_size**-0.5,
+        "window_right": 0,
+        "k_scale": shape.k_scale,
+        "v_scale": shape.v_scale,
+    } | feature
+    if feature.pop("has_alibi", False):
+        slopes = [0.03 + 0.2 / (1 + head) for head in range(shape.num_heads)]
+        feature["alibi_slopes"] = torch.tensor(slopes, device=device)
+    return AttentionOptions(**feature)
+
+
+class PagedCase:
+    """Some sequences; keys before `num_freed` have been given back, and are NaN."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        seq_lens: list[int],
+        *,
+        num_freed: int = 0,
+        device: str = DEVICE,
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.shape = shape
+        self.seq_lens = seq_lens
+        self.device = device
+        block_size = shape.block_size
+        rows = shape.num_kv_heads, shape.head_size
+        counts = [-(-length // block_size) for length in seq_lens]
+        # Block 0 belongs to nobody, and tables end in it.
+        order = (1 + torch.randperm(sum(counts))).tolist()
+        cache = torch.full((2 + sum(counts), 2, 2, block_size, *rows), float("nan"))
+        self.tables = torch.zeros(len(seq_lens), max([*counts, 1]) + 1, dtype=torch.int32)
+        for sequence, length in enumerate(seq_lens):
+            blocks = [order.pop() for _ in range(counts[sequence])]
+            self.tables[sequence, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            for position in range(min(num_freed, length), length):
+                block, slot = blocks[position // block_size], position % block_size
+                cache[block, 1, :, slot] = torch.randn(2, *rows)
+        self.cache = cache.to(shape.cache_dtype or shape.dtype).to(device)
+
+    def keys_and_values(self, sequence: int) -> torch.Tensor:
+        """Return what the cache means, float64 `[2, seq_len, num_kv_heads, head_size]`."""
+        length = self.seq_lens[sequence]
+        num_blocks = -(-length // self.shape.block_size)
+        layer = self.cache[self.tables[sequence, :num_blocks].to(self.device).long(), 1]
+        layer = layer.cpu().double().transpose(0, 1).flatten(1, 2)[:, :length]
+        return layer * torch.tensor([self.shape.k_scale, self.shape.v_scale])[:, None, None, None]
+
+    def query(self, num_tokens: int) -> torch.Tensor:
+        """Return queries that are a part of wider rows, as after one product for q, k and v."""
+        shape = self.shape
+        size = shape.num_heads * shape.head_size
+        rows = torch.randn(num_tokens, size + 3 * shape.head_size).to(shape.dtype).to(self.device)
+        return rows[:, :size].view(num_tokens, shape.num_heads, shape.head_size)
+
+    def check_chunks(
+        self,
+        query_lens: list[int],
+        feature: dict[str, Any],  # Any: the options differ in type
+        tuning: PagedAttentionTuning | None = None,
+    ) -> torch.Tensor:
+        """Check the last queries of each sequence, and return their attention."""
+        options = options_of(self.shape, feature, self.device)
+        query, starts, out, lse = self._inputs(query_lens)
+        paged_attention(
+            query,
+            self.cache[:, 1],
+            query_starts=starts,
+            seq_lens=self._on_device(self.seq_lens),
+            block_tables=self.tables.to(self.device),
+            max_query_len=max(query_lens),
+            options=options,
+            out=out,
+            lse=lse,
+            tuning=tuning,
+        )
+        contents = [self.keys_and_values(i) for i in range(len(query_lens))]
+        self._check(query, query_lens, contents, options, out, lse)
+        return out
+
+    def check_ragged(
+        self,
+        query_lens: list[int],
+        feature: dict[str, Any],  # Any: the options differ in type
+        tuning: PagedAttentionTuning | None = None,
+    ) -> None:
+        """Check the same over the keys and values in rows, with NaN behind them."""
+        options = options_of(self.shape, feature, self.device)
+        query, starts, out, lse = self._inputs(query_lens)
+        contents = [self.keys_and_values(i) for i in range(len(query_lens))]
+        rows = torch.nn.functional.pad(torch.cat(contents, 1), (0, 0, 0, 0, 0, 5), value=torch.nan)
+        rows = rows.to(self.shape.dtype).to(self.device)
+        ragged_attention(
+            query,
+            rows[0],
+            rows[1],
+            query_starts=starts,
+            kv_starts=self._starts(self.seq_lens),
+            max_query_len=max(query_lens),
+            options=options,
+            out=out,
+            lse=lse,
+            tuning=tuning,
+        )
+        self._check(query, query_lens, contents, options, out, lse)
+
+    def check_decode(
+        self,
+        feature: dict[str, Any],  # Any: the options differ in type
+        *,
+        num_splits: int = 2,
+        min_split_keys: int = 16,
+    ) -> torch.Tensor:
+        """Check one query for each sequence, and return its attention."""
+        shape = self.shape
+        options = options_of(shape, feature, self.device)
+        num_rows = len(self.seq_lens)
+        query, _, out, lse = self._inputs([1] * num_rows)
+        tuning = default_decode_tuning(
+            group_size=shape.num_heads // shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+            num_splits=num_splits,
+        )
+        num_elements = num_scratch_elements(
+            num_sequences=num_rows,
+            num_heads=shape.num_heads,
+            head_size=shape.head_size,
+            num_splits=num_splits,
+        )
+        paged_decode(
+            query[:num_rows],
+            self.cache[:, 1],
+            seq_lens=self._on_device(self.seq_lens),
+            block_tables=self.tables.to(self.device),
+            options=options,
+            tuning=replace(tuning, min_split_keys=min_split_keys),
+            scratch=torch.full((num_elements,), torch.nan, device=self.device),
+            out=out[:num_rows],
+            lse=lse[:num_rows],
+        )
+        contents = [self.keys_and_values(i) for i in range(num_rows)]
+        self._check(query, [1] * num_rows, contents, options, out, lse)
+        return out
+
+    def _inputs(
+        self, query_lens: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Two rows of padding, of which nothing may be read or written.
+        query = self.query(sum(query_lens) + 2)
+        query[-2:] = torch.nan
+        out = torch.full_like(query, UNTOUCHED)
+        lse = torch.full(query.shape[:2], UNTOUCHED, device=self.device)
+        return query, self._starts(query_lens), out, lse
+
+    def _starts(self, lengths: list[int]) -> torch.Tensor:
+        return self._on_device([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        query_lens: list[int],
+        contents: list[torch.Tensor],
+        options: AttentionOptions,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        queries = query.cpu()[: sum(query_lens)].split(query_lens)
+        contents = [content.nan_to_num() for content in contents]
+        expected = [
+            two_sided_attention(some, keys, values, options)
+            for some, (keys, values) in zip(queries, contents, strict=True)
+        ]
+        expected_out, expected_lse = (torch.cat(part) for part in zip(*expected, strict=True))
+        assert (out[len(expected_out) :] == UNTOUCHED).all()
+        assert (lse[len(expected_lse) :] == UNTOUCHED).all()
+        actual = out[: len(expected_out)].cpu()
+        assert relative_error(actual, expected_out) < TOLERANCE[self.shape.dtype]
+        assert not actual[expected_lse.isinf()].any()
+        torch.testing.assert_close(
+            lse[: len(expected_lse)].cpu().double(), expected_lse, rtol=1e-5, atol=1e-4
+        )

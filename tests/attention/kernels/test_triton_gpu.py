@@ -1,0 +1,153 @@
+"""The kernels as compiled for a GPU, at sizes that the interpreter would take too long for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.kernels.triton.cache_write import cache_write
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.tuning import default_decode_tuning
+from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_the_reference(feature: str, dtype: torch.dtype) -> None:
+    shape = Shape(num_heads=8, num_kv_heads=2, head_size=128, dtype=dtype)
+    case = PagedCase(shape, [700, 1, 333, 64])
+    case.check_chunks([300, 1, 333, 10], FEATURES[feature])
+    case.check_ragged([300, 1, 333, 10], FEATURES[feature])
+    case.check_decode(FEATURES[feature], num_splits=1)
+    case.check_decode(FEATURES[feature], num_splits=5, min_split_keys=128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 112, 120, 192, 256])
+def test_every_head_size_equals_the_reference(head_size: int, dtype: torch.dtype) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_size=head_size, dtype=dtype)
+    case = PagedCase(shape, [300, 65])
+    case.check_chunks([129, 65], {})
+    case.check_decode({}, num_splits=3)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [*HEADS, (71, 1), (130, 1)])
+def test_every_group_size_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
+    shape = Shape(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=64, dtype=torch.bfloat16
+    )
+    case = PagedCase(shape, [300, 65])
+    case.check_chunks([129, 65], FEATURES["ALiBi and window"])
+    case.check_decode(FEATURES["ALiBi and window"], num_splits=3)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32, 64, 128])
+@pytest.mark.parametrize("cache_dtype", [None, *FP8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kind_of_cache_equals_the_reference(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int
+) -> None:
+    k_scale, v_scale = (1.0, 1.0) if cache_dtype is None else (0.6, 1.7)
+    shape = Shape(
+        head_size=128,
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    case = PagedCase(shape, [300, 65])
+    case.check_chunks([129, 65], {})
+    case.check_decode({}, num_splits=3)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_cache_holds_the_rounded_quotient(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    key, value = (20 * torch.randn(2, 500, 72, device="cuda")).to(dtype)
+    key[7, 3] = torch.nan
+    cache = torch.zeros(32, 2, 16, 3, 24, device="cuda").to(cache_dtype)
+    slots = torch.randperm(512, device="cuda")[:500]
+    cache_write(key, value, cache, slots, k_scale=0.37, v_scale=2.9)
+    for side, (tensor, scale) in enumerate([(key, 0.37), (value, 2.9)]):
+        largest = torch.finfo(cache_dtype).max
+        expected = (tensor.float() / scale).clamp(-largest, largest).to(cache_dtype).float()
+        actual = cache[:, side].float().reshape(512, 72)[slots]
+        # Some conversions go by way of float16, and what is then halfway may go the other way.
+        is_equal = (actual == expected) | (actual.isnan() & expected.isnan())
+        assert is_equal.float().mean() > 0.98
+        step = torch.finfo(cache_dtype).eps
+        torch.testing.assert_close(actual, expected, rtol=step, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_splits", [1, 6])
+def test_captured_decode_follows_other_lengths(num_splits: int) -> None:
+    shape = Shape(num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    case = PagedCase(shape, [1200] * 5)
+    query = case.query(5)
+    seq_lens = torch.ones(5, dtype=torch.int32, device="cuda")
+    tables = case.tables.cuda()
+    tuning = default_decode_tuning(
+        group_size=4, head_size=128, dtype=torch.bfloat16, num_splits=num_splits
+    )
+    num_elements = num_scratch_elements(
+        num_sequences=5, num_heads=8, head_size=128, num_splits=num_splits
+    )
+    scratch = torch.full((num_elements,), torch.nan, device="cuda")
+
+    def decode() -> torch.Tensor:
+        out = torch.empty_like(query)
+        paged_decode(
+            query,
+            case.cache[:, 1],
+            seq_lens=seq_lens,
+            block_tables=tables,
+            options=AttentionOptions(scale=0.1, window_right=0),
+            tuning=tuning,
+            scratch=scratch,
+            out=out,
+        )
+        return out
+
+    decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode()
+    for lengths in ([1, 15, 16, 17, 0], [1200, 64, 65, 1199, 1024], [0, 0, 0, 0, 3]):
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(captured, decode())
+
+
+def test_blocks_may_lie_beyond_the_reach_of_32_bits() -> None:
+    num_blocks, shape = 17000, (2, 64, 8, 128)
+    content = torch.randn(4, *shape, dtype=torch.bfloat16, device="cuda")
+    far = torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device="cuda")
+    assert far.numel() > 2**31
+    far[-4:] = content
+    query = torch.randn(1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    tuning = default_decode_tuning(group_size=1, head_size=128, dtype=torch.bfloat16, num_splits=1)
+    outs = []
+    for cache, first in ((content, 0), (far, num_blocks - 4)):
+        outs.append(torch.empty_like(query))
+        paged_decode(
+            query,
+            cache,
+            seq_lens=torch.tensor([250], dtype=torch.int32, device="cuda"),
+            block_tables=torch.arange(first, first + 4, device="cuda").int()[None],
+            options=AttentionOptions(scale=0.1, window_right=0),
+            tuning=tuning,
+            scratch=torch.empty(0, device="cuda"),
+            out=outs[-1],
+        )
+    assert torch.equal(*outs)

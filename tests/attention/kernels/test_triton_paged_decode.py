@@ -1,0 +1,96 @@
+"""Decodes over the paged cache, against attention in float64."""
+
+import pytest
+import torch
+
+from attention.kernels.triton.tuning import default_num_splits
+from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_the_reference(feature: str) -> None:
+    PagedCase(Shape(), [37, 1, 130]).check_decode(FEATURES[feature])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 6, 7, 8, 11])
+@pytest.mark.parametrize("feature", ["causal", "window"])
+def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: int) -> None:
+    shape = Shape(num_heads=2, num_kv_heads=1)
+    case = PagedCase(shape, [300, 1, 0, 65])
+    case.check_decode(FEATURES[feature], num_splits=num_splits)
+
+
+@pytest.mark.parametrize("min_split_keys", [1, 64, 100, 1000])
+def test_splits_take_their_least_number_of_keys(min_split_keys: int) -> None:
+    case = PagedCase(Shape(num_heads=2, num_kv_heads=1), [300, 70])
+    case.check_decode({}, num_splits=4, min_split_keys=min_split_keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature", ["causal", "cap and window", "ALiBi and window"])
+def test_half_precision_equals_the_reference(feature: str, dtype: torch.dtype) -> None:
+    PagedCase(Shape(dtype=dtype), [90, 18, 64]).check_decode(FEATURES[feature])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_every_group_size_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
+    shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    PagedCase(shape, [80, 7]).check_decode(FEATURES["ALiBi and window"])
+
+
+@pytest.mark.parametrize("head_size", [16, 24, 80, 96, 112, 120, 192, 256])
+def test_every_head_size_equals_the_reference(head_size: int) -> None:
+    shape = Shape(head_size=head_size, num_heads=2, num_kv_heads=1)
+    PagedCase(shape, [100]).check_decode({})
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 12, 16, 32, 64, 128])
+@pytest.mark.parametrize("feature", ["causal", "window"])
+def test_every_block_size_equals_the_reference(feature: str, block_size: int) -> None:
+    PagedCase(Shape(block_size=block_size), [83, 64, 129]).check_decode(FEATURES[feature])
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 66, 127, 128, 129])
+@pytest.mark.parametrize("window", [63, 64, 65])
+def test_window_ends_at_the_right_key(window: int, length: int) -> None:
+    case = PagedCase(Shape(num_heads=1, num_kv_heads=1), [length])
+    case.check_decode({"window_left": window - 1})
+
+
+def test_blocks_behind_the_window_are_not_read() -> None:
+    case = PagedCase(Shape(), [175], num_freed=175 - 20)
+    case.check_decode({"window_left": 19})
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_fp8_cache_equals_the_reference(
+    num_splits: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    shape = Shape(dtype=dtype, cache_dtype=cache_dtype, k_scale=0.6, v_scale=1.7)
+    case = PagedCase(shape, [137, 5])
+    case.check_decode(FEATURES["cap and window"], num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_padding_rows_get_zeros_and_read_nothing(num_splits: int) -> None:
+    case = PagedCase(Shape(), [12, 0, 70, 0])
+    # An entry that would be followed out of the cache.
+    case.tables[1] = case.tables[3] = 2**31 - 1
+    case.check_decode({}, num_splits=num_splits)
+
+
+def test_number_of_splits_fills_the_gpu_within_reason() -> None:
+    def splits(num_sequences: int, max_seq_len: int) -> int:
+        return default_num_splits(
+            num_sequences=num_sequences,
+            num_kv_heads=8,
+            max_seq_len=max_seq_len,
+            num_multiprocessors=132,
+        )
+
+    assert splits(1, 100) == 1
+    assert splits(1, 2048) == 8
+    assert splits(1, 100_000) == 49
+    assert splits(1000, 100_000) == 1

@@ -1,0 +1,34 @@
+"""Attention with two-sided windows and its log-sum-exp, in float64, as the definition says."""
+
+import torch
+
+from attention.kernels.triton.options import AttentionOptions
+
+__all__ = ["two_sided_attention"]
+
+
+def two_sided_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[queries, heads, head_size]` and the log-sum-exp, `[queries, heads]`.
+
+    The scales of the cache are not applied: `key` and `value` are what the cache means.
+    """
+    num_queries, num_keys = len(query), len(key)
+    group_size = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(group_size, dim=1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    distance = torch.arange(num_keys) - torch.arange(num_keys - num_queries, num_keys)[:, None]
+    if options.alibi_slopes is not None:
+        scores = scores - options.alibi_slopes.cpu().double()[:, None, None] * distance.abs()
+    is_hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if options.window_left >= 0:
+        is_hidden |= distance < -options.window_left
+    if options.window_right >= 0:
+        is_hidden |= distance > options.window_right
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    lse = scores.logsumexp(-1)
+    probabilities = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", probabilities, value), lse.T
