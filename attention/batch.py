@@ -1,6 +1,7 @@
 """Host data of one step, from which a backend's builder plans. Does not know torch."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,45 @@ class AttentionBatch:
             block_tables=self.block_tables[n:],
             slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
             encoder=self.encoder and self.encoder.part(n, len(self.seq_lens)),
+        )
+
+    def padded(self, num_sequences: int, num_blocks: int) -> "AttentionBatch":
+        """Return a decode-only batch of so many sequences, with block tables of this width.
+
+        Sequences that are added have no keys and write nothing; tables are cut to the width.
+        """
+        size = len(self.seq_lens)
+        if self.num_prefills or size > num_sequences:
+            raise ValueError(
+                f"{size} sequences with {self.num_prefills} prefills do not fit a batch of "
+                f"{num_sequences} decodes."
+            )
+
+        def fit(values: npt.NDArray[Any], length: int, fill: int) -> npt.NDArray[Any]:
+            padded = np.full(length, fill, dtype=values.dtype)
+            padded[: len(values)] = values[:length]
+            return padded
+
+        def fit_tables(tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+            padded = np.zeros((num_sequences, num_blocks), dtype=np.int32)
+            common = min(tables.shape[1], num_blocks)
+            padded[:size, :common] = tables[:, :common]
+            return padded
+
+        encoder = self.encoder
+        return AttentionBatch(
+            num_prefills=0,
+            query_lens=fit(self.query_lens, num_sequences, 1),
+            seq_lens=fit(self.seq_lens, num_sequences, 0),
+            block_tables=fit_tables(self.block_tables),
+            slot_mapping=fit(self.slot_mapping, num_sequences, -1),
+            encoder=encoder
+            and EncoderBatch(
+                query_lens=fit(encoder.query_lens, num_sequences, 0),
+                seq_lens=fit(encoder.seq_lens, num_sequences, 0),
+                block_tables=fit_tables(encoder.block_tables),
+                slot_mapping=encoder.slot_mapping,
+            ),
         )
 
     def advanced(self, block_size: int) -> "AttentionBatch":

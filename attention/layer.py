@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from attention.abstract import AttentionBackend, AttentionMetadata, AttentionParams
+from attention.checks import TensorCheck
 
 __all__ = ["Attention", "AttentionParams"]
 
@@ -18,6 +19,7 @@ class Attention(nn.Module):
         self.params = params
         self.layer_index = layer_index
         self.impl = backend.get_impl_cls()(params, layer_index)
+        self._check = TensorCheck(params)
 
     def forward(
         self,
@@ -34,8 +36,9 @@ class Attention(nn.Module):
         `query` is `[num_tokens, num_heads * head_size]`, `key` and `value` are `[num_tokens,
         num_kv_heads * head_size]`; their rows may be strided. `kv_cache` is the cache of all
         layers, empty in a profile run. `out`, contiguous, is returned if given. Run it in
-        `torch.inference_mode` or `torch.no_grad`.
+        `torch.inference_mode` or `torch.no_grad`. Tensors that do not fit are a ValueError.
         """
+        self._check(query, key, value, kv_cache, out, metadata.batch)
         return self.impl.forward(query, key, value, kv_cache, metadata, out=out)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,9 @@
-"""Additive biases of the torch_sdpa backend: causality, sliding window and ALiBi in one tensor.
+"""Additive biases of the torch_sdpa backend: causality, window and ALiBi in one tensor.
 
 Distances are kept in float32, which is exact for every position; bfloat16 is not above 256.
 """
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -31,41 +32,51 @@ def needs_explicit_scores(params: AttentionParams, device: torch.device) -> bool
 
 
 class Staircase:
-    """The bias of a run of queries that ends where its keys end.
+    """The bias of a run of queries over a run of keys.
 
-    Seen from the last query and the last key, every such bias is a corner of the same one. So
-    there is one tensor, and a tile is a view of it.
+    It depends on no more than the distance between a key and the first query. So there is one
+    tensor, `_corner`, whose column `_before` is the key at the position of its first row, and
+    a tile is a view of it.
     """
 
     def __init__(self, params: AttentionParams, spec: AttentionSpec) -> None:
         self._params = params
         self._device = spec.device
         self._on_cpu = spec.device.type == "cpu"
-        is_explicit = needs_explicit_scores(params, spec.device)
-        self._dtype = torch.float32 if self._on_cpu or is_explicit else spec.dtype
+        self._is_explicit = needs_explicit_scores(params, spec.device)
+        is_float = self._on_cpu or self._is_explicit
+        self._dtype = torch.float32 if is_float else spec.dtype
         # A GPU's kernel takes a bias in the dtype of the query, which numpy may not have.
-        self.decode_dtype = torch.float32 if self._on_cpu or is_explicit else torch.bool
-        self._is_per_head = is_explicit or params.alibi_slopes is not None
+        self.decode_dtype = torch.float32 if is_float else torch.bool
         self._slopes: npt.NDArray[np.float32] | None = None
         if params.alibi_slopes is not None:
             shape = (params.num_kv_heads, params.group_size, 1)
             self._slopes = np.array(params.alibi_slopes, dtype=np.float32).reshape(shape)
+        self._is_nil = (
+            not params.is_causal and params.sliding_window is None and self._slopes is None
+        )
         self._rows = 0
         self._capacity = 0
+        self._before = 0
         self._corner = torch.empty(0)
 
     def num_rows(self, num_keys: int) -> int:
         """Return how many query rows a tile may have; makes room for so many keys."""
+        if self._is_nil and not self._is_explicit:
+            return sys.maxsize
         if num_keys > self._capacity:
             self._grow(max(_MIN_CAPACITY, 1 << (num_keys - 1).bit_length()))
         return self._rows
 
-    def tile(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
-        """Return the bias of the last queries over the last keys, or None if it is nil."""
-        if num_queries == 1 and self._slopes is None:
+    def tile(self, num_queries: int, first_key: int, num_keys: int) -> torch.Tensor | None:
+        """Return the bias over keys that some query sees, or None if it is nil.
+
+        `first_key` is the distance of the first key from the first query, at most 0.
+        """
+        if self._is_nil or (num_queries == 1 and self._slopes is None):
             return None
-        first_row, first_key = self._rows - num_queries, self._capacity - num_keys
-        tile = self._corner[..., first_row:, first_key:]
+        column = self._before + first_key
+        tile = self._corner[..., :num_queries, column : column + num_keys]
         return tile if self._on_cpu else tile.contiguous()
 
     def decode_shape(self, num_sequences: int, num_keys: int) -> tuple[int, int, int, int]:
@@ -98,16 +109,24 @@ class Staircase:
         np.copyto(bias, -np.inf, where=is_hidden[:, None, None, :])
 
     def _grow(self, capacity: int) -> None:
-        num_heads = self._params.num_heads if self._is_per_head else 1
-        rows = _TILE_ROWS_ON_CPU if self._on_cpu else _TILE_ROWS_ON_GPU
-        rows = max(8, min(rows, _MAX_BYTES // (4 * num_heads * capacity)))
-        first_row = capacity - rows
-        distances = np.arange(first_row, capacity)[:, None] - np.arange(capacity)
+        """Make room for tiles of sequences with up to `capacity` keys."""
+        is_causal = self._params.is_causal
         window = self._params.sliding_window or capacity
-        corner = np.zeros(1, dtype=np.float32)
-        if self._slopes is not None:
-            corner = -self._slopes[..., None] * distances.astype(np.float32)
-        corner = np.where((distances >= 0) & (distances < window), corner, np.float32(-np.inf))
-        with torch.inference_mode(False):
-            self._corner = torch.from_numpy(corner).to(self._device, self._dtype)
-        self._rows, self._capacity = rows, capacity
+        is_per_head = self._is_explicit or self._slopes is not None
+        width = capacity if is_causal else 2 * capacity
+        num_heads = self._params.num_heads if is_per_head else 1
+        rows = _TILE_ROWS_ON_CPU if self._on_cpu else _TILE_ROWS_ON_GPU
+        rows = max(8, min(rows, _MAX_BYTES // (4 * num_heads * width)))
+        before = min(capacity, window)
+        after = rows if is_causal else min(capacity, rows + window)
+        if not self._is_nil:
+            distances = np.arange(-before, after) - np.arange(rows)[:, None]
+            is_hidden = (distances > 0) if is_causal else (distances >= window)
+            is_hidden |= distances <= -window
+            corner = np.zeros(1, dtype=np.float32)
+            if self._slopes is not None:
+                corner = -self._slopes[..., None] * np.abs(distances).astype(np.float32)
+            corner = np.where(is_hidden, np.float32(-np.inf), corner)
+            with torch.inference_mode(False):
+                self._corner = torch.from_numpy(corner).to(self._device, self._dtype)
+        self._rows, self._capacity, self._before = rows, capacity, before

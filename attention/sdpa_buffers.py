@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 
-from attention.params import AttentionSpec
+from attention.params import AttentionSpec, storage_dtype
 
 __all__ = ["CacheViews", "LayerRows", "Scratch", "Staging"]
 
@@ -111,21 +111,21 @@ class LayerRows(NamedTuple):
     """One layer's cache as rows, shifted so that equal indices serve all layers."""
 
     blocks: torch.Tensor
-    """Row `2 * num_layers * b` holds the keys of block `b`, the row after it the values."""
+    """Row `2 * num_cache_layers * b` holds the keys of block `b`, the row after it the values."""
     keys: torch.Tensor
-    """Row `2 * num_layers * block_size * b + i` is the key of slot `i` of block `b`."""
+    """Row `2 * num_cache_layers * block_size * b + i` is the key of slot `i` of block `b`."""
     values: torch.Tensor
     """As `keys`."""
 
 
 class CacheViews:
-    """Rows of every layer of the cache that was used last."""
+    """Rows of every place on the layer axis of the cache that was used last."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         params = spec.layers[0]
-        self._dtype = spec.dtype
+        self._dtype = storage_dtype(spec.cache_dtype)
         self._shape = (
-            len(spec.layers),
+            spec.num_cache_layers,
             2,
             spec.block_size,
             params.num_kv_heads,
@@ -135,7 +135,7 @@ class CacheViews:
         self._owner: weakref.ref[torch.Tensor] | None = None
 
     def of(self, kv_cache: torch.Tensor) -> list[LayerRows]:
-        """Return the rows of each layer; they live no longer than the tensor they are of."""
+        """Return the rows of each place; they live no longer than the tensor they are of."""
         if self._owner is None or self._owner() is not kv_cache:
             self._layers = self._rows(kv_cache)
             self._owner = weakref.ref(kv_cache, self._forget)

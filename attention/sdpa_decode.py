@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.batch import AttentionBatch
 from attention.params import AttentionParams, AttentionSpec
 from attention.sdpa_bias import Staircase
 from attention.sdpa_buffers import Staging
@@ -69,13 +68,9 @@ class DecodePlanner:
         self._overhead_blocks = _CHUNK_OVERHEAD_BYTES // block_bytes
 
     def plan(
-        self, batch: AttentionBatch, query_starts: _Ints, ids: _Ints | None
+        self, stops: _Lengths, rows: _Ints, tables: npt.NDArray[np.int32]
     ) -> tuple[DecodeChunk, ...]:
-        """Return the chunks of the sequences `ids`, or of all if it is None."""
-        if ids is None:
-            stops, rows, tables = batch.seq_lens, query_starts, batch.block_tables
-        else:
-            stops, rows, tables = batch.seq_lens[ids], query_starts[ids], batch.block_tables[ids]
+        """Return the chunks of sequences that see the keys before `stops`, by token row."""
         if not len(stops):
             return ()
         last_blocks = (stops - 1) // self._block_size

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.params import AttentionParams
+from attention.params import KV_CACHE_DTYPES, AttentionParams
 from attention.sdpa_bias import needs_explicit_scores
 from attention.sdpa_decode import DecodeChunk
+from attention.sdpa_gather import Gather
 from attention.sdpa_plan import Prompts, Span
 
 __all__ = ["LayerRunner"]
@@ -22,7 +23,11 @@ class LayerRunner:
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
-        self._scale = params.scale
+        # Keys and values of an fp8 cache come without their scales. Those are one number each,
+        # so that they belong to scores and outputs as well, which are fewer.
+        is_fp8 = params.is_cached and KV_CACHE_DTYPES[params.kv_cache_dtype] is not None
+        self._scale = params.scale * params.k_scale if is_fp8 else params.scale
+        self._value_scale = params.v_scale if is_fp8 else 1.0
         self._may_need_scores = params.soft_cap is not None or params.alibi_slopes is not None
         self._rows_shape = (-1, params.num_kv_heads, params.group_size, params.head_size)
         self._kv_shape = (-1, params.num_kv_heads, params.head_size)
@@ -36,8 +41,8 @@ class LayerRunner:
     ) -> None:
         """Attend for decodes, one query row per head of a group."""
         query, out = query.view(self._rows_shape), out.view(self._rows_shape)
-        for start, stop, rows, (block_rows, scratch, keys, values), bias in chunks:
-            torch.index_select(blocks, 0, block_rows, out=scratch)
+        for start, stop, rows, gather, bias in chunks:
+            keys, values = gather.read(blocks)
             if rows is None:
                 out[start:stop].copy_(self._attend(query[start:stop], keys, values, bias))
             else:
@@ -48,19 +53,20 @@ class LayerRunner:
         self,
         span: Span,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         blocks: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         """Attend for one sequence, tile by tile; KV heads are the batch of each call."""
-        if span.gather is not None:
-            torch.index_select(blocks, 0, span.gather.rows, out=span.gather.scratch)
-            keys, values = span.gather.keys[0], span.gather.values[0]
+        if isinstance(span.keys, Gather):
+            keys, values = (t[0].unsqueeze(1) for t in span.keys.read(blocks))
         else:
-            keys = key[span.start : span.stop].view(self._kv_shape).transpose(0, 1)
-            values = value[span.start : span.stop].view(self._kv_shape).transpose(0, 1)
-        keys, values = keys.unsqueeze(1), values.unsqueeze(1)
+            assert key is not None
+            assert value is not None
+            keys, values = (
+                t[span.keys].view(self._kv_shape).transpose(0, 1).unsqueeze(1) for t in (key, value)
+            )
         queries = query.view(self._rows_shape).permute(1, 2, 0, 3)
         outs = out.view(self._rows_shape).permute(1, 2, 0, 3)
         for tile in span.tiles:
@@ -81,7 +87,7 @@ class LayerRunner:
         value: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for prompts of equal length, causally, in one call."""
+        """Attend for prompts of equal length in one call."""
         rows = slice(prompts.start, prompts.start + prompts.num_prompts * prompts.num_tokens)
         params = self._params
         leading = (prompts.num_prompts, prompts.num_tokens)
@@ -97,11 +103,11 @@ class LayerRunner:
             query,
             key,
             value,
-            is_causal=True,
+            is_causal=params.is_causal,
             scale=self._scale,
             enable_gqa=params.num_heads != params.num_kv_heads,
         )
-        out.copy_(result)
+        out.copy_(self._scaled(result))
 
     def _attend(
         self,
@@ -112,11 +118,18 @@ class LayerRunner:
     ) -> torch.Tensor:
         """Attend from `[batch, heads, queries, head_size]`; one head of keys serves all heads."""
         if self._may_need_scores and needs_explicit_scores(self._params, query.device):
-            return self._attend_explicitly(query, keys, values, bias)
+            return self._scaled(self._attend_explicitly(query, keys, values, bias))
         if keys.shape[1] != query.shape[1]:
             shape = (-1, query.shape[1], -1, -1)
             keys, values = keys.expand(shape), values.expand(shape)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self._scale)
+        result = scaled_dot_product_attention(
+            query, keys, values, attn_mask=bias, scale=self._scale
+        )
+        return self._scaled(result)
+
+    def _scaled(self, result: torch.Tensor) -> torch.Tensor:
+        """Return a result with the scale of its values."""
+        return result if self._value_scale == 1.0 else result.mul_(self._value_scale)
 
     def _attend_explicitly(
         self,

@@ -6,12 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.batch import AttentionBatch
+from attention.batch import AttentionBatch, EncoderBatch
 from attention.sdpa_buffers import LayerRows, Staging
 
 __all__ = ["WritePlan", "plan_write"]
 
 _Ints = npt.NDArray[np.int64]
+# Decoder and encoder tokens are written alike, each by their own side of the step.
+_Batch = AttentionBatch | EncoderBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,9 +29,9 @@ class WritePlan:
     stale_blocks: torch.Tensor | None
     """Rows of `LayerRows.blocks` that start their life in this step and are not filled by it."""
 
-    def run(self, key: torch.Tensor, value: torch.Tensor, rows: LayerRows) -> None:
-        """Write one layer's keys and values, `[num_tokens, num_kv_heads * head_size]`."""
-        if not self.num_tokens:
+    def run(self, key: torch.Tensor | None, value: torch.Tensor | None, rows: LayerRows) -> None:
+        """Write one layer's keys and values, `[num_tokens, num_kv_heads * head_size]`, if any."""
+        if not self.num_tokens or key is None or value is None:
             return
         if self.stale_blocks is not None:
             # A masked slot still takes part in products, where what an earlier owner left there,
@@ -43,10 +45,11 @@ class WritePlan:
         rows.values.index_copy_(0, self.slots, value)
 
 
-def plan_write(
-    batch: AttentionBatch, *, block_size: int, num_layers: int, indices: Staging
-) -> WritePlan:
-    """Return the plan of one step; its tensors show their content after the upload."""
+def plan_write(batch: _Batch, *, block_size: int, num_layers: int, indices: Staging) -> WritePlan:
+    """Return the plan of one step; its tensors show their content after the upload.
+
+    `num_layers` is the length of the cache's layer axis.
+    """
     stops = np.cumsum(batch.query_lens, dtype=np.int64)
     slots = batch.slot_mapping[: int(stops[-1]) if len(stops) else 0]
     is_written = slots >= 0
@@ -72,7 +75,7 @@ def plan_write(
     )
 
 
-def _unfilled_tails(batch: AttentionBatch, slots: _Ints, stops: _Ints, block_size: int) -> _Ints:
+def _unfilled_tails(batch: _Batch, slots: _Ints, stops: _Ints, block_size: int) -> _Ints:
     """Return the last block of each sequence that is begun but not filled."""
     tails = batch.seq_lens % block_size
     is_begun = batch.seq_lens - tails >= batch.seq_lens - batch.query_lens
@@ -81,7 +84,7 @@ def _unfilled_tails(batch: AttentionBatch, slots: _Ints, stops: _Ints, block_siz
 
 
 def _unfilled_blocks(
-    batch: AttentionBatch, slots: _Ints, is_written: npt.NDArray[np.bool_], block_size: int
+    batch: _Batch, slots: _Ints, is_written: npt.NDArray[np.bool_], block_size: int
 ) -> _Ints:
     """Return every block that is begun but not filled, where some tokens are not written."""
     contexts = batch.seq_lens.astype(np.int64) - batch.query_lens

@@ -1,4 +1,4 @@
-"""Chooses a backend by name and configuration, before anything is loaded."""
+"""Chooses a backend by name and configuration, before any library is loaded."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,11 +9,17 @@ __all__ = ["AUTO", "BACKEND_NAMES", "select_backend"]
 
 AUTO = "auto"
 
-# In the order in which "auto" tries them.
-_BACKENDS = {"torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend")}
-_ABSENT = ("flashinfer", "xformers")
+# In the order in which "auto" tries them, fastest first. The modules import their libraries later.
+_BACKENDS = {
+    "flashinfer": ("attention.flashinfer_backend", "FlashInferBackend"),
+    "xformers": ("attention.xformers_backend", "XFormersBackend"),
+    "torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend"),
+}
 
-BACKEND_NAMES = (AUTO, *_BACKENDS, *_ABSENT)
+# What stands for a name on a GPU, if it is not the same as on a CPU.
+_ON_GPU = {"torch_sdpa": ("attention.sdpa_gpu_backend", "TorchSDPAGpuBackend")}
+
+BACKEND_NAMES = (AUTO, *_BACKENDS)
 
 
 def select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
@@ -24,28 +30,27 @@ def select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
     if name != AUTO:
         reasons = _reasons(name, spec)
         if not reasons:
-            return _load(name)
+            return _load(name, spec)
         others = [other for other in _BACKENDS if other != name and not _reasons(other, spec)]
         raise ValueError(f"{_refusal(name, reasons)} {_alternatives(others)}")
     refused = []
     for candidate in _BACKENDS:
         reasons = _reasons(candidate, spec)
         if not reasons:
-            return _load(candidate)
+            return _load(candidate, spec)
         refused.append(_refusal(candidate, reasons))
     raise ValueError(f"No attention backend serves this configuration. {' '.join(refused)}")
 
 
 def _reasons(name: str, spec: AttentionSpec) -> Sequence[str]:
-    if name in _ABSENT:
-        return ["it is not available in this build"]
     if name not in _BACKENDS:
         return ["there is no such backend"]
-    return _load(name).check(spec)
+    return _load(name, spec).check(spec)
 
 
-def _load(name: str) -> type[AttentionBackend]:
-    module, cls = _BACKENDS[name]
+def _load(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
+    is_gpu = spec.device.type == "cuda"
+    module, cls = _ON_GPU[name] if is_gpu and name in _ON_GPU else _BACKENDS[name]
     backend: type[AttentionBackend] = getattr(import_module(module), cls)
     return backend
 

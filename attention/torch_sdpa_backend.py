@@ -1,13 +1,13 @@
 """The backend that needs torch alone, on CPUs and GPUs.
 
-Owns decoder attention over the paged cache by `scaled_dot_product_attention`. Does not repeat
-keys or values for a group of query heads, and does not allocate in a steady state.
+Owns attention of every type by `scaled_dot_product_attention`, over the paged cache where there is
+one. Does not repeat keys or values for a group of query heads, and does not allocate in a steady
+state, but for what an fp8 cache has written to it.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from attention.abstract import (
@@ -21,9 +21,12 @@ from attention.abstract import (
     AttentionType,
     EagerAttentionState,
 )
+from attention.fp8 import from_fp8, to_fp8
 from attention.kernels.paged_decode import DecodeRows, PagedDecode
+from attention.params import KV_CACHE_DTYPES
 from attention.sdpa_buffers import CacheViews, LayerRows, Scratch, Staging
-from attention.sdpa_plan import GroupPlan, GroupPlanner
+from attention.sdpa_plan import GroupPlan
+from attention.sdpa_planner import PlanBuffers, encoder_of, make_planner
 from attention.sdpa_run import LayerRunner
 from attention.sdpa_write import WritePlan, plan_write
 
@@ -44,8 +47,6 @@ class TorchSDPAMetadata(AttentionMetadata):
         self._builder = builder
         self._layer_plans = builder.plan_layers(batch)
         self._profile_plans: list[GroupPlan] | None = None
-        self._write_plan = builder.plan_write(batch)
-        self._num_padding = batch.num_padding
         builder.upload()
 
     @property
@@ -65,16 +66,6 @@ class TorchSDPAMetadata(AttentionMetadata):
     def advance_step(self) -> "TorchSDPAMetadata":
         """Return the metadata of the next step of a decode-only batch; this one ends."""
         return self._builder.build(self._batch.advanced(self._builder.spec.block_size))
-
-    @property
-    def num_padding(self) -> int:
-        """Return the number of tokens behind those of the sequences."""
-        return self._num_padding
-
-    @property
-    def write_plan(self) -> WritePlan:
-        """Return where the keys and values of this step go."""
-        return self._write_plan
 
     def layer_plan(self, layer_index: int) -> GroupPlan:
         """Return what a layer does."""
@@ -97,13 +88,16 @@ class TorchSDPAMetadata(AttentionMetadata):
         out: torch.Tensor,
     ) -> None:
         """Let the kernel attend for the decodes of a layer."""
-        kernel = self._builder.kernels[layer_index]
+        kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
         assert kernel is not None
-        kernel.run(rows, query, kv_cache, layer_index, out)
+        assert place is not None
+        kernel.run(rows, query, kv_cache, place, out)
 
     def cache_rows(self, kv_cache: torch.Tensor, layer_index: int) -> LayerRows:
-        """Return a layer's cache as rows."""
-        return self._builder.views.of(kv_cache)[layer_index]
+        """Return the cache of a layer that has one as rows."""
+        place = self._builder.places[layer_index]
+        assert place is not None
+        return self._builder.views.of(kv_cache)[place]
 
 
 class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
@@ -114,28 +108,29 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(spec)
         self._use_kernel = use_kernel
         self.views = CacheViews(spec)
+        self.places = spec.cache_layers
+        """Each layer's place on the cache's layer axis."""
+        self._num_cache_layers = spec.num_cache_layers
         self._indices = Staging(torch.int64, spec.device)
         self._masks = {dtype: Staging(dtype, spec.device) for dtype in (torch.float32, torch.bool)}
-        scratch = Scratch(spec.dtype, spec.device)
-        kernels = {
-            params: PagedDecode.make(params, spec) if use_kernel else None
-            for params in dict.fromkeys(spec.layers)
-        }
+        buffers = PlanBuffers(
+            indices=self._indices,
+            masks=self._masks,
+            scratch=Scratch(spec.dtype, spec.device),
+            stored=Scratch(torch.uint8, spec.device),
+            pairs=Scratch(torch.int32, spec.device),
+        )
+        keys = [params.plan_key for params in spec.layers]
+        groups = list(dict.fromkeys(keys))
+        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in groups]
         self._planners = [
-            GroupPlanner(
-                params,
-                spec=spec,
-                indices=self._indices,
-                masks=self._masks,
-                scratch=scratch,
-                has_kernel=kernel is not None,
-            )
-            for params, kernel in kernels.items()
+            make_planner(params, spec=spec, buffers=buffers, has_kernel=kernel is not None)
+            for params, kernel in zip(groups, kernels, strict=True)
         ]
-        self.kernels = [kernels[params] for params in spec.layers]
+        self._group_types = [params.attention_type for params in groups]
+        self._group_of_layer = [groups.index(key) for key in keys]
+        self.kernels = [kernels[group] for group in self._group_of_layer]
         """The decode kernel of each layer, where there is one."""
-        groups = {params: i for i, params in enumerate(dict.fromkeys(spec.layers))}
-        self._group_of_layer = [groups[params] for params in spec.layers]
 
     def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
@@ -149,27 +144,33 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
 
     def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[GroupPlan]:
-        """Return the plan of each layer; equal layers have the same one."""
-        query_starts = np.cumsum(batch.query_lens, dtype=np.int64) - batch.query_lens
-        plans = [
-            planner.plan(batch, query_starts, has_cache=has_cache) for planner in self._planners
-        ]
+        """Return the plan of each layer; layers with the same plan key have the same one."""
+        writes: dict[AttentionType, WritePlan] = {}
+        plans = []
+        for kind, planner in zip(self._group_types, self._planners, strict=True):
+            if has_cache and kind not in writes:
+                write = self._plan_write(batch, kind)
+                if write is not None:
+                    writes[kind] = write
+            plans.append(planner.plan(batch, writes.get(kind)))
         return [plans[group] for group in self._group_of_layer]
-
-    def plan_write(self, batch: AttentionBatch) -> WritePlan:
-        """Return where the keys and values of a step go."""
-        return plan_write(
-            batch,
-            block_size=self._spec.block_size,
-            num_layers=len(self._spec.layers),
-            indices=self._indices,
-        )
 
     def upload(self) -> None:
         """Bring what was planned to the device."""
         self._indices.upload()
         for masks in self._masks.values():
             masks.upload()
+
+    def _plan_write(self, batch: AttentionBatch, kind: AttentionType) -> WritePlan | None:
+        """Return where layers of a type write their keys and values, if they have a cache."""
+        if kind not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+            return None
+        return plan_write(
+            batch if kind is AttentionType.DECODER else encoder_of(batch),
+            block_size=self._spec.block_size,
+            num_layers=self._num_cache_layers,
+            indices=self._indices,
+        )
 
 
 class TorchSDPAState(EagerAttentionState):
@@ -182,6 +183,7 @@ class TorchSDPAImpl(AttentionImpl):
     def __init__(self, params: AttentionParams, layer_index: int) -> None:
         super().__init__(params, layer_index)
         self._runner = LayerRunner(params)
+        self._fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype] if params.is_cached else None
 
     def forward(
         self,
@@ -195,33 +197,57 @@ class TorchSDPAImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Write keys and values to the cache, then attend."""
         assert isinstance(metadata, TorchSDPAMetadata)
-        assert key is not None
-        assert value is not None
         if out is None:
             out = query.new_empty(query.shape)
         blocks = kv_cache
         if kv_cache.numel():
-            rows = metadata.cache_rows(kv_cache, self._layer_index)
-            metadata.write_plan.run(key, value, rows)
-            blocks = rows.blocks
             plan = metadata.layer_plan(self._layer_index)
         else:
             plan = metadata.profile_plan(self._layer_index)
+        stored = key, value
+        if self._fp8 is not None and key is not None and value is not None:
+            stored = (
+                to_fp8(key, self._fp8, self._params.k_scale),
+                to_fp8(value, self._fp8, self._params.v_scale),
+            )
+            if plan.prompts or plan.spans:
+                # What is read in this step is what later steps will read.
+                key, value = (from_fp8(x, self._fp8, query.dtype) for x in stored)
+        if plan.write is not None:
+            rows = metadata.cache_rows(kv_cache, self._layer_index)
+            blocks = rows.blocks
+            plan.write.run(*stored, rows)
+        self._attend(plan, query, key, value, blocks, out)
+        if plan.decodes is not None:
+            metadata.decode(plan.decodes, query, kv_cache, self._layer_index, out)
+        if plan.keyless_rows is not None:
+            out.index_fill_(0, plan.keyless_rows, 0)
+        if plan.num_padding:
+            out[-plan.num_padding :].zero_()
+        return out
+
+    def _attend(
+        self,
+        plan: GroupPlan,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for all that goes through torch."""
         for prompts in plan.prompts:
+            assert key is not None
+            assert value is not None
             self._runner.run_prompts(prompts, query, key, value, out)
         for span in plan.spans:
             self._runner.run_span(span, query, key, value, blocks, out)
-        if plan.decodes is not None:
-            metadata.decode(plan.decodes, query, kv_cache, self._layer_index, out)
         if plan.chunks:
             self._runner.run_chunks(plan.chunks, query, blocks, out)
-        if metadata.num_padding:
-            out[-metadata.num_padding :].zero_()
-        return out
 
 
 class TorchSDPABackend(AttentionBackend):
-    """Decoder attention with torch alone, on CPUs and GPUs."""
+    """Attention with torch alone, on CPUs and GPUs."""
 
     @staticmethod
     def get_name() -> str:
@@ -259,12 +285,3 @@ class TorchSDPABackend(AttentionBackend):
                 "dtype is torch.float16, which CPUs compute some hundred times slower than "
                 "bfloat16; use bfloat16 or float32"
             )
-        own_dtype = str(spec.dtype).removeprefix("torch.")
-        for params in dict.fromkeys(spec.layers):
-            if params.kv_cache_dtype not in ("auto", own_dtype):
-                yield (
-                    f"kv_cache_dtype is {params.kv_cache_dtype}, but must be auto or {own_dtype}, "
-                    "the dtype of the model"
-                )
-            if params.attention_type is not AttentionType.DECODER:
-                yield f"attention type is {params.attention_type}, but must be decoder"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_WORKER_NICENESS"] = "0"
+# Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

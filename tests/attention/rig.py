@@ -5,19 +5,31 @@ can be compared with the dense reference. The cache starts as NaN, and so do fre
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
+from attention.abstract import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionParams,
+    AttentionSpec,
+    AttentionType,
+    EncoderBatch,
+)
 from attention.layer import Attention
+from attention.params import storage_dtype
 from attention.torch_sdpa_backend import TorchSDPABackend, TorchSDPAMetadataBuilder
-from tests.attention.dense_reference import dense_attention, relative_error
+from tests.attention.dense_reference import as_cached, dense_attention, relative_error
 
 __all__ = ["TOLERANCE", "Rig", "RigSequence", "params_of"]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# Both fp8 types read this byte as NaN.
+_NAN_BYTE = 0x7F
 
 
 def params_of(
@@ -29,8 +41,10 @@ def params_of(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     has_alibi: bool = False,
+    fp8: str = "auto",
+    attention_type: AttentionType = AttentionType.DECODER,
 ) -> AttentionParams:
-    """Return parameters with slopes that no formula would guess, if any."""
+    """Return parameters with slopes and fp8 scales that no formula would guess, if any."""
     slopes = tuple(0.03 + 0.2 / (1 + i) for i in range(num_heads)) if has_alibi else None
     return AttentionParams(
         num_heads=num_heads,
@@ -40,6 +54,10 @@ def params_of(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=slopes,
+        kv_cache_dtype=fp8,
+        k_scale=1.0 if fp8 == "auto" else 0.037,
+        v_scale=1.0 if fp8 == "auto" else 0.71,
+        attention_type=attention_type,
     )
 
 
@@ -51,6 +69,10 @@ class RigSequence:
     length: int = 0
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
+    num_encoder_tokens: int = 0
+    encoder_blocks: list[int] = field(default_factory=list)
+    is_encoded: bool = False
+    """Whether its encoder ran."""
 
 
 class Rig:
@@ -62,33 +84,48 @@ class Rig:
     def __init__(
         self,
         *layers: AttentionParams,
+        backend: type[AttentionBackend] = TorchSDPABackend,
         dtype: torch.dtype = torch.float32,
         block_size: int = 4,
         num_blocks: int = 96,
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
-        self.spec = AttentionSpec(
-            layers=layers, dtype=dtype, device=torch.device(device), block_size=block_size
-        )
-        assert TorchSDPABackend.check(self.spec) == ()
+        self.spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
+        assert backend.check(self.spec) == ()
         self.layers = [
-            Attention(params, layer_index=i, backend=TorchSDPABackend)
-            for i, params in enumerate(layers)
+            Attention(params, layer_index=i, backend=backend) for i, params in enumerate(layers)
         ]
-        self.builder = TorchSDPAMetadataBuilder(self.spec, use_kernel=self.uses_kernel)
-        shape = TorchSDPABackend.get_kv_cache_shape(
+        self.builder: Any = (  # Any: tests look into the builders of their own backends
+            TorchSDPAMetadataBuilder(self.spec, use_kernel=self.uses_kernel)
+            if backend is TorchSDPABackend
+            else backend.make_metadata_builder(self.spec)
+        )
+        shape = backend.get_kv_cache_shape(
             num_blocks=num_blocks,
-            num_layers=len(layers),
+            num_layers=self.spec.num_cache_layers,
             block_size=block_size,
             num_kv_heads=layers[0].num_kv_heads,
             head_size=layers[0].head_size,
         )
-        self.cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        cache_dtype = storage_dtype(self.spec.cache_dtype)
+        self.nan = _NAN_BYTE if cache_dtype == torch.uint8 else float("nan")
+        self.cache = torch.full(shape, self.nan, dtype=cache_dtype, device=device)
         self.generator = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.poisoned = self.free.pop()
         self.magnitude = 1.0
+        self.worst_error = 0.0
+        """The largest so far, as `relative_error` has it."""
+
+    @staticmethod
+    def spec_of(
+        *layers: AttentionParams, dtype: torch.dtype, block_size: int, device: str
+    ) -> AttentionSpec:
+        """Return what a rig with these arguments asks of its backend."""
+        return AttentionSpec(
+            layers=layers, dtype=dtype, device=torch.device(device), block_size=block_size
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         """Return normal numbers of the model's dtype."""
@@ -102,13 +139,15 @@ class Rig:
             for params in self.spec.layers
         ]
 
-    def sequence(self) -> RigSequence:
-        """Return a sequence without tokens."""
+    def sequence(self, num_encoder_tokens: int = 0) -> RigSequence:
+        """Return a sequence without tokens of the decoder."""
         empty = [
             torch.empty(0, params.num_kv_heads, params.head_size, dtype=self.spec.dtype)
             for params in self.spec.layers
         ]
-        return RigSequence(keys=list(empty), values=list(empty))
+        return RigSequence(
+            keys=list(empty), values=list(empty), num_encoder_tokens=num_encoder_tokens
+        )
 
     def fork(self, parent: RigSequence) -> RigSequence:
         """Return a copy that shares all full blocks and has its own copy of the last one."""
@@ -117,18 +156,19 @@ class Rig:
         if parent.length % self.spec.block_size:
             blocks.append(self.free.pop())
             TorchSDPABackend.copy_blocks(self.cache, [(parent.blocks[shared], blocks[-1])])
-        return RigSequence(blocks, parent.length, list(parent.keys), list(parent.values))
+        return replace(parent, blocks=blocks, keys=list(parent.keys), values=list(parent.values))
 
     def release(self, sequence: RigSequence) -> None:
         """Free the blocks of a sequence, with NaN in them."""
-        self.cache[sequence.blocks] = float("nan")
-        self.free += sequence.blocks
-        sequence.blocks = []
+        blocks = sequence.blocks + sequence.encoder_blocks
+        self.cache[blocks] = self.nan
+        self.free += blocks
+        sequence.blocks, sequence.encoder_blocks = [], []
 
-    def slots(self, sequence: RigSequence, start: int, stop: int) -> list[int]:
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Return the slots of a run of positions."""
         size = self.spec.block_size
-        return [sequence.blocks[p // size] * size + p % size for p in range(start, stop)]
+        return [blocks[p // size] * size + p % size for p in range(start, stop)]
 
     def batch(
         self,
@@ -140,20 +180,15 @@ class Rig:
         work = [*prefills, *((sequence, 1) for sequence in decodes)]
         slots: list[int] = []
         for sequence, count in work:
-            while len(sequence.blocks) * self.spec.block_size < sequence.length + count:
-                sequence.blocks.append(self.free.pop())
-            slots += self.slots(sequence, sequence.length, sequence.length + count)
-        width = max((len(sequence.blocks) for sequence, _ in work), default=0) + 1
-        # What pads a table is the id of a block that holds NaN: no one may look at it.
-        tables = np.full((len(work), width), self.poisoned, dtype=np.int32)
-        for row, (sequence, _) in zip(tables, work, strict=True):
-            row[: len(sequence.blocks)] = sequence.blocks
+            self._extend(sequence.blocks, sequence.length + count)
+            slots += self.slots(sequence.blocks, sequence.length, sequence.length + count)
         return AttentionBatch(
             num_prefills=len(prefills),
             query_lens=np.array([count for _, count in work], dtype=np.int32),
             seq_lens=np.array([s.length + count for s, count in work], dtype=np.int32),
-            block_tables=tables,
+            block_tables=self._tables([sequence.blocks for sequence, _ in work]),
             slot_mapping=np.array(slots + [-1] * num_padding, dtype=np.int64),
+            encoder=self._encoder_batch([sequence for sequence, _ in work]),
         )
 
     def step(
@@ -165,56 +200,135 @@ class Rig:
     ) -> list[torch.Tensor]:
         """Run one step through every layer, check it, and return each layer's output.
 
-        `tokens` is what each layer's projection gives, `random` if it is None.
+        `tokens` is what each layer's projection gives, `random` if it is None. A sequence runs
+        its encoder in its first step.
         """
         batch = self.batch(prefills, decodes, num_padding)
         metadata = self.builder.build(batch)
         work = [*prefills, *((sequence, 1) for sequence in decodes)]
+        counts = [count for _, count in work]
+        encoder_counts = [0 if s.is_encoded else s.num_encoder_tokens for s, _ in work]
         outputs = []
         for i, layer in enumerate(self.layers):
             params = layer.params
-            num_tokens = len(batch.slot_mapping)
-            # One fused projection, as models have it: the rows of q, k and v are strided.
-            q_size = params.num_heads * params.head_size
-            kv_size = params.num_kv_heads * params.head_size
-            fused = self.random(num_tokens, q_size + 2 * kv_size) if tokens is None else tokens[i]
-            fused[num_tokens - num_padding :] = float("nan")  # Padding may hold anything.
-            query, key, value = fused.to(self.cache.device).split([q_size, kv_size, kv_size], 1)
-            output = layer(query, key, value, self.cache, metadata)
+            kind = params.attention_type
+            num_queries = counts if kind is not AttentionType.ENCODER else encoder_counts
+            num_keys = num_queries
+            padding = num_padding if kind is not AttentionType.ENCODER else 0
+            if kind is AttentionType.ENCODER_DECODER:
+                num_keys = encoder_counts
+            query, key, value = self._project(
+                params,
+                sum(num_queries) + padding,
+                sum(num_keys),
+                None if tokens is None else tokens[i],
+            )
+            query[sum(num_queries) :] = float("nan")  # Padding may hold anything.
+            has_keys = len(key) or kind is not AttentionType.ENCODER_DECODER
+            on_device = [t.to(self.cache.device) for t in (query, key, value)]
+            output = layer(
+                on_device[0],
+                on_device[1] if has_keys else None,
+                on_device[2] if has_keys else None,
+                self.cache,
+                metadata,
+            )
             outputs.append(output.cpu())
-            self._check(i, work, fused, outputs[-1], num_padding)
+            assert (outputs[-1][sum(num_queries) :] == 0).all()
+            assert len(outputs[-1]) == sum(num_queries) + padding
+            self._remember(i, [s for s, _ in work], num_keys, key, value)
+            self._check(i, [s for s, _ in work], num_queries, query, outputs[-1])
         for sequence, count in work:
             sequence.length += count
+            sequence.is_encoded = True
         return outputs
+
+    def _project(
+        self,
+        params: AttentionParams,
+        num_queries: int,
+        num_keys: int,
+        fused: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, whose rows are strided as models have them."""
+        q_size = params.num_heads * params.head_size
+        kv_size = params.num_kv_heads * params.head_size
+        if params.attention_type is AttentionType.ENCODER_DECODER:
+            fused = self.random(num_keys, 2 * kv_size)
+            key, value = fused.split(kv_size, 1)
+            return self.random(num_queries, q_size), key, value
+        if fused is None:
+            fused = self.random(num_queries, q_size + 2 * kv_size)
+        query, key, value = fused.split([q_size, kv_size, kv_size], 1)
+        return query, key, value
+
+    def _remember(
+        self,
+        layer: int,
+        sequences: Sequence[RigSequence],
+        counts: Sequence[int],
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        params = self.spec.layers[layer]
+        shape = (-1, params.num_kv_heads, params.head_size)
+        start = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            rows = slice(start, start + count)
+            keys = as_cached(key[rows].reshape(shape), params, params.k_scale)
+            values = as_cached(value[rows].reshape(shape), params, params.v_scale)
+            sequence.keys[layer] = torch.cat([sequence.keys[layer], keys])
+            sequence.values[layer] = torch.cat([sequence.values[layer], values])
+            start += count
 
     def _check(
         self,
         layer: int,
-        work: Sequence[tuple[RigSequence, int]],
-        fused: torch.Tensor,
+        sequences: Sequence[RigSequence],
+        counts: Sequence[int],
+        query: torch.Tensor,
         output: torch.Tensor,
-        num_padding: int,
     ) -> None:
         params = self.spec.layers[layer]
-        kv_heads = params.num_kv_heads
-        heads = fused.view(len(fused), params.num_heads + 2 * kv_heads, params.head_size)
-        query, key, value = heads.split([params.num_heads, kv_heads, kv_heads], dim=1)
-        references = []
         start = 0
-        for sequence, count in work:
-            rows = slice(start, start + count)
-            sequence.keys[layer] = torch.cat([sequence.keys[layer], key[rows]])
-            sequence.values[layer] = torch.cat([sequence.values[layer], value[rows]])
-            references.append(
-                dense_attention(
-                    query[rows], sequence.keys[layer], sequence.values[layer], params
-                ).flatten(1)
-            )
-            start += count
-        assert (output[start:] == 0).all()
-        assert len(output) == start + num_padding
         # Each sequence by itself, so that a small one that is wrong cannot hide in the norm.
-        parts = output[:start].split([count for _, count in work])
-        for part, reference in zip(parts, references, strict=True):
-            error = relative_error(part, reference)
+        for sequence, count in zip(sequences, counts, strict=True):
+            rows = slice(start, start + count)
+            start += count
+            queries = query[rows].reshape(-1, params.num_heads, params.head_size)
+            keys, values = sequence.keys[layer], sequence.values[layer]
+            reference = dense_attention(queries, keys, values, params).flatten(1)
+            error = relative_error(output[rows], reference)
+            self.worst_error = max(self.worst_error, error)
             assert error < TOLERANCE[self.spec.dtype], f"layer {layer}: {error}"
+
+    def _encoder_batch(self, sequences: Sequence[RigSequence]) -> EncoderBatch | None:
+        kinds = {params.attention_type for params in self.spec.layers}
+        if kinds <= {AttentionType.DECODER, AttentionType.ENCODER_ONLY}:
+            return None
+        slots: list[int] = []
+        for sequence in sequences:
+            if not sequence.is_encoded:
+                self._extend(sequence.encoder_blocks, sequence.num_encoder_tokens)
+                slots += self.slots(sequence.encoder_blocks, 0, sequence.num_encoder_tokens)
+        lengths = np.array([s.num_encoder_tokens for s in sequences], dtype=np.int32)
+        are_encoded = np.array([s.is_encoded for s in sequences], dtype=bool)
+        return EncoderBatch(
+            query_lens=np.where(are_encoded, np.int32(0), lengths),
+            seq_lens=lengths,
+            block_tables=self._tables([s.encoder_blocks for s in sequences]),
+            slot_mapping=np.array(slots, dtype=np.int64),
+        )
+
+    def _extend(self, blocks: list[int], num_tokens: int) -> None:
+        """Add free blocks until so many tokens have room."""
+        while len(blocks) * self.spec.block_size < num_tokens:
+            blocks.append(self.free.pop())
+
+    def _tables(self, blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+        width = max(map(len, blocks), default=0) + 1
+        # What pads a table is the id of a block that holds NaN: no one may look at it.
+        tables = np.full((len(blocks), width), self.poisoned, dtype=np.int32)
+        for row, ids in zip(tables, blocks, strict=True):
+            row[: len(ids)] = ids
+        return tables

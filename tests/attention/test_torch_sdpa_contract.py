@@ -306,14 +306,14 @@ def test_metadata_travels_as_a_dictionary() -> None:
 
 def test_steady_decodes_reuse_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rig, "uses_kernel", False)
-    rig = Rig(params_of())
+    rig = Rig(params_of(), block_size=16)
     a = rig.sequence()
     rig.step(prefills=[(a, 9)])
     addresses = set()
     for _ in range(5):
         rig.step(decodes=[a])
         gather = rig.builder.build(rig.batch([], [a])).layer_plan(0).chunks[0].gather
-        addresses.add((gather.rows.data_ptr(), gather.scratch.data_ptr()))
+        addresses.add((gather.rows.data_ptr(), gather.views.scratch.data_ptr()))
     assert len(addresses) == 1
 
 

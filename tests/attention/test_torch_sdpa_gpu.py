@@ -3,9 +3,17 @@
 import pytest
 import torch
 
+from attention.abstract import AttentionType
 from attention.torch_sdpa_backend import TorchSDPABackend
 from tests.attention.rig import Rig, params_of
-from tests.attention.test_torch_sdpa_matrix import FEATURES, run_everything
+from tests.attention.test_torch_sdpa_matrix import (
+    CROSS_FEATURES,
+    ENCODER_FEATURES,
+    FEATURES,
+    layers_of,
+    run_encoder,
+    run_everything,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +27,21 @@ def test_every_feature_equals_the_dense_reference_on_a_gpu(
     feature: str, dtype: torch.dtype
 ) -> None:
     run_everything(Rig(FEATURES[feature], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("feature", ENCODER_FEATURES)
+def test_every_feature_of_an_encoder_on_a_gpu(feature: str, dtype: torch.dtype) -> None:
+    layers = layers_of(ENCODER_FEATURES[feature], AttentionType.ENCODER_ONLY)
+    run_encoder(Rig(*layers, dtype=dtype, num_blocks=250, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("feature", CROSS_FEATURES)
+def test_every_feature_of_cross_attention_on_a_gpu(feature: str, dtype: torch.dtype) -> None:
+    kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    layers = layers_of(CROSS_FEATURES[feature], *kinds)
+    run_everything(Rig(*layers, dtype=dtype, num_blocks=200, device="cuda"))
 
 
 def test_layers_interleave_on_a_gpu() -> None:

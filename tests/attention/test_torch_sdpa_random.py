@@ -1,11 +1,13 @@
 """Random layers under random steps, against the dense reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention.abstract import AttentionParams
+from attention.abstract import AttentionParams, AttentionType
 from tests.attention.rig import Rig, RigSequence, params_of
 
 
@@ -16,7 +18,8 @@ def layers(draw: st.DrawFn) -> list[AttentionParams]:
     num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 5]))
     # Large heads make large blocks, so that decodes are cut into several chunks.
     head_size = draw(st.sampled_from([8, 40, 256]))
-    return [
+    fp8 = draw(st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]))
+    decoder = [
         params_of(
             num_heads,
             num_kv_heads,
@@ -25,9 +28,20 @@ def layers(draw: st.DrawFn) -> list[AttentionParams]:
             sliding_window=draw(st.sampled_from([None, 1, 5, 16, 33])),
             soft_cap=draw(st.sampled_from([None, None, 4.0])),
             has_alibi=draw(st.booleans()),
+            fp8=fp8,
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
+    if draw(st.booleans()):
+        return decoder
+    encoder = replace(decoder[0], attention_type=AttentionType.ENCODER)
+    cross = replace(
+        decoder[0],
+        attention_type=AttentionType.ENCODER_DECODER,
+        sliding_window=None,
+        alibi_slopes=None,
+    )
+    return [encoder, *decoder, cross]
 
 
 @given(data=st.data())
@@ -42,12 +56,13 @@ def test_random_steps_equal_the_dense_reference(data: st.DataObject) -> None:
     rig = Rig(
         *data.draw(layers()),
         block_size=block_size,
-        num_blocks=1600 // block_size,
+        num_blocks=2400 // block_size,
         seed=data.draw(st.integers(0, 9)),
     )
     running: list[RigSequence] = []
     for _ in range(data.draw(st.integers(2, 6))):
-        new = [rig.sequence() for _ in range(data.draw(st.integers(0, 3)))]
+        num_new = data.draw(st.integers(0, 3))
+        new = [rig.sequence(data.draw(st.integers(0, 40))) for _ in range(num_new)]
         chunked = [s for s in running if data.draw(st.integers(0, 3)) == 0]
         decodes = [s for s in running if s not in chunked and data.draw(st.booleans())]
         prefills = [(s, data.draw(st.integers(1, 40))) for s in chunked + new]

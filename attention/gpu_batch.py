@@ -1,0 +1,213 @@
+"""A step's numbers on the GPU, brought there in one copy.
+
+Equal shapes lie at equal addresses: that is all that a captured graph needs of its inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.batch import AttentionBatch
+
+__all__ = ["GpuBatch", "GpuBatchUploader", "Rows"]
+
+_Ints = npt.NDArray[np.int32]
+_Array = npt.NDArray[Any]  # int32 or int64
+_ALIGNMENT = 16
+_NUM_SLOT_ARRAYS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Neighbouring sequences of one step, and the keys that they see."""
+
+    first_token: int
+    num_tokens: int
+    query_lens: _Ints
+    """`[num_sequences]`, on the host, and so are the next two."""
+    host_seq_lens: _Ints
+    host_block_tables: _Ints | None
+    """None where keys do not come from the cache."""
+    query_starts: torch.Tensor
+    """Query tokens before each sequence, from `first_token`, `[num_sequences + 1]` int32."""
+    seq_lens: torch.Tensor
+    """Keys of each sequence, `[num_sequences]` int32."""
+    block_tables: torch.Tensor | None
+    """`[num_sequences, width]` int32."""
+    max_query_len: int
+    max_seq_len: int
+    """No sequence is longer, now or when a graph is replayed."""
+    is_fresh: bool
+    """Whether nobody has keys but those of its own query."""
+
+    @property
+    def tokens(self) -> slice:
+        """Return which tokens of the step these are."""
+        return slice(self.first_token, self.first_token + self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GpuBatch:
+    """One step on the GPU; valid until its uploader is used again."""
+
+    prefills: Rows | None
+    decodes: Rows | None
+    cross_prefills: Rows | None
+    """The prefills again, over the keys of their encoders."""
+    cross_decodes: Rows | None
+    encoders: Rows | None
+    """The encoders that run in this step, over their own tokens."""
+    slot_mapping: torch.Tensor
+    """`[num_tokens]` int64."""
+    encoder_slot_mapping: torch.Tensor | None
+    num_padding: int
+
+
+class GpuBatchUploader:
+    """Two pinned buffers that take turns, and one on the GPU that all steps share."""
+
+    def __init__(self, device: torch.device, *, max_seq_len: int | None = None) -> None:
+        """`max_seq_len` is what `Rows` say of every step, for graphs; None is each step's own."""
+        self._device = device
+        self._max_seq_len = max_seq_len
+        self._is_cuda = device.type == "cuda"
+        self._capacity = 0
+        self._turn = 0
+        self._pinned: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def upload(self, batch: AttentionBatch) -> GpuBatch:
+        """Return the step's numbers on the device; waits for nothing."""
+        parts = _Parts(batch)
+        slots, encoder_slots, *tensors = self._copy(parts.arrays)
+        rows = [None if part is None else self._rows(part, tensors) for part in parts.rows]
+        return GpuBatch(
+            prefills=rows[0],
+            decodes=rows[1],
+            cross_prefills=rows[2],
+            cross_decodes=rows[3],
+            encoders=rows[4],
+            slot_mapping=slots,
+            encoder_slot_mapping=encoder_slots if batch.encoder is not None else None,
+            num_padding=batch.num_padding,
+        )
+
+    def _rows(self, part: "_Part", tensors: list[torch.Tensor]) -> Rows:
+        starts, lens = tensors[part.index], tensors[part.index + 1]
+        tables = None if part.block_tables is None else tensors[part.index + 2]
+        max_seq_len = int(part.seq_lens.max(initial=0))
+        return Rows(
+            first_token=part.first_token,
+            num_tokens=int(part.query_lens.sum()),
+            query_lens=part.query_lens,
+            host_seq_lens=part.seq_lens,
+            host_block_tables=part.block_tables,
+            query_starts=starts,
+            seq_lens=lens,
+            block_tables=tables,
+            max_query_len=int(part.query_lens.max(initial=0)),
+            max_seq_len=self._max_seq_len or max_seq_len,
+            is_fresh=bool((part.query_lens == part.seq_lens).all()),
+        )
+
+    def _copy(self, arrays: Sequence[_Array]) -> list[torch.Tensor]:
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        offsets = list(accumulate(sizes, initial=0))
+        if offsets[-1] > self._capacity:
+            self._grow(offsets[-1])
+        self._turn = 1 - self._turn
+        pinned = self._pinned[self._turn]
+        if self._is_cuda:
+            # The copy of the step before the last one: long done, unless the host is far ahead.
+            self._copied[self._turn].synchronize()
+        host = pinned.numpy()
+        for array, offset in zip(arrays, offsets, strict=False):
+            host[offset : offset + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
+        self._on_device[: offsets[-1]].copy_(pinned[: offsets[-1]], non_blocking=True)
+        if self._is_cuda:
+            self._copied[self._turn].record()
+        return [
+            self._on_device[offset : offset + array.nbytes]
+            .view(torch.int64 if array.dtype == np.int64 else torch.int32)
+            .view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=False)
+        ]
+
+    def _grow(self, num_bytes: int) -> None:
+        self._capacity = 1 << (num_bytes - 1).bit_length()
+        self._pinned = [
+            torch.empty(self._capacity, dtype=torch.uint8, pin_memory=self._is_cuda)
+            for _ in range(2)
+        ]
+        if self._is_cuda:
+            self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._on_device = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+
+
+class _Part:
+    """Some neighbouring sequences of a batch on the host, and where their arrays are."""
+
+    def __init__(
+        self,
+        arrays: list[_Array],
+        first_token: int,
+        query_lens: _Ints,
+        seq_lens: _Ints,
+        block_tables: _Ints | None,
+    ) -> None:
+        self.first_token = first_token
+        self.query_lens = query_lens
+        self.seq_lens = seq_lens
+        self.block_tables = block_tables
+        self.index = len(arrays) - _NUM_SLOT_ARRAYS
+        """Of the starts; the lengths follow, and then the tables, if any."""
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        arrays += [starts, seq_lens]
+        if block_tables is not None:
+            arrays.append(block_tables)
+
+
+class _Parts:
+    """What goes to the GPU of a batch."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        encoder = batch.encoder
+        no_slots = np.zeros(0, dtype=np.int64)
+        self.arrays: list[_Array] = [
+            batch.slot_mapping,
+            no_slots if encoder is None else encoder.slot_mapping,
+        ]
+        self.rows: list[_Part | None] = [None] * 5
+        first, total = batch.num_prefills, len(batch.query_lens)
+        starts = (0, batch.num_prefill_tokens)
+        for index, part in enumerate((slice(0, first), slice(first, total))):
+            if part.start == part.stop:
+                continue
+            query_lens = batch.query_lens[part]
+            self.rows[index] = _Part(
+                self.arrays,
+                starts[index],
+                query_lens,
+                batch.seq_lens[part],
+                batch.block_tables[part],
+            )
+            if encoder is not None:
+                self.rows[2 + index] = _Part(
+                    self.arrays,
+                    starts[index],
+                    query_lens,
+                    encoder.seq_lens[part],
+                    encoder.block_tables[part],
+                )
+        if encoder is not None and (is_run := encoder.query_lens > 0).any():
+            lens = encoder.query_lens[is_run]
+            self.rows[4] = _Part(self.arrays, 0, lens, lens, None)

@@ -1,0 +1,107 @@
+"""What a worker keeps for captured graphs, the same for every backend on a GPU."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from attention.abstract import (
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    AttentionState,
+    AttentionType,
+    EncoderBatch,
+)
+from attention.gpu_metadata import GpuMetadata, GpuMetadataBuilder
+
+__all__ = ["GpuState"]
+
+
+class GpuState(AttentionState):
+    """A builder for each captured batch size; the inputs of a graph are what it uploads to."""
+
+    builder_cls: ClassVar[type[GpuMetadataBuilder]]
+
+    def __init__(
+        self, spec: AttentionSpec, *, graph_builder: GpuMetadataBuilder | None = None
+    ) -> None:
+        """`graph_builder` is that of the one graph that a clone is kept with."""
+        super().__init__(spec)
+        self._graph_builder = graph_builder
+        self._builders: dict[int, GpuMetadataBuilder] | None = None
+
+    def _allocate_capture_buffers(self, max_batch_size: int) -> None:
+        self._builders = {}
+
+    def _release_capture_buffers(self) -> None:
+        self._builders = None
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int) -> GpuMetadata:
+        """Return planned metadata of decodes without keys; within `graph_capture`."""
+        if self._builders is None:
+            raise RuntimeError("Metadata to capture with is to be had within graph_capture only.")
+        builder = self.builder_cls(self._spec, graph_batch_size=batch_size)
+        self._builders[batch_size] = builder
+        metadata = builder.build(_no_decodes(self._spec))
+        self.begin_forward(metadata)
+        return metadata
+
+    def graph_clone(self, batch_size: int) -> "GpuState":
+        """Return the state to keep with the graph of this size; within `graph_capture`."""
+        if self._builders is None or batch_size not in self._builders:
+            raise RuntimeError(f"There is no metadata for a batch of {batch_size} yet.")
+        return type(self)(self._spec, graph_builder=self._builders[batch_size])
+
+    def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
+        """Return the tensors whose addresses the captured graph holds, by name."""
+        assert isinstance(metadata, GpuMetadata)
+        batch = metadata.gpu_batch
+        assert batch.decodes is not None
+        assert batch.decodes.block_tables is not None
+        buffers = {
+            "slot_mapping": batch.slot_mapping,
+            "seq_lens": batch.decodes.seq_lens,
+            "block_tables": batch.decodes.block_tables,
+        }
+        if batch.cross_decodes is not None:
+            assert batch.cross_decodes.block_tables is not None
+            buffers["cross_seq_lens"] = batch.cross_decodes.seq_lens
+            buffers["cross_block_tables"] = batch.cross_decodes.block_tables
+        return buffers
+
+    def prepare_graph_input_buffers(
+        self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
+    ) -> None:
+        """Copy live metadata into a graph's input buffers, and plan for it, before a replay."""
+        if self._graph_builder is None:
+            raise RuntimeError("This state belongs to no graph: ask its clone.")
+        planned = self._graph_builder.build(metadata.batch)
+        for name, buffer in self.get_graph_input_buffers(planned).items():
+            # Equal shapes lie at equal addresses; were it not so, a replay would read garbage.
+            assert buffer.data_ptr() == input_buffers[name].data_ptr()
+
+    def begin_forward(self, metadata: AttentionMetadata) -> None:
+        """Upload and plan a step before an eager forward."""
+        assert isinstance(metadata, GpuMetadata)
+        _ = metadata.gpu_batch
+
+
+def _no_decodes(spec: AttentionSpec) -> AttentionBatch:
+    """Return a batch of no sequences, which a graph's builder pads to its size."""
+    none = np.zeros(0, dtype=np.int32)
+    tables = np.zeros((0, 0), dtype=np.int32)
+    slots = np.zeros(0, dtype=np.int64)
+    has_encoder = any(
+        layer.attention_type is AttentionType.ENCODER_DECODER for layer in spec.layers
+    )
+    encoder = EncoderBatch(query_lens=none, seq_lens=none, block_tables=tables, slot_mapping=slots)
+    return AttentionBatch(
+        num_prefills=0,
+        query_lens=none,
+        seq_lens=none,
+        block_tables=tables,
+        slot_mapping=slots,
+        encoder=encoder if has_encoder else None,
+    )

@@ -1,0 +1,112 @@
+"""The ops of xFormers that serve us, called directly; imported when the backend is chosen.
+
+Beside any torch but the one that it was built for, xFormers' own extension does not load, and its
+dispatcher then refuses every op. Those used here are written in Triton or are torch's own, and
+need neither.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from attention.xformers_cells import SMALLEST_TILE
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    # On import it warns of its extension, which nothing here needs, and Triton of how it is used.
+    log = logging.getLogger("xformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+with _without_warnings():
+    from xformers.ops.fmha import attn_bias, flash, triton_splitk
+    from xformers.ops.fmha.common import Inputs
+
+__all__ = ["RAGGED_OP", "attend", "attn_bias", "decode_op"]
+
+RAGGED_OP: Any = flash.FwOp  # Any: xFormers declares no types
+"""FlashAttention 2 as torch has it: keys and values in rows, none from blocks."""
+
+_LARGEST_TILE = 64
+_PROGRAMS = 8448
+"""Programs that fill a large GPU several times over: 64 for each of 132 multiprocessors."""
+_FEWEST_KEYS = 128
+"""Of a split, as fewer do not pay for its partial result."""
+_MOST_SPLITS = 64
+
+
+class _SplitDecode(triton_splitk.FwOp):  # type: ignore[misc]  # xFormers declares no types
+    """Split-k decode, its splits counted for tables that are wider than what they hold."""
+
+    # Partial results are padded to a multiple of so many rows, which nothing reads.
+    MAX_BLOCK_M = 1
+
+    @classmethod
+    def get_split_k(
+        cls,
+        batch_size: int,
+        num_kv_heads: int,
+        num_heads: int,
+        num_keys: int,
+        num_queries: int,
+        page_size: int,
+        is_paged: bool = False,
+    ) -> int:
+        """Return how many programs share the keys of one KV head; a power of two."""
+        # The original counts on tables that are full, and would split a wide one for nothing.
+        wanted = _PROGRAMS // (batch_size * num_kv_heads * num_heads)
+        splits = max(1, min(wanted, num_keys // _FEWEST_KEYS, _MOST_SPLITS))
+        return 1 << (splits.bit_length() - 1)
+
+
+_DECODE_OPS: dict[int, Any] = {  # Any: xFormers declares no types
+    tile: type(f"_SplitDecode{tile}", (_SplitDecode,), {"BLOCK_N": tile})
+    for tile in (SMALLEST_TILE, 2 * SMALLEST_TILE, _LARGEST_TILE)
+}
+
+
+def decode_op(block_size: int) -> Any:  # Any: xFormers declares no types
+    """Return the op for decodes over blocks of this size, a multiple of the smallest tile."""
+    return next(
+        op for tile, op in sorted(_DECODE_OPS.items(), reverse=True) if block_size % tile == 0
+    )
+
+
+def attend(
+    op: Any,  # Any: xFormers declares no types
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: Any,  # Any: xFormers declares no types
+    scale: float,
+) -> torch.Tensor:
+    """Return `[num_queries, num_heads, head_size]` from rows of queries, keys and values.
+
+    `key` and `value` are `[num_rows, num_kv_heads, head_size]`. Rows may be strided.
+    """
+    num_kv_heads = key.shape[1]
+    group_size = query.shape[1] // num_kv_heads
+    # The heads of a group share keys without a copy: their axis has a stride of 0.
+    key, value = (t[None, :, :, None].expand(-1, -1, -1, group_size, -1) for t in (key, value))
+    inputs = Inputs(
+        query=query.unflatten(1, (num_kv_heads, group_size))[None],
+        key=key,
+        value=value,
+        attn_bias=mask,
+        scale=scale,
+    )
+    result: torch.Tensor = op.apply(inputs, needs_gradient=False)[0]
+    return result.reshape(query.shape)

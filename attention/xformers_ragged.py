@@ -1,0 +1,128 @@
+"""Prefills, fresh prompts and encoders by FlashAttention 2, over keys and values in rows."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.gpu_batch import Rows
+from attention.gpu_group import LayerCache
+from attention.kernels.triton.gather_blocks import gather_blocks
+from attention.params import AttentionParams
+from attention.xformers_library import RAGGED_OP, attend, attn_bias
+
+__all__ = ["RaggedAttention"]
+
+
+class _Gather(NamedTuple):
+    """Which cached keys of each sequence are read."""
+
+    starts: torch.Tensor
+    """First key, `[num_sequences]` int32."""
+    cu_lens: torch.Tensor
+    """Rows before each sequence, `[num_sequences + 1]` int32."""
+    num_rows: int
+    longest: int
+    mask: Any  # Any: xFormers declares no types
+
+
+class RaggedAttention:
+    """Attends for queries of several tokens; what a step needs is made by its first layer."""
+
+    def __init__(self, params: AttentionParams) -> None:
+        self._params = params
+        self._fresh: dict[Rows, Any] = {}  # Any: xFormers declares no types
+        self._gathers: dict[Rows, _Gather] = {}
+
+    def forget_step(self) -> None:
+        """Forget what was made for the rows of the step before."""
+        self._fresh.clear()
+        self._gathers.clear()
+
+    def fresh(
+        self,
+        rows: Rows,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for sequences whose keys are those of their own tokens."""
+        if rows not in self._fresh:
+            info = _lengths_info(rows.query_starts, rows.query_lens)
+            self._fresh[rows] = self._mask(info, info)
+        scale = self._params.scale
+        out.copy_(attend(RAGGED_OP, query, key, value, mask=self._fresh[rows], scale=scale))
+
+    def prefill(
+        self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Attend over cached keys, gathered into rows; an fp8 cache's are widened on the way."""
+        if rows not in self._gathers:
+            self._gathers[rows] = self._gather(rows)
+        starts, cu_lens, num_rows, longest, mask = self._gathers[rows]
+        assert rows.block_tables is not None
+        key = query.new_empty(num_rows, self._params.num_kv_heads, self._params.head_size)
+        value = torch.empty_like(key)
+        # Numbers of 8 bits are widened exactly. Their scales come in where nothing is rounded
+        # for them: with that of the scores, and with the result.
+        gather_blocks(
+            cache.blocks,
+            block_tables=rows.block_tables,
+            starts=starts,
+            cu_lens=cu_lens,
+            max_len=longest,
+            key=key,
+            value=value,
+        )
+        scale = self._params.scale * cache.k_scale
+        result = attend(RAGGED_OP, query, key, value, mask=mask, scale=scale)
+        if cache.v_scale == 1.0:
+            out.copy_(result)
+        else:
+            torch.mul(result, cache.v_scale, out=out)
+
+    def _gather(self, rows: Rows) -> _Gather:
+        """Return which keys the queries see between them; all, but for a window."""
+        host_lens = rows.host_seq_lens
+        lens, starts = rows.seq_lens, torch.zeros_like(rows.seq_lens)
+        window = self._params.sliding_window
+        if window is not None:
+            host_lens = np.minimum(host_lens, rows.query_lens + np.int32(window - 1))
+            query_lens = rows.query_starts[1:] - rows.query_starts[:-1]
+            starts = (lens - query_lens - (window - 1)).clamp_(min=0)
+            lens = lens - starts
+        cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+        torch.cumsum(lens, 0, dtype=torch.int32, out=cu_lens[1:])
+        query_info = _lengths_info(rows.query_starts, rows.query_lens)
+        return _Gather(
+            starts=starts,
+            cu_lens=cu_lens,
+            num_rows=int(host_lens.sum()),
+            longest=int(host_lens.max()),
+            mask=self._mask(query_info, _lengths_info(cu_lens, host_lens)),
+        )
+
+    def _mask(self, queries: Any, keys: Any) -> Any:  # Any: xFormers declares no types
+        """Return the mask between sequences of queries and of keys, aligned at their ends."""
+        if not self._params.is_causal:
+            return attn_bias.BlockDiagonalMask(queries, keys)
+        window = self._params.sliding_window
+        if window is None:
+            return attn_bias.BlockDiagonalCausalFromBottomRightMask(queries, keys)
+        return attn_bias.BlockDiagonalCausalLocalAttentionFromBottomRightMask(
+            queries, keys, _window_size=window
+        )
+
+
+def _lengths_info(
+    starts: torch.Tensor, lens: npt.NDArray[np.int32]
+) -> Any:  # Any: xFormers declares no types
+    """Return xFormers' record of sequences in a row, which would else copy to the GPU and wait."""
+    return attn_bias._SeqLenInfo(
+        seqstart=starts,
+        max_seqlen=int(lens.max()),
+        min_seqlen=int(lens.min()),
+        seqstart_py=[0, *np.cumsum(lens).tolist()],
+    )

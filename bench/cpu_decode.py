@@ -1,0 +1,176 @@
+"""How fast paged decode attention reads keys and values on a CPU, beside a plain memory copy.
+
+    python bench/cpu_decode.py --output bench/results/cpu_decode.json
+
+Both run in turns in one process. A copy reads as many bytes as the decode does, and writes them;
+its rate counts the bytes read. Caches are larger than the processor's, and blocks lie scattered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
+from attention.cache import kv_cache_shape
+from attention.layer import Attention
+from attention.selector import select_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASES = (
+    # Sequences, keys, query heads, KV heads, head size, layers.
+    (32, 512, 8, 4, 64, 8),
+    (16, 1024, 32, 8, 128, 2),
+    (1, 8192, 32, 8, 128, 4),
+)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    shape: str
+    dtype: str
+    decode: float
+    """GB/s of keys and values, median over rounds."""
+    copy: float
+    """GB/s read by the copy."""
+    ratio: float
+    target: float = 0.5
+
+
+def main() -> int:
+    """Measure, print a table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = [
+        _measure(case, dtype, options.rounds)
+        for dtype in (torch.float32, torch.bfloat16)
+        for case in CASES
+    ]
+    print("| sequences x keys, heads | dtype | decode GB/s | copy GB/s | ratio | target |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        print(
+            f"| {row.shape} | {row.dtype} | {row.decode:.1f} | {row.copy:.1f} | "
+            f"{row.ratio:.2f} | {row.target} |"
+        )
+    if options.output:
+        _write(options.output, rows)
+    return 0
+
+
+@torch.inference_mode()
+def _measure(case: tuple[int, ...], dtype: torch.dtype, rounds: int) -> Row:
+    num_sequences, num_keys, num_heads, num_kv_heads, head_size, num_layers = case
+    params = AttentionParams(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+    )
+    spec = AttentionSpec(
+        layers=(params,) * num_layers,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        block_size=BLOCK_SIZE,
+    )
+    backend = select_backend("auto", spec)
+    layers = [Attention(params, layer_index=i, backend=backend) for i in range(num_layers)]
+    batch = _decodes(num_sequences, num_keys)
+    shape = kv_cache_shape(
+        num_blocks=batch.block_tables.size,
+        num_layers=num_layers,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+    )
+    cache = torch.randn(shape).to(dtype)
+    query = torch.randn(num_sequences, num_heads * head_size).to(dtype)
+    key = torch.randn(num_sequences, num_kv_heads * head_size).to(dtype)
+    metadata = backend.make_metadata_builder(spec).build(batch)
+
+    def decode() -> None:
+        for layer in layers:
+            layer(query, key, key, cache, metadata)
+
+    source, target = torch.empty_like(cache), torch.empty_like(cache)
+    source.fill_(1)
+    num_bytes = cache.nbytes
+    rates = []
+    for index in range(rounds + 1):
+        seconds = _seconds(decode), _seconds(lambda: target.copy_(source))
+        # The first round warms up.
+        if index:
+            rates.append([num_bytes / s / 1e9 for s in seconds])
+    row = Row(
+        shape=f"{num_sequences} x {num_keys}, {num_heads}/{num_kv_heads} of {head_size}",
+        dtype=str(dtype).removeprefix("torch."),
+        decode=statistics.median(rate for rate, _ in rates),
+        copy=statistics.median(rate for _, rate in rates),
+        ratio=statistics.median(rate / other for rate, other in rates),
+    )
+    print(row, file=sys.stderr)
+    return row
+
+
+def _decodes(num_sequences: int, num_keys: int) -> AttentionBatch:
+    width = -(-num_keys // BLOCK_SIZE)
+    blocks = np.random.default_rng(0).permutation(num_sequences * width)
+    tables = blocks.reshape(num_sequences, width).astype(np.int32)
+    last = num_keys - 1
+    return AttentionBatch(
+        num_prefills=0,
+        query_lens=np.ones(num_sequences, dtype=np.int32),
+        seq_lens=np.full(num_sequences, num_keys, dtype=np.int32),
+        block_tables=tables,
+        slot_mapping=tables[:, last // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+        + last % BLOCK_SIZE,
+    )
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

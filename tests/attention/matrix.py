@@ -1,0 +1,212 @@
+"""Writes docs/attention-matrix.md from a real run: each feature on each backend of a GPU.
+
+    python -m tests.attention.matrix --output docs/attention-matrix.md
+
+A cell is a rig's run of prompts, chunks, a prefix hit, decodes and mixed steps, all of them checked
+against a float64 softmax. It shows who computed it and the largest error of any sequence in any
+step, the norm of the difference over the norm of the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.abstract import AttentionParams, AttentionType
+from attention.selector import select_backend
+from tests.attention.gpu_steps import (
+    BLOCK_SIZES,
+    FEATURES,
+    GROUPS,
+    HEAD_SIZES,
+    check_replays,
+    heads_of,
+    run_steps,
+)
+from tests.attention.rig import TOLERANCE, Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attention.abstract import AttentionBackend
+
+BACKENDS = ("flashinfer", "xformers", "torch_sdpa")
+_TYPES = (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One row of the document."""
+
+    section: str
+    name: str
+    layers: tuple[AttentionParams, ...]
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+    run: Callable[[Rig], None] = run_steps
+    backends: tuple[str, ...] = BACKENDS
+
+
+def main() -> int:
+    """Run every cell, write the document, and return 1 if any cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    lines, num_failed = [], 0
+    section = ""
+    with torch.inference_mode():
+        for cell in cells():
+            if cell.section != section:
+                section = cell.section
+                lines += ["", f"## {section}", "", *_table_head()]
+            results = [_result(cell, backend) for backend in BACKENDS]
+            num_failed += sum(result.startswith("FAILED") for result in results)
+            lines.append(f"| {cell.name} | {' | '.join(results)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    options.output.write_text("\n".join([*_preamble(num_failed), *lines]) + "\n")
+    return 1 if num_failed else 0
+
+
+def cells() -> Iterator[Cell]:
+    """Yield every row of the document."""
+    plain = FEATURES["plain"]
+    for dtype in (torch.bfloat16, torch.float16):
+        for name, params in FEATURES.items():
+            yield Cell(
+                section=f"Features, {_name(dtype)}", name=name, layers=(params,), dtype=dtype
+            )
+    only_sdpa = ("torch_sdpa",)
+    for name, params in FEATURES.items():
+        yield Cell(
+            section="Features, float32",
+            name=name,
+            layers=(params,),
+            dtype=torch.float32,
+            backends=only_sdpa,
+        )
+    section = "Attention types (encoder, decoder and cross attention in one model)"
+    for name in ("plain", "scale", "cap", "e4m3"):
+        layers = tuple(replace(FEATURES[name], attention_type=kind) for kind in _TYPES)
+        yield Cell(section=section, name=name, layers=layers)
+    section = "Encoders without a decoder"
+    for name in ("plain", "scale", "window", "cap", "window+cap", "alibi", "window+alibi"):
+        layer = replace(FEATURES[name], attention_type=AttentionType.ENCODER_ONLY)
+        yield Cell(section=section, name=name, layers=(layer,), run=run_encoders)
+    section = "Layers that differ"
+    layers = tuple(FEATURES[name] for name in ("window", "plain", "window+cap", "plain"))
+    yield Cell(section=section, name="window, plain, window+cap, plain", layers=layers)
+    for group in GROUPS:
+        yield Cell(section="Groups of heads", name=group, layers=(heads_of(group, 64, "plain"),))
+    for size in HEAD_SIZES:
+        yield Cell(section="Head sizes", name=str(size), layers=(heads_of("3", size, "plain"),))
+    for size in BLOCK_SIZES:
+        yield Cell(section="Block sizes", name=str(size), layers=(plain,), block_size=size)
+    section = "Captured graphs, replayed over a block's end with padding"
+    for name in ("plain", "window", "cap", "alibi", "e4m3"):
+        params = FEATURES[name]
+        other = replace(plain, kv_cache_dtype=params.kv_cache_dtype)
+        yield Cell(section=section, name=name, layers=(params, other), run=_no_steps)
+
+
+def run_encoders(rig: Rig) -> None:
+    """Run texts of several lengths; the rig checks each."""
+    for lengths in ((9, 9, 1), (150, 3, 64)):
+        rig.step(prefills=[(rig.sequence(), n) for n in lengths], num_padding=2)
+
+
+def _no_steps(rig: Rig) -> None:
+    """Leave the checks to the replays."""
+
+
+def _result(cell: Cell, name: str) -> str:
+    if name not in cell.backends:
+        return "refused: 16 bits only"
+    try:
+        if cell.run is _no_steps:
+            return _replayed(cell, _backend(cell, name))
+        rig = Rig(
+            *cell.layers,
+            backend=_backend(cell, name),
+            dtype=cell.dtype,
+            block_size=cell.block_size,
+            num_blocks=1600 // cell.block_size + 20,
+            device="cuda",
+        )
+        cell.run(rig)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return f"FAILED {str(error).partition(chr(10))[0][:80]}"
+    return f"{_servers(rig)}, {rig.worst_error:.1e}"
+
+
+def _replayed(cell: Cell, backend: type[AttentionBackend]) -> str:
+    check_replays(backend, *cell.layers, dtype=cell.dtype, block_size=cell.block_size)
+    return "equal to eager steps"
+
+
+def _backend(cell: Cell, name: str) -> type[AttentionBackend]:
+    rig_spec = Rig.spec_of(
+        *cell.layers, dtype=cell.dtype, block_size=cell.block_size, device="cuda"
+    )
+    return select_backend(name, rig_spec)
+
+
+def _servers(rig: Rig) -> str:
+    """Return who computed, and what, where it was not one alone."""
+    parts: dict[str, dict[str, None]] = {}
+    for group in rig.builder.groups:
+        for part, server in group.servers.items():
+            # Without a cache all is fresh, and with one of fp8 nothing is.
+            has_part = group.params.kv_cache_dtype == "auto" or part != "fresh"
+            if has_part if group.params.is_cached else part == "fresh":
+                parts.setdefault(server, {})[part] = None
+    if len(parts) == 1:
+        return next(iter(parts))
+    return ", ".join(f"{server} ({'+'.join(names)})" for server, names in parts.items())
+
+
+def _table_head() -> list[str]:
+    return [f"| | {' | '.join(BACKENDS)} |", "| --- |" + " --- |" * len(BACKENDS)]
+
+
+def _preamble(num_failed: int) -> list[str]:
+    limits = ", ".join(f"{_name(dtype)} {limit:g}" for dtype, limit in TOLERANCE.items())
+    verdict = "Every cell passed." if not num_failed else f"{num_failed} cells FAILED."
+    return [
+        "# What every attention backend computes, and how exactly",
+        "",
+        "Written by `python -m tests.attention.matrix --output docs/attention-matrix.md` on",
+        f"{datetime.now(UTC).date()}: {torch.cuda.get_device_name()}, {_versions()}. {verdict}",
+        "",
+        "A cell runs fresh prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
+        "compares every sequence of every step with a float64 softmax over what the cache holds.",
+        "It names who computed it, the library or the shared kernels (`attention/kernels/triton`),",
+        "and the largest error: the norm of the difference over the norm of the reference.",
+        f"Limits: {limits}. Caches of fp8 have scales other than 1.",
+    ]
+
+
+def _versions() -> str:
+    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in ("triton", "flashinfer-python", "xformers"):
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            parts.append(f"{package} absent")
+    return ", ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

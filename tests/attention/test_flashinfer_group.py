@@ -1,0 +1,151 @@
+"""What the FlashInfer backend plans and runs, with a fake of the library, on a CPU."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attention.abstract import AttentionParams, AttentionType
+from attention.flashinfer_backend import FlashInferBackend
+from attention.params import KV_CACHE_DTYPES
+from tests.attention.dense_reference import relative_error
+from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules
+from tests.attention.rig import TOLERANCE, Rig, params_of
+
+pytest.importorskip("triton")
+
+OURS = ("attention.flashinfer_decode", "attention.flashinfer_prefill", "attention.flashinfer_group")
+FEATURES: dict[str, AttentionParams] = {
+    "plain": params_of(4, 2, 64),
+    "scale": params_of(4, 2, 64, scale=0.3),
+    "window+cap": params_of(4, 2, 64, sliding_window=6, soft_cap=2.0),
+    "alibi": params_of(4, 2, 64, has_alibi=True),
+    "head size 80": params_of(4, 2, 80, sliding_window=6),
+}
+
+
+@pytest.fixture(autouse=True)
+def _each_way_of_decodes() -> None:
+    """Replace the fixture that runs each test twice: there is one way."""
+
+
+@pytest.fixture(autouse=True)
+def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put the fake in the library's place, with a Hopper GPU of 8 multiprocessors."""
+    if torch.cuda.is_available():
+        pytest.skip("the real library is tested instead")
+    for name, module in fake_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in OURS:
+        sys.modules.pop(name, None)
+    properties = SimpleNamespace(multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in OURS[:2]:
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "PlanMemory", FakeMemory)
+        monkeypatch.setattr(module, "SharedScratch", FakeScratch)
+    monkeypatch.setattr(FlashInferBackend, "check", lambda spec: ())
+    monkeypatch.setattr(FakeWrapper, "plans", [])
+    yield
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+def rig_of(*layers: AttentionParams) -> Rig:
+    """Return a rig whose model dtype is one that the library has."""
+    return Rig(*layers, backend=FlashInferBackend, dtype=torch.bfloat16)
+
+
+def run_steps(rig: Rig) -> None:
+    """Run prompts, chunks, decodes and mixed steps; the rig checks each."""
+    a, b, c = rig.sequence(7), rig.sequence(2), rig.sequence(5)
+    rig.step(prefills=[(a, 9), (b, 2)])
+    rig.step(decodes=[a, b], num_padding=2)
+    rig.step(prefills=[(c, 5), (a, 3)], decodes=[b], num_padding=1)
+    rig.step(prefills=[(c, 7)], decodes=[b, a])
+    rig.step(decodes=[c, b, a])
+
+
+def planned() -> list[str]:
+    """Return which wrappers were planned since the last call, and with which kernels."""
+    plans = list(FakeWrapper.plans)
+    FakeWrapper.plans.clear()
+    return [plan.removeprefix("Batch").replace("KVCacheWrapper", "") for plan in plans]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_the_dense_reference(feature: str) -> None:
+    run_steps(rig_of(FEATURES[feature]))
+
+
+@pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Numbers that need no rounding, because Triton's interpreter does not round to nearest.
+    rig = rig_of(replace(params_of(4, 2, 64, fp8=fp8), k_scale=0.5, v_scale=2.0))
+    exact, dtype = Rig.random, KV_CACHE_DTYPES[fp8]
+    monkeypatch.setattr(Rig, "random", lambda *a: (2 * exact(*a)).to(dtype).to(torch.bfloat16))
+    run_steps(rig)
+    assert "PrefillWithRagged fa2" not in planned()
+
+
+def test_layers_of_all_kinds_take_turns() -> None:
+    kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    layers = [replace(FEATURES["plain"], attention_type=kind) for kind in kinds]
+    layers += [FEATURES["window+cap"], FEATURES["alibi"], FEATURES["plain"]]
+    run_steps(rig_of(*layers))
+
+
+def test_a_step_plans_what_it_runs() -> None:
+    rig = rig_of(FEATURES["plain"], FEATURES["plain"])
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 9)])
+    assert planned() == ["PrefillWithRagged fa2"]
+    rig.step(prefills=[(a, 2)], decodes=[])
+    assert planned() == ["PrefillWithPaged fa2"]
+    rig.step(prefills=[(b, 300)], decodes=[a])
+    assert planned() == ["PrefillWithRagged fa3", "DecodeWithPaged fa2"]
+    rig.step(decodes=[a, b])
+    assert planned() == ["DecodeWithPaged fa2"]
+
+
+def test_groups_say_who_serves_them() -> None:
+    builder = rig_of(FEATURES["plain"], FEATURES["alibi"]).builder
+    assert [group.servers["decode"] for group in builder.groups] == ["flashinfer", "shared"]
+
+
+def test_profile_run_attends_among_its_tokens() -> None:
+    rig = rig_of(FEATURES["plain"])
+    batch = rig.batch([(rig.sequence(), 5), (rig.sequence(), 3)], [])
+    query, key, value = rig.tokens(8)[0].split([256, 128, 128], 1)
+    expected = rig.layers[0](query, key, value, rig.cache, rig.builder.build(batch))
+    profile = rig.builder.build(replace(batch, block_tables=batch.block_tables[:, :0]))
+    out = rig.layers[0](query, key, value, torch.empty(0, dtype=torch.bfloat16), profile)
+    assert torch.equal(out, expected)
+
+
+def test_replays_follow_each_step() -> None:
+    layers = FEATURES["plain"], FEATURES["window+cap"], FEATURES["plain"]
+    rig = rig_of(*layers)
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 3), (b, 6)])
+    state = FlashInferBackend.get_state_cls()(replace(rig.spec, max_seq_len=32))
+    with state.graph_capture(4):
+        captured = state.graph_capture_get_metadata_for_batch(4)
+        clone = state.graph_clone(4)
+        buffers = clone.get_graph_input_buffers(captured)
+    query, key, value = rig.random(4, 512).split([256, 128, 128], 1)
+    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
+    for _ in range(3):
+        live = rig.builder.build(rig.batch([], [a, b]))
+        clone.prepare_graph_input_buffers(buffers, live)
+        for layer in rig.layers:
+            replayed = layer(query, key, value, rig.cache, captured)
+            expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
+            assert relative_error(replayed[:2], expected) < TOLERANCE[torch.bfloat16]
+            assert (replayed[2:] == 0).all()
+        a.length, b.length = a.length + 1, b.length + 1

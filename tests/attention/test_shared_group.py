@@ -1,0 +1,139 @@
+"""The shared kernels behind the whole path of a backend on a GPU, interpreted on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.abstract import AttentionParams, AttentionType
+from attention.params import KV_CACHE_DTYPES
+from tests.attention.dense_reference import relative_error
+from tests.attention.rig import TOLERANCE, Rig, params_of
+
+pytest.importorskip("triton")
+
+from tests.attention.shared_backend import SharedBackend
+
+FEATURES: dict[str, AttentionParams] = {
+    "plain": params_of(),
+    "scale": params_of(scale=0.3),
+    "window": params_of(sliding_window=6),
+    "window+cap": params_of(sliding_window=6, soft_cap=2.0),
+    "window+alibi": params_of(sliding_window=6, has_alibi=True),
+    "group of 5, head size 24": params_of(5, 1, 24, soft_cap=2.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _each_way_of_decodes() -> None:
+    """Replace the fixture that runs each test twice: these kernels have one way."""
+
+
+def rig_of(*layers: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
+    """Return a rig of the shared kernels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Rig(*layers, backend=SharedBackend, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_the_dense_reference(feature: str, dtype: torch.dtype) -> None:
+    rig = rig_of(FEATURES[feature], dtype=dtype)
+    a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 9), (b, 2)])
+    rig.step(decodes=[a, b], num_padding=2)
+    rig.step(prefills=[(c, 5), (a, 3)], decodes=[b], num_padding=1)
+    rig.step(prefills=[(c, 7)], decodes=[b, a])
+    rig.step(decodes=[c, b, a])
+
+
+@pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Numbers that need no rounding, because Triton's interpreter does not round to nearest.
+    params = replace(params_of(fp8=fp8, sliding_window=6), k_scale=0.5, v_scale=2.0)
+    rig = rig_of(params, dtype=torch.bfloat16)
+    exact = Rig.random
+    dtype = KV_CACHE_DTYPES[fp8]
+    monkeypatch.setattr(Rig, "random", lambda *a: (2 * exact(*a)).to(dtype).to(torch.bfloat16))
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 9)])
+    rig.step(prefills=[(a, 3), (b, 2)])
+    rig.step(decodes=[a, b], num_padding=1)
+
+
+def test_encoders_and_cross_attention_equal_the_dense_reference() -> None:
+    types = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    rig = rig_of(*(replace(params_of(), attention_type=kind) for kind in types))
+    a, b = rig.sequence(7), rig.sequence(12)
+    rig.step(prefills=[(a, 3)])
+    rig.step(prefills=[(b, 6)], decodes=[a], num_padding=1)
+    rig.step(prefills=[(b, 2)], decodes=[a])
+    rig.step(decodes=[b, a], num_padding=2)
+
+
+@pytest.mark.parametrize("feature", ["plain", "window", "window+alibi"])
+def test_encoder_only_sees_both_sides(feature: str) -> None:
+    rig = rig_of(replace(FEATURES[feature], attention_type=AttentionType.ENCODER_ONLY))
+    rig.step(prefills=[(rig.sequence(), 11), (rig.sequence(), 1)], num_padding=1)
+
+
+def test_profile_run_writes_nothing_and_attends_among_its_tokens() -> None:
+    rig = rig_of(params_of())
+    batch = rig.batch([(rig.sequence(), 5), (rig.sequence(), 3)], [])
+    query, key, value = rig.tokens(8)[0].to(rig.spec.device).split([64, 32, 32], 1)
+    expected = rig.layers[0](query, key, value, rig.cache, rig.builder.build(batch))
+    none = torch.empty(0, device=rig.spec.device)
+    profile = replace(batch, block_tables=batch.block_tables[:, :0])
+    out = rig.layers[0](query, key, value, none, rig.builder.build(profile))
+    assert torch.equal(out, expected)
+
+
+def test_parts_of_a_step_equal_the_whole() -> None:
+    rig = rig_of(params_of())
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 5)])
+    metadata = rig.builder.build(rig.batch([(b, 4)], [a]))
+    query, key, value = rig.tokens(5)[0].to(rig.spec.device).split([64, 32, 32], 1)
+    whole = rig.layers[0](query, key, value, rig.cache, metadata)
+    prefills, decodes = metadata.prefill_metadata, metadata.decode_metadata
+    assert prefills is not None
+    assert decodes is not None
+    first = rig.layers[0](query[:4], key[:4], value[:4], rig.cache, prefills)
+    last = rig.layers[0](query[4:], key[4:], value[4:], rig.cache, decodes)
+    assert torch.equal(torch.cat([first, last]), whole)
+
+
+def test_graph_inputs_follow_each_step_at_their_addresses() -> None:
+    layers = params_of(), params_of(sliding_window=5)
+    rig = rig_of(*layers)
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 3), (b, 6)])
+    state = SharedBackend.get_state_cls()(replace(rig.spec, max_seq_len=32))
+    with state.graph_capture(4):
+        captured = state.graph_capture_get_metadata_for_batch(4)
+        clone = state.graph_clone(4)
+        buffers = clone.get_graph_input_buffers(captured)
+    query, key, value = rig.random(4, 128).to(rig.spec.device).split([64, 32, 32], 1)
+    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
+    for _ in range(3):
+        live = rig.builder.build(rig.batch([], [a, b]))
+        clone.prepare_graph_input_buffers(buffers, live)
+        for layer in rig.layers:
+            replayed = layer(query, key, value, rig.cache, captured)
+            expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
+            assert relative_error(replayed[:2].cpu(), expected.cpu()) < TOLERANCE[torch.float32]
+            assert (replayed[2:] == 0).all()
+        a.length, b.length = a.length + 1, b.length + 1
+
+
+def test_sequence_beyond_the_graph_is_refused() -> None:
+    rig = rig_of(params_of())
+    a = rig.sequence()
+    rig.step(prefills=[(a, 8)])
+    state = SharedBackend.get_state_cls()(replace(rig.spec, max_seq_len=8))
+    with state.graph_capture(1):
+        captured = state.graph_capture_get_metadata_for_batch(1)
+        clone = state.graph_clone(1)
+        buffers = clone.get_graph_input_buffers(captured)
+    with pytest.raises(ValueError, match="9 tokens does not fit a graph for 8"):
+        clone.prepare_graph_input_buffers(buffers, rig.builder.build(rig.batch([], [a])))

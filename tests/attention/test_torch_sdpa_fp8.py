@@ -1,0 +1,114 @@
+"""An fp8 cache: what it holds, and that nothing else of a step changes with it."""
+
+import pytest
+import torch
+
+from attention.fp8 import from_fp8, pair_table, to_fp8
+from attention.params import KV_CACHE_DTYPES
+from attention.torch_sdpa_backend import TorchSDPABackend
+from tests.attention.dense_reference import relative_error
+from tests.attention.rig import Rig, params_of
+
+TYPES = pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+
+
+@TYPES
+def test_too_large_numbers_become_the_largest(name: str) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    most = torch.finfo(dtype).max
+    numbers = torch.tensor([1e30, -1e30, 3.0, float("inf"), float("nan")])
+    result = from_fp8(to_fp8(numbers, dtype, 2.0), dtype, torch.float32)
+    assert result[:4].tolist() == [most, -most, 1.5, most]
+    assert result[4].isnan()
+
+
+@TYPES
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_byte_survives_the_models_dtype(name: str, model_dtype: torch.dtype) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.arange(256, dtype=torch.uint8)
+    is_finite = numbers.view(dtype).float().isfinite()
+    numbers = numbers[is_finite]
+    assert torch.equal(to_fp8(from_fp8(numbers, dtype, model_dtype), dtype, 1.0), numbers)
+
+
+@TYPES
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pairs_that_are_looked_up_are_those_of_torch(name: str, model_dtype: torch.dtype) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    pairs = pair_table(dtype, model_dtype).index_select(0, numbers.view(torch.uint16).int())
+    expected = numbers.view(dtype).to(model_dtype)
+    assert torch.equal(pairs.view(model_dtype).nan_to_num(7), expected.nan_to_num(7))
+
+
+@TYPES
+def test_numbers_are_rounded_once(name: str) -> None:
+    dtype = KV_CACHE_DTYPES[name]
+    assert dtype is not None
+    numbers = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = (numbers.double() / 0.037).float().to(dtype).view(torch.uint8)
+    assert torch.equal(to_fp8(numbers, dtype, 0.037), expected)
+
+
+@TYPES
+def test_overflow_of_a_layer_stays_finite(name: str) -> None:
+    rig = Rig(params_of(fp8=name))
+    rig.magnitude = 1e6
+    a = rig.sequence()
+    outputs = [*rig.step(prefills=[(a, 9)]), *rig.step(decodes=[a])]
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@TYPES
+@pytest.mark.parametrize("chunks", [(23,), (1, 22), (4, 4, 15), (1,) * 23])
+def test_chunks_of_a_prompt_do_not_show_in_an_fp8_cache(chunks: tuple[int, ...], name: str) -> None:
+    rig = Rig(params_of(fp8=name), params_of(fp8=name, sliding_window=6))
+    tokens = rig.tokens(23)
+    whole, parts = rig.sequence(), rig.sequence()
+    expected = rig.step(prefills=[(whole, 23)], tokens=tokens)
+    outputs = []
+    for count in chunks:
+        rows = slice(parts.length, parts.length + count)
+        outputs.append(rig.step(prefills=[(parts, count)], tokens=[t[rows] for t in tokens]))
+    for layer, reference in enumerate(expected):
+        assert relative_error(torch.cat([o[layer] for o in outputs]), reference) < 1e-5
+    assert torch.equal(rig.cache[parts.blocks], rig.cache[whole.blocks])
+
+
+def test_layers_with_other_scales_share_a_plan() -> None:
+    first = params_of(fp8="fp8_e4m3")
+    rig = Rig(first, first.plan_key)
+    a = rig.sequence()
+    rig.step(prefills=[(a, 6)])
+    rig.step(decodes=[a])
+    metadata = rig.builder.build(rig.batch([], [a]))
+    assert metadata.layer_plan(0) is metadata.layer_plan(1)
+
+
+def test_bytes_of_a_sequence_move_and_fork() -> None:
+    rig = Rig(params_of(fp8="fp8_e5m2"))
+    assert rig.cache.dtype == torch.uint8
+    parent = rig.sequence()
+    rig.step(prefills=[(parent, 10)])
+    child = rig.fork(parent)
+    rig.step(decodes=[parent, child])
+    host = torch.zeros_like(rig.cache[:3])
+    TorchSDPABackend.swap_blocks(rig.cache, host, list(zip(child.blocks, range(3), strict=True)))
+    own = rig.free.pop()
+    TorchSDPABackend.swap_blocks(host, rig.cache, [(2, own)])
+    child.blocks[2] = own
+    rig.step(decodes=[parent, child])
+
+
+def test_profile_run_rounds_as_a_cache_would() -> None:
+    rig = Rig(params_of(fp8="fp8_e4m3"))
+    batch = rig.batch([(rig.sequence(), 9)], [])
+    parts = rig.tokens(9)[0].split([64, 32, 32], 1)
+    layer, metadata = rig.layers[0], rig.builder.build(batch)
+    alone = layer(*parts, rig.cache.new_empty(0), metadata)
+    assert (rig.cache == rig.nan).all()
+    assert torch.equal(layer(*parts, rig.cache, metadata), alone)

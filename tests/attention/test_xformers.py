@@ -1,0 +1,109 @@
+"""What the xFormers backend decides on the host, without the library or a GPU."""
+
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.selector import select_backend
+from attention.xformers_backend import XFormersBackend, XFormersMetadataBuilder
+from attention.xformers_cells import why_decode_is_shared, why_prefill_is_shared
+from tests.attention.rig import params_of
+
+PLAIN = params_of(8, 2, 128)
+SPEC = AttentionSpec(
+    layers=(PLAIN,), dtype=torch.bfloat16, device=torch.device("cpu"), block_size=16
+)
+
+
+@pytest.fixture(autouse=True)
+def _each_way_of_decodes() -> None:
+    """Replace the fixture that runs each test twice: there is one way."""
+
+
+def test_every_reason_for_a_refusal_is_given() -> None:
+    reasons = " ".join(XFormersBackend.check(replace(SPEC, dtype=torch.float32)))
+    for part in ("device is cpu", "dtype is torch.float32, but must be bfloat16 or float16"):
+        assert part in reasons
+
+
+def test_absent_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.xformers_backend.find_spec", lambda name: None)
+    reasons = XFormersBackend.check(SPEC)
+    assert "the package xformers is not installed" in reasons
+    assert "the package triton is not installed" in reasons
+
+
+def test_old_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    reasons = XFormersBackend.check(replace(SPEC, device=torch.device("cuda")))
+    assert "the GPU has compute capability 7.5, but must have 8.0 or later" in reasons
+
+
+def test_refusal_does_not_import_the_library() -> None:
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=r"'xformers' refuses: .*device is cpu"):
+        select_backend("xformers", SPEC)
+    assert not any(name.startswith("xformers") for name in set(sys.modules) - before)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (PLAIN, None),
+        (replace(PLAIN, sliding_window=5), None),
+        (params_of(8, 2, 80), None),
+        (params_of(8, 2, 20), "a head size of 20"),
+        (params_of(8, 2, 264), "a head size of 264"),
+        (replace(PLAIN, soft_cap=2.0), "a soft cap"),
+        (params_of(8, 2, 128, has_alibi=True), "ALiBi"),
+        (replace(PLAIN, kv_cache_dtype="fp8_e4m3"), None),
+        (replace(PLAIN, attention_type=AttentionType.ENCODER), None),
+        (
+            replace(PLAIN, attention_type=AttentionType.ENCODER, sliding_window=5),
+            "a window on both sides",
+        ),
+    ],
+)
+def test_prefills_are_shared_for_a_reason(params: AttentionParams, reason: str | None) -> None:
+    assert why_prefill_is_shared(params) == reason
+
+
+@pytest.mark.parametrize(
+    ("params", "block_size", "reason"),
+    [
+        (PLAIN, 16, None),
+        (replace(PLAIN, sliding_window=5), 32, None),
+        (params_of(8, 2, 64), 48, None),
+        (PLAIN, 8, "a block size of 8"),
+        (params_of(8, 2, 80), 16, "a head size of 80"),
+        (replace(PLAIN, soft_cap=2.0), 16, "a soft cap"),
+        (params_of(8, 2, 128, has_alibi=True), 16, "ALiBi"),
+        (replace(PLAIN, kv_cache_dtype="fp8_e5m2"), 16, "an fp8 cache"),
+        (replace(PLAIN, attention_type=AttentionType.ENCODER_DECODER), 16, None),
+    ],
+)
+def test_decodes_are_shared_for_a_reason(
+    params: AttentionParams, block_size: int, reason: str | None
+) -> None:
+    spec = replace(SPEC, layers=(params,), block_size=block_size)
+    assert why_decode_is_shared(params, spec) == reason
+
+
+def test_log_says_who_serves(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(XFormersMetadataBuilder, "_make_group", lambda *a, **k: None)
+    layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5)
+    with caplog.at_level(logging.INFO, logger="attention.xformers_backend"):
+        XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
+    assert caplog.messages == [
+        "xFormers serves prefills of layers [0, 2].",
+        "xFormers serves decodes of layers [0, 2].",
+        "The shared kernels serve prefills of layers [1], for xFormers lacks a soft cap.",
+        "The shared kernels serve decodes of layers [1], for xFormers lacks a soft cap.",
+    ]
