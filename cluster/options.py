@@ -11,6 +11,7 @@ from pagedray.config import (
     Device,
     Dtype,
     EngineConfig,
+    KVCacheDtype,
     LoadFormat,
     ParallelConfig,
     Preemption,
@@ -36,6 +37,7 @@ class EngineOptions:
     num_cpu_blocks: int | None = None
     memory_fraction: float = 0.9
     enable_prefix_cache: bool = True
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
@@ -43,7 +45,8 @@ class EngineOptions:
     preemption: Preemption = "auto"
     load_format: LoadFormat = "auto"
     attention_backend: str = "auto"
-    seed: int = 0
+    enforce_eager: bool = False
+    load_seed: int = 0
 
 
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
@@ -78,6 +81,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
             num_cpu_blocks=options.num_cpu_blocks,
             memory_fraction=options.memory_fraction,
             enable_prefix_cache=options.enable_prefix_cache,
+            kv_cache_dtype=options.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -89,7 +93,8 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         parallel=parallel,
         load_format=options.load_format,
         attention_backend=options.attention_backend,
-        seed=options.seed,
+        enforce_eager=options.enforce_eager,
+        load_seed=options.load_seed,
     )
 
 

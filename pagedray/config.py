@@ -13,34 +13,79 @@ from typing import Literal
 from pagedray.errors import StartupError
 
 __all__ = [
+    "Activation",
     "CacheConfig",
     "Device",
     "Dtype",
     "EngineConfig",
+    "KVCacheDtype",
     "LoadFormat",
     "ModelConfig",
+    "NormKind",
     "ParallelConfig",
     "Preemption",
     "RopeConfig",
     "SchedulerConfig",
+    "TensorNames",
 ]
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""The function of an MLP; `gelu_tanh` approximates `gelu`."""
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 LoadFormat = Literal["auto", "dummy"]
+NormKind = Literal["rms", "offset_rms", "layer"]
+"""`offset_rms` multiplies by one plus its weight; `layer` first takes the mean away."""
 Preemption = Literal["auto", "swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How rotary position embeddings are scaled."""
+    """How rotary position embeddings turn heads, and how they are scaled."""
 
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    pair_factors: tuple[float, ...] = ()
+    """Of longrope: how much slower each pair turns."""
+    magnitude: float = 1.0
+    """What turned elements are multiplied by."""
+    rotary_size: int | None = None
+    """How many elements of a head are turned, the first ones; None is all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What a checkpoint calls its layers, without `.weight` and `.bias`.
+
+    All but the first four stand behind the name of their decoder layer.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
+    """The norm behind the embedding; None is no such norm."""
+    decoder_layer: str = "model.layers.{}"
+    """With the layer's index in place of the braces."""
+    final_norm: str = "model.norm"
+    attention_norm: str = "input_layernorm"
+    attention_post_norm: str | None = None
+    """The norm of what attention gives; None is no such norm."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Queries, keys and values; or one name, if one tensor holds all three."""
+    is_qkv_by_head: bool = False
+    """Whether that one tensor holds all three of a head before those of the next head."""
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    attention_output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    """The norm of what the MLP gives; None is no such norm."""
+    mlp_input: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up; or one name, if one tensor holds both or there is no gate."""
+    mlp_output: str = "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +106,39 @@ class ModelConfig:
     num_kv_heads: int
     head_size: int
     max_positions: int
+    names: TensorNames = field(default_factory=TensorNames)
+    norm_kind: NormKind = "rms"
     norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    has_norm_bias: bool = False
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by, once it is rounded to their type."""
     has_tied_embeddings: bool = False
+    logit_soft_cap: float | None = None
+    """Logits become `cap * tanh(logit / cap)`; None for no cap."""
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    """None turns nothing."""
+    window_rope: RopeConfig | None = None
+    """The rope of layers with a window; None is that of the others."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """One for each head; None for no ALiBi."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None is one over the root of the head size."""
+    attention_soft_cap: float | None = None
+    """Scores become `cap * tanh(score / cap)`; None for no cap."""
+    qkv_limit: float | None = None
+    """The largest magnitude of queries, keys and values, beyond which they are cut off."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    has_mlp_bias: bool = False
     has_qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     """Keys a query may see, itself included, per layer; None is all of them."""
+    activation: Activation = "silu"
+    is_mlp_gated: bool = True
+    has_mlp_bias: bool = False
+    num_token_types: int = 0
+    """Rows of an encoder's table of token types; a decoder has none."""
     dtype: Dtype = "bfloat16"
     """The type of weights and activations."""
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,9 +150,19 @@ class ModelConfig:
                 f"for {self.num_layers} layers."
             )
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model ends in hidden states and generates nothing."""
+        return self.num_token_types > 0
+
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` may see, or None for all of them."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return how `layer` turns its heads; None is not at all."""
+        has_window = self.sliding_window(layer) is not None
+        return self.window_rope if has_window and self.window_rope is not None else self.rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +179,8 @@ class CacheConfig:
     """Part of the device's memory that weights, activations and cache may take together."""
     enable_prefix_cache: bool = True
     """Whether full blocks are shared between sequences that begin with the same tokens."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Element type of keys and values; `auto` is the model's, fp8 halves their bytes."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size > 256:
@@ -180,7 +258,9 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """`dummy` fills the weights with random numbers and reads no tensor."""
     attention_backend: str = "auto"
-    seed: int = 0
+    enforce_eager: bool = False
+    """Whether decode steps on a GPU go without CUDA graphs, slower and with less memory."""
+    load_seed: int = 0
     """Seed of dummy weights."""
 
     @property

@@ -31,6 +31,8 @@ class Case:
     head_size: int
     hidden_size: int
     has_tied_embeddings: bool = False
+    # Where it is small, what comes next is less often the token that was there.
+    embedding_scale: float = 1.0
     # Any: transformers' configurations take numbers, strings, lists and dictionaries.
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -44,6 +46,16 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
 }
 LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
+# Of three pairs, because only three quarters of a head are turned.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.3, 2.0],
+    "long_factor": [1.0, 3.0, 5.0],
+}
+# Words that only one family has are harmless to the others.
+ONE_FAMILYS_WORDS = {"max_seq_len": 256}
 
 CASES = (
     Case(
@@ -100,29 +112,109 @@ CASES = (
         hidden_size=60,
         more={"head_dim": 16},
     ),
+    Case(
+        name="gemma2-window-of-blocks",
+        family="Gemma2",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        hidden_size=60,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    Case(
+        name="gemma3-two-ropes",
+        family="Gemma3",
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=8,
+        hidden_size=48,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={
+            "head_dim": 8,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "full_attention": LINEAR_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    Case(
+        name="bloom-6-heads",
+        family="Bloom",
+        num_heads=6,
+        num_kv_heads=6,
+        head_size=8,
+        hidden_size=48,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+    ),
+    Case(
+        name="mpt-clipped",
+        family="Mpt",
+        num_heads=4,
+        num_kv_heads=4,
+        head_size=8,
+        hidden_size=32,
+        has_tied_embeddings=True,
+        embedding_scale=0.2,
+        more={"attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.3}},
+    ),
+    Case(
+        name="phi3-longrope-window",
+        family="Phi3",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            "sliding_window": 17,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": LONGROPE,
+        },
+    ),
 )
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
 def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Write a random checkpoint whose greedy continuations do not settle on one token."""
     torch.manual_seed(sum(map(ord, case.name)))
-    config = getattr(transformers, f"{case.family}Config")(
-        hidden_size=case.hidden_size,
-        num_hidden_layers=3,
-        num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_kv_heads,
-        intermediate_size=2 * case.hidden_size,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=256,
-        tie_word_embeddings=case.has_tied_embeddings,
+    config_class = CONFIG_CLASSES.get(case.family, f"{case.family}Config")
+    shape = {
+        "hidden_size": case.hidden_size,
+        "num_hidden_layers": 3,
+        "num_attention_heads": case.num_heads,
+        "num_key_value_heads": case.num_kv_heads,
+        "intermediate_size": 2 * case.hidden_size,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": case.has_tied_embeddings,
         # The usual 0.02 makes such a small model near constant.
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **case.more,
-    )
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, config_class)(**shape | ONE_FAMILYS_WORDS | case.more)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                # Norms start at one and biases at zero, which would hide a mistake.
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if "embed" in name or "wte" in name:
+                parameter.mul_(case.embedding_scale)
     model.to(dtype).save_pretrained(folder)
     save_word_tokenizer(folder, VOCAB_SIZE)
 
@@ -138,7 +230,10 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Return transformers' greedy continuation of each prompt, in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Its other ways leave out soft caps, in some versions without a word.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     continuations = []
     with torch.inference_mode():
         for prompt in prompts:

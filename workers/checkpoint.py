@@ -33,8 +33,14 @@ _LENGTH_BYTES = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Parts pass through host memory in chunks, so that a large table needs no second copy.
 _CHUNK_BYTES = 64 * 2**20
-# Checkpoints made long ago hold the frequencies of their rotary embeddings.
-_HARMLESS_ENDING = ".rotary_emb.inv_freq"
+# Checkpoints made long ago hold the frequencies of their rotary embeddings, or 0, 1, 2 and so on;
+# those of encoders a layer for a task of their training.
+_HARMLESS_ENDINGS = (
+    ".rotary_emb.inv_freq",
+    "embeddings.position_ids",
+    "pooler.dense.bias",
+    "pooler.dense.weight",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +77,12 @@ class Checkpoint:
         """Raise CheckpointError unless the tensors are those of the slots, in their shapes."""
         names = set()
         for slot in slots:
-            names.add(slot.name)
+            names.add(self._stored_name(slot.name))
             self._check_slot(slot)
         if is_head_tied:
             names.add("lm_head.weight")
         for name, entry in self._entries.items():
-            if name not in names and not name.endswith(_HARMLESS_ENDING):
+            if name not in names and not name.endswith(_HARMLESS_ENDINGS):
                 raise CheckpointError(
                     f"{entry.path}: tensor {name} has no place in the model that config.json "
                     "describes."
@@ -84,12 +90,13 @@ class Checkpoint:
 
     def fill(self, slot: WeightSlot) -> None:
         """Write this rank's part of a tensor to the slot's target, in the target's type."""
-        entry = self._entries[slot.name]
+        name = self._stored_name(slot.name)
+        entry = self._entries[name]
         first, end, _ = slot.part[0].indices(slot.shape[0])
         row_bytes = math.prod(slot.target.shape[1:]) * _ITEM_BYTES[entry.dtype]
         height = max(1, _CHUNK_BYTES // max(1, row_bytes))
         try:
-            tensor = self._opened(entry.path).get_slice(slot.name)
+            tensor = self._opened(entry.path).get_slice(name)
             for low in range(first, end, height):
                 high = min(low + height, end)
                 slot.target[low - first : high - first] = tensor[(slice(low, high), *slot.part[1:])]
@@ -98,8 +105,12 @@ class Checkpoint:
                 f"{entry.path}: tensor {slot.name} cannot be read: {_first_line(error)}."
             ) from None
 
+    def _stored_name(self, name: str) -> str:
+        """Return a tensor's name here; one saved without its head leaves out the first word."""
+        return name if name in self._entries else name.partition(".")[2]
+
     def _check_slot(self, slot: WeightSlot) -> None:
-        entry = self._entries.get(slot.name)
+        entry = self._entries.get(self._stored_name(slot.name))
         if entry is None:
             raise CheckpointError(f"{self._folder}: tensor {slot.name} is missing.")
         if entry.shape != slot.shape:

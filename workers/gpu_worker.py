@@ -19,8 +19,7 @@ from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
-    from workers.model_runner import PendingStep
-    from workers.worker import Worker
+    from workers.worker_kinds import AnyWorker, Pending
 
 __all__ = ["GpuWorker"]
 
@@ -38,7 +37,7 @@ class GpuWorker:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
-        self._worker: Worker | None = None
+        self._worker: AnyWorker | None = None
         # All of the rank's work is done in one thread: each thread that computes has a team of
         # OpenMP threads, and with two teams there are more than cores and none may spin.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
@@ -72,7 +71,7 @@ class GpuWorker:
         import torch
 
         from workers.parallel import open_group
-        from workers.worker import Worker
+        from workers.worker_kinds import make_worker
 
         host, port = address
         try:
@@ -83,7 +82,7 @@ class GpuWorker:
                 address=host,
                 port=port,
             )
-            self._worker = Worker(self._config, group)
+            self._worker = make_worker(self._config, group)
             self._worker.load(self._report)
             return self._worker.fitting_blocks()
         except StartupError as error:
@@ -107,13 +106,13 @@ class GpuWorker:
         self._progress = (done, total)
 
 
-def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> None:
+def serve_steps(worker: AnyWorker, channel: WorkerChannel, *, is_first: bool) -> None:
     """Carry out plans in order until a Shutdown arrives.
 
     A step's output is sent as soon as it is there; while it is not, the next plan is
     launched behind it.
     """
-    pending: deque[PendingStep] = deque()
+    pending: deque[Pending] = deque()
     while True:
         while pending and (pending[0].is_ready or len(pending) > 1 or not channel.has_message()):
             output = pending.popleft().output()

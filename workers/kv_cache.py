@@ -7,23 +7,25 @@ Which block belongs to whom is the scheduler's matter.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from attention.cache import kv_cache_shape
+from attention.params import storage_dtype
+
 if TYPE_CHECKING:
-    from attention.abstract import AttentionBackend
+    from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import BlockCopy
-    from pagedray.config import ModelConfig
 
 __all__ = ["KVCache", "block_bytes"]
 
 
-def block_bytes(
-    model: ModelConfig, *, num_kv_heads: int, block_size: int, dtype: torch.dtype
-) -> int:
-    """Return the bytes of one block of all layers on a rank that holds `num_kv_heads`."""
-    return 2 * model.num_layers * block_size * num_kv_heads * model.head_size * dtype.itemsize
+def block_bytes(spec: AttentionSpec) -> int:
+    """Return the bytes of one block of all layers on one rank."""
+    shape = _block_shape(spec)
+    return math.prod(shape) * spec.cache_dtype.itemsize
 
 
 class KVCache:
@@ -31,31 +33,22 @@ class KVCache:
 
     def __init__(
         self,
-        model: ModelConfig,
         backend: type[AttentionBackend],
+        spec: AttentionSpec,
         *,
         num_blocks: int,
         num_cpu_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         def pool(size: int, *, is_pinned: bool, where: torch.device) -> torch.Tensor:
             # Zeros, not whatever memory held: a masked score still multiplies what it masks.
             return torch.zeros(
-                backend.get_kv_cache_shape(
-                    num_blocks=size,
-                    num_layers=model.num_layers,
-                    block_size=block_size,
-                    num_kv_heads=num_kv_heads,
-                    head_size=model.head_size,
-                ),
-                dtype=dtype,
+                (size, *_block_shape(spec)),
+                dtype=storage_dtype(spec.cache_dtype),
                 device=where,
                 pin_memory=is_pinned,
             )
 
+        device = spec.device
         self._backend = backend
         self.device_pool = pool(num_blocks, is_pinned=False, where=device)
         self.cpu_pool = pool(
@@ -78,6 +71,17 @@ class KVCache:
         """Copy device blocks to device blocks."""
         if copies:
             self._backend.copy_blocks(self.device_pool, _pairs(copies))
+
+
+def _block_shape(spec: AttentionSpec) -> tuple[int, ...]:
+    layer = spec.layers[0]
+    return kv_cache_shape(
+        num_blocks=1,
+        num_layers=spec.num_cache_layers,
+        block_size=spec.block_size,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+    )[1:]
 
 
 def _pairs(copies: list[BlockCopy]) -> list[tuple[int, int]]:

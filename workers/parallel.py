@@ -53,10 +53,6 @@ class ParallelGroup(ABC):
         """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Replace a tensor by that of rank `source`, in place, and return it."""
-
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has called this."""
 
@@ -79,11 +75,6 @@ class SoloGroup(ParallelGroup):
         """Return the tensor."""
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the tensor."""
-        assert source == 0
-        return tensor
-
     def barrier(self) -> None:
         """Return at once."""
 
@@ -94,8 +85,8 @@ class SoloGroup(ParallelGroup):
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    They meet at a TCP store that rank 0 opens on `address:port`; the key prefix keeps groups
-    apart that meet at the same place one after the other. Every wait ends after `timeout_s`.
+    They meet at a TCP store that rank 0 opens on `address:port`, one group only. Every wait ends
+    after `timeout_s`.
     """
 
     def __init__(
@@ -106,18 +97,16 @@ class ProcessGroup(ParallelGroup):
         device: torch.device,
         address: str = "127.0.0.1",
         port: int,
-        own_address: str | None = None,
-        key_prefix: str = "",
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(rank, size)
         timeout = timedelta(seconds=timeout_s)
         try:
             server = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
-            store = PrefixStore(f"pagedray/{key_prefix}", server)
+            store = PrefixStore("pagedray", server)
             open_backend = _open_nccl if device.type == "cuda" else _open_gloo
             self._backend = open_backend(
-                store, rank, size, timeout=timeout, address=own_address or address, device=device
+                store, rank, size, timeout=timeout, address=address, device=device
             )
             self._device = device
             # The first collective connects the ranks; whatever is wrong shows here, by name.
@@ -143,14 +132,6 @@ class ProcessGroup(ParallelGroup):
         by_rank = parts.view(self.size, num_rows, local)
         return by_rank.transpose(0, 1).reshape(num_rows, self.size * local)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Replace a tensor by that of rank `source`, in place, and return it."""
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        options.rootTensor = 0
-        self._backend.broadcast([tensor], options).wait()
-        return tensor
-
     def barrier(self) -> None:
         """Return when every rank has called this."""
         token = torch.zeros(1, device=self._device)
@@ -168,8 +149,6 @@ def open_group(
     device: torch.device,
     address: str = "127.0.0.1",
     port: int = 0,
-    own_address: str | None = None,
-    key_prefix: str = "",
     timeout_s: float = 300.0,
 ) -> ParallelGroup:
     """Return the group of `size` ranks as rank `rank` sees it; one rank needs no port."""
@@ -181,8 +160,6 @@ def open_group(
         device=device,
         address=address,
         port=port,
-        own_address=own_address,
-        key_prefix=key_prefix,
         timeout_s=timeout_s,
     )
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pagedray.config import EngineConfig
-    from workers.layers.weight import WeightSlot
-    from workers.models.decoder import Decoder
+    from workers.layers.weight import Layer, WeightSlot
 
 __all__ = ["DummyTensors", "TensorSource", "fill_slots", "load_weights"]
 
@@ -33,7 +32,7 @@ class TensorSource(Protocol):
 
 
 def load_weights(
-    model: Decoder,
+    model: Layer,
     config: EngineConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -44,7 +43,7 @@ def load_weights(
     slots = list(model.slots())
     with torch.inference_mode():
         if config.load_format == "dummy":
-            fill_slots(slots, DummyTensors(config.seed), progress)
+            fill_slots(slots, DummyTensors(config.load_seed), progress)
         else:
             with Checkpoint(config.model.folder) as checkpoint:
                 checkpoint.check(slots, is_head_tied=config.model.has_tied_embeddings)
@@ -77,9 +76,9 @@ class DummyTensors:
         self._seed = seed
 
     def fill(self, slot: WeightSlot) -> None:
-        """Write this rank's part: ones for norms, else a normal distribution."""
-        if slot.name.endswith("norm.weight"):
-            slot.target.fill_(1.0)
+        """Write this rank's part: what the slot says, or else a normal distribution."""
+        if slot.dummy is not None:
+            slot.target.fill_(slot.dummy)
             return
         first, end, _ = slot.part[0].indices(slot.shape[0])
         for rows, chunk in self._chunks(slot, first, end):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.selector import select_backend
-from pagedray.batch import SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import EmbedPlan, SequencePlan, SequenceStart, StepPlan
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import MAX_LOGPROBS, SamplingParams
+from workers.cuda_graphs import DecodeGraphs, batch_sizes
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache, block_bytes
 from workers.model_runner import ModelRunner, PendingStep
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from workers.parallel import ParallelGroup
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "backend_of", "device_of", "num_threads_of"]
 
 _CPU_POOL_BYTES = 4 * 2**30
 """Most that a pool takes when its size is left to us and memory is the CPU's."""
@@ -41,14 +42,18 @@ class Worker:
     def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
         self._config = config
         self._group = group
-        self._device = _device_of(config, group)
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._device = device_of(config, group)
         if self._device.type == "cpu":
-            torch.set_num_threads(_num_threads(config))
+            torch.set_num_threads(num_threads_of(config))
         self._spec = attention_spec(
-            config.model, group, block_size=config.cache.block_size, device=self._device
+            config.model,
+            group,
+            block_size=config.cache.block_size,
+            device=self._device,
+            kv_cache_dtype=config.cache.kv_cache_dtype,
+            max_seq_len=config.max_model_len,
         )
-        self._backend = _select_backend(config.attention_backend, self._spec)
+        self._backend = backend_of(config.attention_backend, self._spec)
         self._model = Decoder(config.model, group, backend=self._backend, device=self._device)
         self._runner: ModelRunner | None = None
 
@@ -58,7 +63,7 @@ class Worker:
 
     def fitting_blocks(self) -> tuple[int, int]:
         """Return how many blocks the device pool and the CPU pool may have on this rank."""
-        size = self._block_bytes()
+        size = block_bytes(self._spec)
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its longest, and as much again for prefixes.
         wanted = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
@@ -78,10 +83,11 @@ class Worker:
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
         """Allocate both pools; steps may be launched from then on."""
-        self._runner = self._make_runner(num_blocks, num_cpu_blocks)
+        self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Carry out one plan."""
+    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+        """Carry out one plan, which for a decoder is never to embed."""
+        assert isinstance(plan, StepPlan)
         assert self._runner is not None
         return self._runner.launch(plan)
 
@@ -90,53 +96,51 @@ class Worker:
         self._runner = None
         self._group.close()
 
-    def _make_runner(self, num_blocks: int, num_cpu_blocks: int) -> ModelRunner:
-        model, scheduler = self._config.model, self._config.scheduler
-        block_size = self._config.cache.block_size
+    def _make_runner(
+        self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]
+    ) -> ModelRunner:
+        scheduler = self._config.scheduler
         cache = KVCache(
-            model,
-            self._backend,
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            num_kv_heads=self._num_kv_heads,
-            block_size=block_size,
-            dtype=self._dtype,
-            device=self._device,
+            self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
         )
+        graphs = None
+        if graph_sizes:
+            graphs = DecodeGraphs(
+                self._model, self._backend, self._spec, cache.device_pool, sizes=graph_sizes
+            )
+            graphs.capture()
         return ModelRunner(
             model=self._model,
             cache=cache,
             builder=self._backend.make_metadata_builder(self._spec),
+            state=self._backend.get_state_cls()(self._spec),
+            graphs=graphs,
             batch=InputBatch(
                 max_num_rows=scheduler.max_num_seqs,
                 max_model_len=self._config.max_model_len,
-                block_size=block_size,
+                block_size=self._spec.block_size,
                 device=self._device,
             ),
             sampler=Sampler(
                 max_num_rows=scheduler.max_num_seqs,
-                vocab_size=model.vocab_size,
+                vocab_size=self._config.model.vocab_size,
                 device=self._device,
             ),
         )
 
     @property
-    def _num_kv_heads(self) -> int:
-        return self._spec.layers[0].num_kv_heads
-
-    def _block_bytes(self) -> int:
-        return block_bytes(
-            self._config.model,
-            num_kv_heads=self._num_kv_heads,
-            block_size=self._config.cache.block_size,
-            dtype=self._dtype,
-        )
+    def _graph_sizes(self) -> list[int]:
+        """Return the batch sizes whose decodes are captured."""
+        is_served = self._device.type == "cuda" and self._backend.supports_graph_capture
+        if not is_served or self._config.enforce_eager:
+            return []
+        return batch_sizes(self._config.scheduler.max_num_seqs)
 
     def _cache_bytes(self) -> int:
         """Return what the device pool may take."""
         if self._device.type == "cpu":
             return _free_host_bytes(self._config)
-        step_bytes = self._step_bytes()
+        step_bytes = self._step_bytes() + self._graph_bytes()
         free, total = torch.cuda.mem_get_info(self._device)
         kept = (1.0 - self._config.cache.memory_fraction) * total
         return max(0, int(free - step_bytes - kept))
@@ -149,7 +153,7 @@ class Worker:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
-        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=[])
         for plan in _largest_steps(self._config):
             runner.launch(plan).output()
         step_bytes = torch.cuda.max_memory_reserved(self._device) - before
@@ -157,8 +161,29 @@ class Worker:
         torch.cuda.empty_cache()
         return step_bytes
 
+    def _graph_bytes(self) -> int:
+        """Return what the captured graphs will take, from the two largest of them.
 
-def _device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
+        The largest holds the memory that all share; each of the others adds its own records.
+        """
+        sizes = self._graph_sizes
+        if not sizes:
+            return 0
+        shared = self._bytes_of_graphs(sizes[-1:])
+        record = max(0, self._bytes_of_graphs(sizes[-2:]) - shared)
+        return shared + record * (len(sizes) - 1)
+
+    def _bytes_of_graphs(self, sizes: list[int]) -> int:
+        before, _ = torch.cuda.mem_get_info(self._device)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
+        after, _ = torch.cuda.mem_get_info(self._device)
+        del runner
+        torch.cuda.empty_cache()
+        return before - after
+
+
+def device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
+    """Return the device of a rank. Raises DeviceError."""
     if config.parallel.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -167,14 +192,16 @@ def _device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
     return torch.device("cuda", min(group.rank, torch.cuda.device_count() - 1))
 
 
-def _select_backend(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
+def backend_of(name: str, spec: AttentionSpec) -> type[AttentionBackend]:
+    """Return the attention backend of a name. Raises StartupError with every reason."""
     try:
         return select_backend(name, spec)
     except ValueError as error:
         raise StartupError(str(error)) from error
 
 
-def _num_threads(config: EngineConfig) -> int:
+def num_threads_of(config: EngineConfig) -> int:
+    """Return the CPU threads of a rank."""
     if config.parallel.num_threads is not None:
         return config.parallel.num_threads
     return max(1, len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import random
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from attention.abstract import AttentionParams, AttentionSpec
 from attention.torch_sdpa_backend import TorchSDPABackend
 from cluster.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
-from pagedray.config import ModelConfig
 from tests.checkpoints import (
     CASES,
     VOCAB_SIZE,
@@ -35,6 +34,7 @@ from workers.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -262,34 +262,15 @@ def test_large_model_runs_on_two_ranks(large_model: Path, ray_cluster: None) -> 
 def make_runner() -> tuple[KVCache, ModelRunner]:
     """Return pools of 8 and 4 blocks and a runner for plans without sequences."""
     device = torch.device("cuda")
-    config = ModelConfig(
-        name="small",
-        folder=Path(),
-        architecture="LlamaForCausalLM",
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=4,
-        head_size=16,
-        max_positions=64,
-    )
-    cache = KVCache(
-        config,
-        TorchSDPABackend,
-        num_blocks=8,
-        num_cpu_blocks=4,
-        num_kv_heads=4,
-        block_size=16,
-        dtype=torch.float32,
-        device=device,
-    )
+    params = AttentionParams(num_heads=4, num_kv_heads=4, head_size=16, scale=0.25)
+    spec = AttentionSpec(layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16)
+    cache = KVCache(TorchSDPABackend, spec, num_blocks=8, num_cpu_blocks=4)
     nothing: Any = None  # Any: what computes is not called
     runner = ModelRunner(
         model=nothing,
         cache=cache,
         builder=nothing,
+        state=nothing,
         batch=InputBatch(max_num_rows=1, max_model_len=64, block_size=16, device=device),
         sampler=Sampler(max_num_rows=1, vocab_size=8, device=device),
     )

@@ -32,7 +32,6 @@ def _collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
         "reduced": group.all_reduce(mine.clone()),
         "gathered": group.all_gather_last(mine),
         "gathered_strided": group.all_gather_last(mine.t()),
-        "broadcast": group.broadcast(mine.clone(), 1),
     }
 
 

@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from attention.abstract import AttentionBatch
 from attention.torch_sdpa_backend import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
-from workers.models.registry import build_model, read_model_config
+from workers.models.decoder import Decoder
+from workers.models.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workers.models.decoder import Decoder
     from workers.parallel import ParallelGroup
 
 CPU = torch.device("cpu")
@@ -100,6 +100,69 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "gemma2-capped": {
+        "model_type": "gemma2",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma2-biases-no-caps": {
+        "model_type": "gemma2",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 9,
+    },
+    "gemma3-two-ropes": {
+        "model_type": "gemma3_text",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "final_logit_softcapping": 7.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+    "bloom-6-heads": {"model_type": "bloom", "heads": 6, "kv_heads": 6},
+    "bloom-4-heads-untied": {
+        "model_type": "bloom",
+        "heads": 4,
+        "kv_heads": 4,
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-2,
+    },
+    "mpt-12-heads": {"model_type": "mpt", "heads": 12, "kv_heads": 12},
+    "mpt-clipped": {
+        "model_type": "mpt",
+        "heads": 4,
+        "kv_heads": 4,
+        "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2},
+    },
+    "phi3-window": {"model_type": "phi3", "heads": 6, "kv_heads": 2, "sliding_window": 7},
+    "phi3-longrope-partial": {
+        "model_type": "phi3",
+        "heads": 4,
+        "kv_heads": 1,
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 300.0,
+            "short_factor": [1.0, 1.3, 2.0],
+            "long_factor": [1.0, 3.0, 5.0],
+        },
+    },
 }
 TWO_RANK_CASES = [
     name
@@ -121,6 +184,11 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=64,
+        # One family's own word for the same.
+        max_seq_len=64,
+        # Of some families by default beyond so small a vocabulary.
+        pad_token_id=0,
+        eos_token_id=2,
         **case,
     )
     torch.manual_seed(len(name))
@@ -150,7 +218,7 @@ def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.
 def loaded_model(folder: Path, group: ParallelGroup, dtype: Dtype = "float32") -> Decoder:
     """Return this rank's part of a checkpoint, ready to run."""
     config = read_model_config(folder, dtype=dtype)
-    model = build_model(config, group, backend=TorchSDPABackend, device=CPU)
+    model = Decoder(config, group, backend=TorchSDPABackend, device=CPU)
     load_weights(model, EngineConfig(model=config))
     return model
 

@@ -31,7 +31,17 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-6-heads-2-kv-biases", "mistral-short-window", "qwen3-wide-heads"]
+    "name",
+    [
+        "llama-6-heads-2-kv-biases",
+        "mistral-short-window",
+        "qwen3-wide-heads",
+        "gemma2-capped",
+        "gemma3-two-ropes",
+        "bloom-6-heads",
+        "mpt-clipped",
+        "phi3-longrope-partial",
+    ],
 )
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
@@ -42,7 +52,16 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_p
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
-@pytest.mark.parametrize("name", ["mistral-short-window", "qwen2-layer-types"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral-short-window",
+        "qwen2-layer-types",
+        "gemma2-capped",
+        "gemma3-two-ropes",
+        "mpt-12-heads",
+    ],
+)
 def test_steps_of_a_sequence_give_what_one_step_gives(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     group = SoloGroup()

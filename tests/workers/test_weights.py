@@ -72,15 +72,17 @@ def _message(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_two_ranks_read_each_sharded_element_once(tmp_path: Path) -> None:
-    save_checkpoint(UNTIED, tmp_path)
+@pytest.mark.parametrize("name", [UNTIED, "bloom-6-heads", "mpt-12-heads", "phi3-window"])
+def test_two_ranks_read_each_sharded_element_once(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
     config = read_model_config(tmp_path)
     recorder = _Recorder()
     slots = [list(_model(config, rank, 2).slots()) for rank in range(2)]
     for of_rank in slots:
         fill_slots(of_rank, recorder)
     for slot in slots[0]:
-        times = 2 if slot.name.endswith("norm.weight") else 1
+        is_of_norm = slot.dummy is not None
+        times = 2 if is_of_norm else 1
         assert recorder.elements[slot.name] == times * torch.Size(slot.shape).numel()
 
 
@@ -137,6 +139,21 @@ def test_harmless_extra_tensors_are_ignored(extra: str, tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors | {extra: torch.zeros(2)})
     loaded_model(tmp_path, SoloGroup())
+
+
+@pytest.mark.parametrize("name", ["bloom-6-heads", UNTIED])
+def test_a_decoder_saved_without_its_head_is_read(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    group = SoloGroup()
+    logits = run(loaded_model(tmp_path, group), group)
+    _rewrite(
+        tmp_path,
+        lambda tensors: {
+            key.removeprefix("transformer.").removeprefix("model."): tensor
+            for key, tensor in tensors.items()
+        },
+    )
+    assert torch.equal(run(loaded_model(tmp_path, group), group), logits)
 
 
 def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
@@ -310,12 +327,26 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> N
 
     def logits(seed: int) -> torch.Tensor:
         model = _model(config)
-        load_weights(model, EngineConfig(model=config, load_format="dummy", seed=seed))
+        load_weights(model, EngineConfig(model=config, load_format="dummy", load_seed=seed))
         return run(model, group)
 
     assert torch.equal(logits(3), logits(3))
     assert not torch.equal(logits(3), logits(4))
     assert logits(3).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("gemma3-two-ropes", 0.0), ("bloom-6-heads", 1.0), ("mpt-12-heads", 1.0)]
+)
+def test_dummy_norms_change_no_scale(name: str, weight: float, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    slots = list(_model(read_model_config(tmp_path)).slots())
+    fill_slots(slots, DummyTensors(7))
+    weights = [
+        slot.target for slot in slots if slot.name.endswith(".weight") and len(slot.part) == 1
+    ]
+    assert len(weights) >= 7
+    assert all((target == weight).all() for target in weights)
 
 
 def _rewrite(

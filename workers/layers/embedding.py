@@ -30,11 +30,13 @@ class VocabEmbedding:
         vocab_size: int,
         hidden_size: int,
         *,
+        scale: float = 1.0,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._name = name
+        self._scale = float(torch.tensor(scale).to(dtype))
         self._group = group
         self._vocab = _Part(vocab_size, group)
         self.weight = torch.zeros(self._vocab.num_rows, hidden_size, dtype=dtype, device=device)
@@ -42,13 +44,8 @@ class VocabEmbedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the residual stream of tokens, `[num_tokens]` int64."""
-        if self._group.size == 1:
-            return functional.embedding(token_ids, self.weight)
-        local = token_ids - self._vocab.first
-        is_elsewhere = (local < 0) | (local >= self._vocab.num_rows)
-        rows = functional.embedding(local.masked_fill_(is_elsewhere, 0), self.weight)
-        rows.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
-        return self._group.all_reduce(rows)
+        rows = self._rows(token_ids)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield this rank's rows of the table."""
@@ -56,6 +53,15 @@ class VocabEmbedding:
 
     def finalize(self) -> None:
         """Do nothing."""
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self._vocab.first
+        is_elsewhere = (local < 0) | (local >= self._vocab.num_rows)
+        rows = functional.embedding(local.masked_fill_(is_elsewhere, 0), self.weight)
+        rows.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
+        return self._group.all_reduce(rows)
 
 
 class ParallelHead:
@@ -67,6 +73,7 @@ class ParallelHead:
         vocab_size: int,
         hidden_size: int,
         *,
+        soft_cap: float | None = None,
         group: ParallelGroup,
         tied_to: VocabEmbedding | None,
         dtype: torch.dtype,
@@ -74,6 +81,7 @@ class ParallelHead:
     ) -> None:
         self._name = name
         self._vocab_size = vocab_size
+        self._soft_cap = soft_cap
         self._group = group
         self._vocab = _Part(vocab_size, group)
         self._is_tied = tied_to is not None
@@ -89,7 +97,10 @@ class ParallelHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits, `[num_rows, vocab_size]` float32, the same on every rank."""
         logits = self._group.all_gather_last(self._product(hidden))
-        return logits.narrow(1, 0, self._vocab_size).float()
+        logits = logits.narrow(1, 0, self._vocab_size).float()
+        if self._soft_cap is None:
+            return logits
+        return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield this rank's rows, unless they are the embedding's."""

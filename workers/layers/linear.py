@@ -8,31 +8,51 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.layers.products import make_product
-from workers.layers.weight import WeightSlot
+from workers.layers.weight import WeightSlot, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from workers.parallel import ParallelGroup
 
-__all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The output columns that one layer of the checkpoint contributes on this rank."""
+    """Output columns that one layer of the checkpoint contributes on this rank."""
 
     name: str
     """The layer's name in the checkpoint, without `.weight`."""
     total: int
     """Its output columns on all ranks together."""
     part: slice
-    """Those of this rank."""
+    """Those that are meant, all of them this rank's."""
 
     @property
     def size(self) -> int:
         """Return the number of columns on this rank."""
         return int(self.part.stop - self.part.start)
+
+
+def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> list[Columns]:
+    """Return the columns of layers, given as their sizes and this rank's parts.
+
+    One name for several layers says that the checkpoint holds them as one, in this order.
+    """
+    if len(names) == len(layers):
+        return [
+            Columns(name=name, total=total, part=part)
+            for name, (total, part) in zip(names, layers, strict=True)
+        ]
+    (name,) = names
+    total = sum(size for size, _ in layers)
+    columns, first = [], 0
+    for size, part in layers:
+        fused = slice(first + part.start, first + part.stop)
+        columns.append(Columns(name=name, total=total, part=fused))
+        first += size
+    return columns
 
 
 class ColumnParallelLinear:
@@ -66,7 +86,7 @@ class ColumnParallelLinear:
         return self._product.gated(x)
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Yield weight and bias of every layer that was merged."""
+        """Yield the parts of weight and bias of every layer that was merged."""
         first = 0
         for columns in self._columns:
             rows = slice(first, first + columns.size)
@@ -106,13 +126,15 @@ class RowParallelLinear:
     ) -> None:
         self._name = name
         self._shape = (out_size, in_size)
-        local = in_size // group.size
-        assert local * group.size == in_size
-        self._part = slice(group.rank * local, (group.rank + 1) * local)
+        self._part = part_of(in_size, group)
         self._group = group
         self._has_bias = has_bias
         self._product = make_product(
-            out_size, local, has_bias=has_bias and group.rank == 0, dtype=dtype, device=device
+            out_size,
+            in_size // group.size,
+            has_bias=has_bias and group.rank == 0,
+            dtype=dtype,
+            device=device,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,14 @@ from attention.kernels.token_rows import Rotate
 if TYPE_CHECKING:
     from pagedray.config import RopeConfig
 
-__all__ = ["RotaryEmbedding", "Rotation", "inverse_frequencies"]
+__all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]
 
 
-def inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
-    """Return how far each pair of a head turns per position, `[head_size / 2]` float32."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).to(torch.float32) / head_size
+def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
+    """Return how far each pair of `size` elements turns per position, `[size / 2]` float32."""
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float32) / size
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.pair_factors) * rope.theta**exponents)
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -48,6 +50,14 @@ class Rotation(ABC):
         """
 
 
+class NoRotation(Rotation):
+    """None at all."""
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the heads."""
+        return heads
+
+
 class _GatheredRotation(Rotation):
     """By torch, with turns that were gathered once a step."""
 
@@ -74,6 +84,19 @@ class _KernelRotation(Rotation):
         return heads
 
 
+class _PartialRotation(Rotation):
+    """Of the first elements of each head."""
+
+    def __init__(self, rotation: Rotation, size: int) -> None:
+        self._rotation = rotation
+        self._size = size
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        part = heads.narrow(2, 0, self._size)
+        part.copy_(self._rotation(part.contiguous()))
+        return heads
+
+
 class RotaryEmbedding:
     """The turns of every position that a sequence may have."""
 
@@ -86,16 +109,24 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        size = rope.rotary_size or head_size
+        self._partial_size = size if size < head_size else None
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
-        frequencies = inverse_frequencies(rope, head_size).to(device)
+        frequencies = inverse_frequencies(rope, size).to(device)
         # Angles need float32: bfloat16 cannot tell position 1000 from 1001.
         angles = torch.outer(positions, frequencies)
-        self._table = torch.cat((angles.cos(), angles.sin()), dim=1)  # float32
+        self._table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(rope.magnitude)
         self._dtype = dtype
         self._kernel = Rotate.make(self._table, dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the turns of tokens at these positions, `[num_tokens]` int64."""
+        rotation = self._whole(positions)
+        if self._partial_size is None:
+            return rotation
+        return _PartialRotation(rotation, self._partial_size)
+
+    def _whole(self, positions: torch.Tensor) -> Rotation:
         if self._kernel is not None:
             return _KernelRotation(self._kernel, positions)
         rows = self._table.index_select(0, positions).to(self._dtype).unsqueeze(1)

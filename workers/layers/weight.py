@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["Layer", "WeightSlot", "divided"]
+    from workers.parallel import ParallelGroup
+
+__all__ = ["Composite", "Layer", "WeightSlot", "divided", "part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -25,6 +28,8 @@ class WeightSlot:
     """This rank's part, one slice a dimension."""
     target: torch.Tensor
     """A view into the parameter, as large as the part."""
+    dummy: float | None = None
+    """What fills it where weights are made up; None is random numbers."""
 
 
 class Layer(Protocol):
@@ -37,6 +42,31 @@ class Layer(Protocol):
         """Bring loaded weights into the form that is computed with, dropping the originals."""
 
 
+class Composite(ABC):
+    """A layer that is made of layers."""
+
+    @abstractmethod
+    def parts(self) -> Iterable[Layer]:
+        """Return the layers."""
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield every tensor that must be loaded; not to be called after `finalize`."""
+        for part in self.parts():
+            yield from part.slots()
+
+    def finalize(self) -> None:
+        """Bring loaded weights into the form that is computed with, part by part."""
+        for part in self.parts():
+            part.finalize()
+
+
 def divided(size: int, group_size: int) -> int:
     """Return the part of `size` that each rank has, rounded up."""
     return -(-size // group_size)
+
+
+def part_of(size: int, group: ParallelGroup) -> slice:
+    """Return this rank's part of what divides evenly."""
+    local = size // group.size
+    assert local * group.size == size
+    return slice(group.rank * local, (group.rank + 1) * local)

@@ -110,6 +110,30 @@ class ConfigFile:
             )
         return float(value)
 
+    def number_or_null(self, key: str, default: float | None, *, most: float) -> float | None:
+        """Return a number of more than 0, or None for a null; the default is for a missing key."""
+        if self.has_null(key) or (default is None and key not in self):
+            return None
+        return self.number(key, MISSING if default is None else default, most=most)
+
+    def numbers(self, key: str, length: int, *, most: float) -> tuple[float, ...]:
+        """Return a list of so many numbers, each of more than 0."""
+        values = self._given(key, MISSING)
+        if not isinstance(values, list) or len(values) != length:
+            raise self.refusal(key, f"must be a list of {length} numbers, not {_shown(values)}")
+        items = ConfigFile(
+            self._path,
+            {str(index): value for index, value in enumerate(values)},
+            prefix=f"{self._prefix}{key}.",
+        )
+        return tuple(items.number(str(index), most=most) for index in range(length))
+
+    def refuse_unless(self, key: str, allowed: object) -> None:
+        """Refuse any value but the one that is supported."""
+        value = self._given(key, allowed)
+        if value != allowed:
+            raise self.refusal(key, f"must be {_shown(allowed)}, not {_shown(value)}")
+
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self._given(key, default)

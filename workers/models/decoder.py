@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import ResidualNorm
-from workers.layers.rope import RotaryEmbedding, Rotation
-from workers.models.self_attention import SelfAttention
+from workers.layers.weight import Composite
+from workers.models.decoder_layer import DecoderLayer
+from workers.models.norms import make_norm
+from workers.models.positions import Positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
-    from workers.layers.weight import Layer, WeightSlot
+    from workers.layers.weight import Layer
     from workers.parallel import ParallelGroup
 
 __all__ = ["Decoder"]
 
 
-class Decoder:
+class Decoder(Composite):
     """One rank's part of a model. Fill it with `load_weights` before the first forward."""
 
     def __init__(
@@ -39,33 +39,35 @@ class Decoder:
         device: torch.device,
     ) -> None:
         dtype = getattr(torch, config.dtype)
+        names = config.names
         self.config = config
         self.dtype: torch.dtype = dtype
         self.device = device
         self._embedding = VocabEmbedding(
-            "model.embed_tokens.weight",
+            f"{names.embedding}.weight",
             config.vocab_size,
             config.hidden_size,
+            scale=config.embedding_scale,
             group=group,
             dtype=dtype,
             device=device,
         )
-        self._rope = RotaryEmbedding(
-            config.rope,
-            head_size=config.head_size,
-            max_positions=config.max_positions,
-            dtype=dtype,
-            device=device,
-        )
+        self._embedding_norm = None
+        if names.embedding_norm is not None:
+            self._embedding_norm = make_norm(
+                names.embedding_norm, config, dtype=dtype, device=device
+            )
+        self._positions = Positions(config, dtype=dtype, device=device)
         self._layers = [
-            _DecoderLayer(config, index, group, backend=backend, dtype=dtype, device=device)
+            DecoderLayer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
-        self._norm = _residual_norm("model.norm.weight", config, dtype, device)
+        self._norm = make_norm(names.final_norm, config, dtype=dtype, device=device)
         self._head = ParallelHead(
             "lm_head.weight",
             config.vocab_size,
             config.hidden_size,
+            soft_cap=config.logit_soft_cap,
             group=group,
             tied_to=self._embedding if config.has_tied_embeddings else None,
             dtype=dtype,
@@ -86,9 +88,10 @@ class Decoder:
         int64, are the tokens whose logits are wanted; None is all of them.
         """
         residual = self._embedding(token_ids)
-        rotation = self._rope.at(positions)
+        if self._embedding_norm is not None:
+            residual = self._embedding_norm(residual)
         delta = None
-        for layer in self._layers:
+        for layer, rotation in zip(self._layers, self._positions.rotations(positions), strict=True):
             delta = layer(residual, delta, rotation, kv_cache, metadata)
         assert delta is not None
         if sampled_rows is not None:
@@ -102,87 +105,11 @@ class Decoder:
         """Return `[num_sampled, vocab_size]` float32, the same on every rank."""
         return self._head(hidden)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield every tensor that must be loaded; not to be called after `finalize`."""
-        for part in self._parts():
-            yield from part.slots()
-
-    def finalize(self) -> None:
-        """Bring loaded weights into the form that is computed with, layer by layer."""
-        for part in self._parts():
-            part.finalize()
-
-    def _parts(self) -> Iterator[Layer]:
+    def parts(self) -> Iterator[Layer]:
+        """Yield all parts in the order in which a token passes them."""
         yield self._embedding
+        if self._embedding_norm is not None:
+            yield self._embedding_norm
         yield from self._layers
         yield self._norm
         yield self._head
-
-
-class _DecoderLayer:
-    """Attention and MLP, each between a norm and an addition to the residual stream."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        group: ParallelGroup,
-        *,
-        backend: type[AttentionBackend],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        name = f"model.layers.{index}"
-        self._attention_norm = _residual_norm(
-            f"{name}.input_layernorm.weight", config, dtype, device
-        )
-        self._attention = SelfAttention(
-            f"{name}.self_attn", config, index, group, backend=backend, dtype=dtype, device=device
-        )
-        self._mlp_norm = _residual_norm(
-            f"{name}.post_attention_layernorm.weight", config, dtype, device
-        )
-        self._mlp = GatedMLP(
-            f"{name}.mlp",
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            has_bias=config.has_mlp_bias,
-            group=group,
-            dtype=dtype,
-            device=device,
-        )
-
-    def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Add what the layer before computed, and return what is to be added next."""
-        hidden = self._attention_norm(residual, delta)
-        attended = self._attention(hidden, rotation, kv_cache, metadata)
-        return self._mlp(self._mlp_norm(residual, attended))
-
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weights of all parts."""
-        for part in self._parts():
-            yield from part.slots()
-
-    def finalize(self) -> None:
-        """Bring loaded weights into the form that is computed with."""
-        for part in self._parts():
-            part.finalize()
-
-    def _parts(self) -> Iterator[Layer]:
-        yield self._attention_norm
-        yield self._attention
-        yield self._mlp_norm
-        yield self._mlp
-
-
-def _residual_norm(
-    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> ResidualNorm:
-    return ResidualNorm(name, config.hidden_size, config.norm_eps, dtype=dtype, device=device)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.models.family import Family, base_config
+from workers.models.rope_section import read_rope
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -18,6 +19,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", False)
     return replace(
         base_config(file, LLAMA.architecture),
+        rope=read_rope(file),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_mlp_bias=file.flag("mlp_bias", False),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.models.family import MAX_POSITIONS, Family, base_config
+from workers.models.rope_section import read_rope
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -15,7 +16,9 @@ __all__ = ["MISTRAL"]
 
 
 def _read(file: ConfigFile) -> ModelConfig:
-    config = base_config(file, MISTRAL.architecture, default_num_kv_heads=8)
+    config = replace(
+        base_config(file, MISTRAL.architecture, default_num_kv_heads=8), rope=read_rope(file)
+    )
     if file.has_null("sliding_window"):
         return config
     window = file.integer("sliding_window", 4096, most=MAX_POSITIONS)

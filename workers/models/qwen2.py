@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workers.models.family import Family, base_config, windows_of_layers
+from workers.models.family import Family, base_config
+from workers.models.rope_section import read_rope
+from workers.models.windows import windows_of_later_layers
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -17,7 +19,10 @@ __all__ = ["QWEN2"]
 def _read(file: ConfigFile) -> ModelConfig:
     config = base_config(file, QWEN2.architecture, default_num_kv_heads=32)
     return replace(
-        config, has_qkv_bias=True, sliding_windows=windows_of_layers(file, config.num_layers)
+        config,
+        rope=read_rope(file),
+        has_qkv_bias=True,
+        sliding_windows=windows_of_later_layers(file, config.num_layers),
     )
 
 

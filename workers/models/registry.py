@@ -1,4 +1,4 @@
-"""Which families there are: from a folder to its `ModelConfig`, and from that to a model."""
+"""Which families there are: from a folder to its `ModelConfig`. It knows no tensor."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
+from workers.models.bert_family import BERT
+from workers.models.bloom import BLOOM
 from workers.models.config_file import ConfigFile
-from workers.models.decoder import Decoder
+from workers.models.gemma2 import GEMMA2
+from workers.models.gemma3 import GEMMA3
 from workers.models.llama import LLAMA
 from workers.models.mistral import MISTRAL
+from workers.models.mpt import MPT
+from workers.models.phi3 import PHI3
 from workers.models.qwen2 import QWEN2
 from workers.models.qwen3 import QWEN3
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
-    from attention.abstract import AttentionBackend
     from pagedray.config import Dtype, ModelConfig
     from workers.models.family import Family
-    from workers.parallel import ParallelGroup
 
-__all__ = ["build_model", "check_parallel", "read_model_config", "supported_architectures"]
+__all__ = ["check_parallel", "read_model_config", "supported_architectures"]
 
-_FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_FAMILIES = {
+    word: family
+    for family in (BERT, BLOOM, GEMMA2, GEMMA3, LLAMA, MISTRAL, MPT, PHI3, QWEN2, QWEN3)
+    for word in (family.architecture, *family.aliases)
+}
 # Each names Python code of the checkpoint, which is never imported.
 _CODE_KEYS = ("auto_map", "custom_pipelines")
 
@@ -46,12 +51,13 @@ def read_model_config(folder: Path, *, dtype: Dtype | None = None) -> ModelConfi
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no config.json.")
     file = ConfigFile.read(path)
+    family = _family(file)
     for key in _CODE_KEYS:
-        if file.value(key):
+        if file.value(key) and not family.may_name_code:
             raise file.refusal(key, "asks for code of the checkpoint, which is never run")
     if file.value("quantization_config"):
         raise file.refusal("quantization_config", "is not supported; use unquantized weights")
-    config = _family(file).read(file)
+    config = family.read(file)
     return replace(
         config,
         dtype=dtype or config.dtype,
@@ -70,18 +76,6 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
         )
     if model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
-
-
-def build_model(
-    config: ModelConfig,
-    group: ParallelGroup,
-    *,
-    backend: type[AttentionBackend],
-    device: torch.device,
-) -> Decoder:
-    """Return this rank's part of the model on a device, yet to be filled by `load_weights`."""
-    check_parallel(config, group.size)
-    return Decoder(config, group, backend=backend, device=device)
 
 
 def _family(file: ConfigFile) -> Family:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec
 from attention.layer import Attention
-from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RowNorm
+from workers.layers.weight import Composite
+from workers.models.qkv_columns import qkv_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
     from workers.layers.rope import Rotation
-    from workers.layers.weight import Layer, WeightSlot
+    from workers.layers.weight import Layer
     from workers.parallel import ParallelGroup
 
 __all__ = ["SelfAttention", "attention_params", "attention_spec"]
@@ -27,34 +30,45 @@ def attention_params(
     config: ModelConfig, layer_index: int, group: ParallelGroup
 ) -> AttentionParams:
     """Return what one layer asks of the attention backend on this rank."""
+    scale = config.attention_scale
     params = AttentionParams(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_size,
-        scale=config.head_size**-0.5,
+        scale=config.head_size**-0.5 if scale is None else scale,
         sliding_window=config.sliding_window(layer_index),
+        soft_cap=config.attention_soft_cap,
+        alibi_slopes=config.alibi_slopes,
     )
     return params.shard(group.rank, group.size)
 
 
 def attention_spec(
-    config: ModelConfig, group: ParallelGroup, *, block_size: int, device: torch.device
+    config: ModelConfig,
+    group: ParallelGroup,
+    *,
+    block_size: int,
+    device: torch.device,
+    kv_cache_dtype: str = "auto",
+    max_seq_len: int | None = None,
 ) -> AttentionSpec:
     """Return what the model asks of the attention backend on this rank."""
+    layers = (attention_params(config, i, group) for i in range(config.num_layers))
     return AttentionSpec(
-        layers=tuple(attention_params(config, i, group) for i in range(config.num_layers)),
+        layers=tuple(replace(layer, kv_cache_dtype=kv_cache_dtype) for layer in layers),
         dtype=getattr(torch, config.dtype),
         device=device,
         block_size=block_size,
+        max_seq_len=max_seq_len,
     )
 
 
-class SelfAttention:
+class SelfAttention(Composite):
     """Heads are spread over the ranks; where ranks exceed KV heads, several hold the same one."""
 
     def __init__(
         self,
-        name: str,
+        prefix: str,
         config: ModelConfig,
         layer_index: int,
         group: ParallelGroup,
@@ -70,35 +84,30 @@ class SelfAttention:
         self._query_size = params.num_heads * size
         self._rotated_size = self._num_rotated * size
         self._kv_size = params.num_kv_heads * size
-        query = slice(group.rank * self._query_size, (group.rank + 1) * self._query_size)
-        first = group.rank * config.num_kv_heads // group.size * size
-        key_value = slice(first, first + self._kv_size)
         self._qkv = ColumnParallelLinear(
             config.hidden_size,
-            [
-                Columns(name=f"{name}.q_proj", total=config.num_heads * size, part=query),
-                Columns(name=f"{name}.k_proj", total=config.num_kv_heads * size, part=key_value),
-                Columns(name=f"{name}.v_proj", total=config.num_kv_heads * size, part=key_value),
-            ],
+            qkv_columns(prefix, config, group),
             has_bias=config.has_qkv_bias,
             dtype=dtype,
             device=device,
         )
+        self._limit = config.qkv_limit
         self._head_norm = None
         if config.has_qk_norm:
+            query_norm, key_norm = config.names.qk_norms
             self._head_norm = RowNorm(
-                f"{name}.q_norm.weight",
-                f"{name}.k_norm.weight",
+                (f"{prefix}.{query_norm}", f"{prefix}.{key_norm}"),
                 size,
                 config.norm_eps,
                 num_heads=params.num_heads,
                 num_kv_heads=params.num_kv_heads,
+                has_offset=config.norm_kind == "offset_rms",
                 dtype=dtype,
                 device=device,
             )
         self._attend = Attention(params, layer_index=layer_index, backend=backend).forward
         self._output = RowParallelLinear(
-            f"{name}.o_proj",
+            f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
             config.hidden_size,
             has_bias=config.has_output_bias,
@@ -116,6 +125,8 @@ class SelfAttention:
     ) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`; keys and values go to the cache."""
         qkv = self._qkv(hidden)
+        if self._limit is not None:
+            qkv = qkv.clamp_(-self._limit, self._limit)
         # Queries and keys lie side by side and are normed and turned as one.
         heads = qkv.narrow(1, 0, self._rotated_size).unflatten(
             1, (self._num_rotated, self._head_size)
@@ -132,17 +143,8 @@ class SelfAttention:
         )
         return self._output(attended)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weights of all parts."""
-        for part in self._parts():
-            yield from part.slots()
-
-    def finalize(self) -> None:
-        """Bring loaded weights into the form that is computed with."""
-        for part in self._parts():
-            part.finalize()
-
-    def _parts(self) -> Iterator[Layer]:
+    def parts(self) -> Iterator[Layer]:
+        """Yield all parts in the order in which a token passes them."""
         yield self._qkv
         if self._head_norm is not None:
             yield self._head_norm

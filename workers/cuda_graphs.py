@@ -1,0 +1,110 @@
+"""Decode steps captured as CUDA graphs: the host asks once for what it would ask per kernel."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from attention.abstract import (
+        AttentionBackend,
+        AttentionMetadata,
+        AttentionSpec,
+        AttentionState,
+    )
+    from workers.input_batch import StepInputs
+    from workers.models.decoder import Decoder
+
+__all__ = ["DecodeGraphs", "batch_sizes"]
+
+_NUM_WARM_UPS = 2
+_MAX_BATCH_SIZE = 512
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture, ascending: close together where steps are short."""
+    limit = min(max_num_seqs, _MAX_BATCH_SIZE)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 32)]
+    return [*(size for size in sizes if size < limit), limit]
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    state: AttentionState
+    input_buffers: dict[str, torch.Tensor]
+    hidden: torch.Tensor
+    """`[batch_size, hidden_size]`, written by every replay."""
+
+
+class DecodeGraphs:
+    """One graph for each of some batch sizes; a smaller batch is padded to the next.
+
+    Drop it before the group is left: its graphs hold the group's collectives.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: type[AttentionBackend],
+        spec: AttentionSpec,
+        kv_cache: torch.Tensor,
+        *,
+        sizes: list[int],
+    ) -> None:
+        """`sizes` are the batch sizes to capture, ascending."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._sizes = sizes
+        self._state = backend.get_state_cls()(spec)
+        self._token_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=spec.device)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._graphs: dict[int, _Graph] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size. Every rank of a group must do so at the same time."""
+        pool = None
+        with self._state.graph_capture(self._sizes[-1]):
+            # The largest first: the smaller ones fit into its memory.
+            for size in reversed(self._sizes):
+                self._graphs[size] = self._captured(size, pool)
+                pool = self._graphs[size].graph.pool()
+
+    def serves(self, inputs: StepInputs) -> bool:
+        """Return whether a step is one that was captured: decodes only, and not too many."""
+        batch = inputs.attention
+        return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
+
+    def run(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the normed hidden states of the sampled tokens; overwritten by the next run."""
+        num_tokens = len(inputs.token_ids)
+        graph = self._graphs[self._sizes[bisect_left(self._sizes, num_tokens)]]
+        self._token_ids[:num_tokens].copy_(inputs.token_ids)
+        self._positions[:num_tokens].copy_(inputs.positions)
+        graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
+        graph.graph.replay()
+        hidden = graph.hidden[:num_tokens]
+        return hidden if inputs.sampled is None else hidden.index_select(0, inputs.sampled)
+
+    def _captured(self, size: int, pool: Any) -> _Graph:  # Any: torch keeps the type to itself
+        metadata = self._state.graph_capture_get_metadata_for_batch(size)
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Libraries choose and compile kernels when they first meet a shape.
+            for _ in range(_NUM_WARM_UPS):
+                self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the watchdog of the collectives, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
+        return _Graph(
+            graph=graph,
+            state=self._state.graph_clone(size),
+            input_buffers=self._state.get_graph_input_buffers(metadata),
+            hidden=hidden,
+        )

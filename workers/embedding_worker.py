@@ -1,0 +1,104 @@
+"""One rank of an encoder: its device, its part of the model, its steps. It has no cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.abstract import AttentionBatch
+from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
+from workers.models.bert import Bert, encoder_spec
+from workers.pooling import pooled
+from workers.weights import load_weights
+from workers.worker import backend_of, device_of, num_threads_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedray.config import EngineConfig
+    from workers.parallel import ParallelGroup
+
+__all__ = ["EmbeddingWorker", "PendingVectors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PendingVectors:
+    """A step that was launched; its vectors may still be in the making on the device."""
+
+    step: int
+    vectors: torch.Tensor
+    """`[num_texts, hidden_size]` float32, on the device."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether to wait for the device is all there is to do."""
+        return True
+
+    def output(self) -> EmbedOutput:
+        """Return the vectors, waiting for the device."""
+        return EmbedOutput(self.step, self.vectors.cpu().numpy().tobytes())
+
+
+class EmbeddingWorker:
+    """One rank of a group. Call `load`, then `launch`."""
+
+    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
+        self._config = config
+        self._group = group
+        self._device = device_of(config, group)
+        if self._device.type == "cpu":
+            torch.set_num_threads(num_threads_of(config))
+        spec = encoder_spec(
+            config.model, group, block_size=config.cache.block_size, device=self._device
+        )
+        backend = backend_of(config.attention_backend, spec)
+        self._model = Bert(config.model, group, backend=backend, device=self._device)
+        self._builder = backend.make_metadata_builder(spec)
+
+    def load(self, report_progress: Callable[[int, int], None]) -> None:
+        """Fill the weights, telling (tensors done, tensors in all) as it goes."""
+        load_weights(self._model, self._config, report_progress)
+
+    def fitting_blocks(self) -> tuple[int, int]:
+        """Return that no block fits, since none is needed."""
+        return 0, 0
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
+        """Allocate nothing."""
+        assert num_blocks == num_cpu_blocks == 0
+
+    def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
+        """Carry out one plan, which for an encoder is always to embed."""
+        assert isinstance(plan, EmbedPlan)
+        lengths = np.array([len(ids) for ids in plan.token_ids], dtype=np.int32)
+        num_tokens = int(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        batch = AttentionBatch(
+            num_prefills=len(lengths),
+            query_lens=lengths,
+            seq_lens=lengths,
+            block_tables=np.zeros((len(lengths), 1), dtype=np.int32),
+            slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
+        )
+        flat = np.concatenate([np.array(ids, dtype=np.int64) for ids in plan.token_ids])
+        positions = np.arange(num_tokens) - np.repeat(starts, lengths)
+        with torch.inference_mode():
+            hidden = self._model.forward(
+                torch.from_numpy(flat).to(self._device),
+                torch.from_numpy(positions).to(self._device),
+                self._builder.build(batch),
+            )
+            vectors = pooled(
+                hidden,
+                torch.from_numpy(lengths.astype(np.int64)).to(self._device),
+                plan.pooling,
+                normalize=plan.is_normalized,
+            )
+        return PendingVectors(step=plan.step, vectors=vectors)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()

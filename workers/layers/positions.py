@@ -1,0 +1,49 @@
+"""Learned embeddings of positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from workers.layers.weight import WeightSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PositionEmbedding"]
+
+
+class PositionEmbedding:
+    """A row for each position, the same on every rank; the first `offset` rows are for none."""
+
+    def __init__(
+        self,
+        name: str,
+        max_positions: int,
+        hidden_size: int,
+        *,
+        offset: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._table = torch.empty(offset + max_positions, hidden_size, dtype=dtype, device=device)
+        self._rows = self._table[offset:]
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]` of positions `[num_tokens]` int64."""
+        return functional.embedding(positions, self._rows)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield the table."""
+        yield WeightSlot(
+            name=self._name,
+            shape=tuple(self._table.shape),
+            part=(slice(None), slice(None)),
+            target=self._table,
+        )
+
+    def finalize(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,196 @@
+"""BART: an encoder, and a decoder that attends to it through the paged cache."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.abstract import AttentionSpec, AttentionType
+from workers.layers.embedding import ParallelHead, VocabEmbedding
+from workers.layers.positions import PositionEmbedding
+from workers.layers.weight import Composite, WeightSlot
+from workers.models.bart_layers import (
+    BartDecoderLayer,
+    BartEncoderLayer,
+    Placement,
+    attention_params,
+    layer_norm,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attention.abstract import AttentionBackend, AttentionMetadata
+    from workers.layers.weight import Layer
+    from workers.models.bart_config import BartConfig
+    from workers.parallel import ParallelGroup
+
+__all__ = ["Bart", "bart_spec"]
+
+# The first rows of the tables of positions were meant for padding.
+_POSITION_OFFSET = 2
+
+
+def bart_spec(
+    config: BartConfig, group: ParallelGroup, *, block_size: int, device: torch.device
+) -> AttentionSpec:
+    """Return what the model asks of the attention backend on this rank."""
+    encoder, *decoder = (
+        attention_params(config, kind, group)
+        for kind in (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+    )
+    return AttentionSpec(
+        layers=(encoder,) * config.encoder.num_layers + tuple(decoder) * config.decoder.num_layers,
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        block_size=block_size,
+    )
+
+
+class Bart(Composite):
+    """One rank's part of a model. Fill its slots and `finalize` before the first forward."""
+
+    def __init__(
+        self,
+        config: BartConfig,
+        group: ParallelGroup,
+        *,
+        backend: type[AttentionBackend],
+        device: torch.device,
+    ) -> None:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        placement = Placement(group, backend, dtype, device)
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._words = VocabEmbedding(
+            "model.shared.weight",
+            config.vocab_size,
+            config.hidden_size,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+        self._word_scale = math.sqrt(config.hidden_size) if config.has_scaled_embedding else 1.0
+        self._encoder_input = _Input("model.encoder", config, placement)
+        self._encoder_layers = [
+            BartEncoderLayer(f"model.encoder.layers.{i}", config, i, placement)
+            for i in range(config.encoder.num_layers)
+        ]
+        self._decoder_input = _Input("model.decoder", config, placement)
+        self._decoder_layers = [
+            BartDecoderLayer(
+                f"model.decoder.layers.{i}",
+                config,
+                config.encoder.num_layers + 2 * i,
+                placement,
+            )
+            for i in range(config.decoder.num_layers)
+        ]
+        self._head = ParallelHead(
+            "model.shared.weight",
+            config.vocab_size,
+            config.hidden_size,
+            group=group,
+            tied_to=self._words,
+            dtype=dtype,
+            device=device,
+        )
+        self._logits_bias = _LogitsBias(config.vocab_size, device)
+
+    def encode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return the encoder's hidden states, `[num_encoder_tokens, hidden_size]`.
+
+        `token_ids` and `positions`, int64, are those of the encoder tokens of the step.
+        """
+        hidden = self._encoder_input(self._embedded(token_ids), positions)
+        for layer in self._encoder_layers:
+            hidden = layer(hidden, kv_cache, metadata)
+        return hidden
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        encoded: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return the decoder's hidden states, `[num_tokens, hidden_size]`.
+
+        `encoded` is what `encode` returned for the same step, or None if it has no encoder
+        tokens: later steps find their keys and values in the cache.
+        """
+        hidden = self._decoder_input(self._embedded(token_ids), positions)
+        for layer in self._decoder_layers:
+            hidden = layer(hidden, encoded, kv_cache, metadata)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, vocab_size]` float32, the same on every rank."""
+        return self._head(hidden) + self._logits_bias.row
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        words = self._words(token_ids)
+        return words if self._word_scale == 1.0 else words.mul_(self._word_scale)
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._words
+        yield self._encoder_input
+        yield from self._encoder_layers
+        yield self._decoder_input
+        yield from self._decoder_layers
+        yield self._head
+        yield self._logits_bias
+
+
+class _Input(Composite):
+    """What enters a stack: embeddings of tokens and positions, added and normed."""
+
+    def __init__(self, name: str, config: BartConfig, placement: Placement) -> None:
+        self._positions = PositionEmbedding(
+            f"{name}.embed_positions.weight",
+            config.max_positions,
+            config.hidden_size,
+            offset=_POSITION_OFFSET,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+        self._norm = layer_norm(f"{name}.layernorm_embedding", config, placement)
+
+    def __call__(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`."""
+        return self._norm(words, self._positions(positions))
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._positions
+        yield self._norm
+
+
+class _LogitsBias:
+    """What is added to the logits, the same on every rank."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.row = torch.empty(1, vocab_size, dtype=torch.float32, device=device)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield the row."""
+        yield WeightSlot(
+            name="final_logits_bias",
+            shape=tuple(self.row.shape),
+            part=(slice(None), slice(None)),
+            target=self.row,
+        )
+
+    def finalize(self) -> None:
+        """Do nothing."""

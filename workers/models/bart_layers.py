@@ -1,0 +1,169 @@
+"""The layers of BART: parts that are each added to what they read, and normed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from attention.abstract import AttentionParams, AttentionType
+from workers.layers.mlp import PlainMLP
+from workers.layers.norm import LayerNorm
+from workers.layers.weight import Composite
+from workers.models.plain_attention import CrossAttention, ProjectionNames, SelfAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from attention.abstract import AttentionBackend, AttentionMetadata
+    from workers.layers.weight import Layer
+    from workers.models.bart_config import BartConfig
+    from workers.parallel import ParallelGroup
+
+__all__ = ["BartDecoderLayer", "BartEncoderLayer", "Placement", "attention_params", "layer_norm"]
+
+_NORM_EPS = 1e-5
+
+
+class Placement(NamedTuple):
+    """Where the layers of a rank lie, and how they attend."""
+
+    group: ParallelGroup
+    backend: type[AttentionBackend]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class BartEncoderLayer(Composite):
+    """Self attention and MLP."""
+
+    def __init__(
+        self, name: str, config: BartConfig, layer_index: int, placement: Placement
+    ) -> None:
+        kind = AttentionType.ENCODER
+        self._attention = _self_attention(name, config, layer_index, kind, placement)
+        self._attention_norm = layer_norm(f"{name}.self_attn_layer_norm", config, placement)
+        self._mlp = _mlp(name, config, config.encoder.intermediate_size, placement)
+        self._mlp_norm = layer_norm(f"{name}.final_layer_norm", config, placement)
+
+    def __call__(
+        self, hidden: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return `[num_encoder_tokens, hidden_size]`."""
+        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
+        return self._mlp_norm(hidden, self._mlp(hidden))
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._attention
+        yield self._attention_norm
+        yield self._mlp
+        yield self._mlp_norm
+
+
+class BartDecoderLayer(Composite):
+    """Self attention, attention to the encoder's tokens, and MLP."""
+
+    def __init__(
+        self, name: str, config: BartConfig, layer_index: int, placement: Placement
+    ) -> None:
+        """`layer_index` is that of self attention; cross attention has the one after it."""
+        kind = AttentionType.DECODER
+        self._attention = _self_attention(name, config, layer_index, kind, placement)
+        self._attention_norm = layer_norm(f"{name}.self_attn_layer_norm", config, placement)
+        self._cross = CrossAttention(
+            _names(f"{name}.encoder_attn"),
+            attention_params(config, AttentionType.ENCODER_DECODER, placement.group),
+            layer_index + 1,
+            placement.group,
+            backend=placement.backend,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+        self._cross_norm = layer_norm(f"{name}.encoder_attn_layer_norm", config, placement)
+        self._mlp = _mlp(name, config, config.decoder.intermediate_size, placement)
+        self._mlp_norm = layer_norm(f"{name}.final_layer_norm", config, placement)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        encoded: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`; `encoded` is None if the encoder ran for none."""
+        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
+        hidden = self._cross_norm(hidden, self._cross(hidden, encoded, kv_cache, metadata))
+        return self._mlp_norm(hidden, self._mlp(hidden))
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._attention
+        yield self._attention_norm
+        yield self._cross
+        yield self._cross_norm
+        yield self._mlp
+        yield self._mlp_norm
+
+
+def attention_params(
+    config: BartConfig, kind: AttentionType, group: ParallelGroup
+) -> AttentionParams:
+    """Return what a layer asks of the attention backend on this rank."""
+    params = AttentionParams(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_size=config.head_size,
+        scale=config.head_size**-0.5,
+        attention_type=kind,
+    )
+    return params.shard(group.rank, group.size)
+
+
+def layer_norm(name: str, config: BartConfig, placement: Placement) -> LayerNorm:
+    """Return the norm that a checkpoint calls by this name."""
+    return LayerNorm(
+        name,
+        config.hidden_size,
+        _NORM_EPS,
+        has_bias=True,
+        dtype=placement.dtype,
+        device=placement.device,
+    )
+
+
+def _self_attention(
+    name: str, config: BartConfig, layer_index: int, kind: AttentionType, placement: Placement
+) -> SelfAttention:
+    return SelfAttention(
+        _names(f"{name}.self_attn"),
+        attention_params(config, kind, placement.group),
+        layer_index,
+        placement.group,
+        backend=placement.backend,
+        dtype=placement.dtype,
+        device=placement.device,
+    )
+
+
+def _mlp(name: str, config: BartConfig, intermediate_size: int, placement: Placement) -> PlainMLP:
+    return PlainMLP(
+        (f"{name}.fc1",),
+        f"{name}.fc2",
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size,
+        activation="gelu",
+        has_bias=True,
+        group=placement.group,
+        dtype=placement.dtype,
+        device=placement.device,
+    )
+
+
+def _names(name: str) -> ProjectionNames:
+    return ProjectionNames(
+        query=f"{name}.q_proj",
+        key=f"{name}.k_proj",
+        value=f"{name}.v_proj",
+        output=f"{name}.out_proj",
+    )

@@ -1,0 +1,191 @@
+"""BERT: a stack of layers that see all tokens of a sequence and end in no vocabulary.
+
+Every addition to the residual stream is normed, not what is computed from it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from workers.layers.embedding import VocabEmbedding
+from workers.layers.mlp import PlainMLP
+from workers.layers.norm import LayerNorm
+from workers.layers.positions import PositionEmbedding
+from workers.layers.weight import Composite, WeightSlot
+from workers.models.plain_attention import ProjectionNames, SelfAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attention.abstract import AttentionBackend, AttentionMetadata
+    from pagedray.config import ModelConfig
+    from workers.layers.weight import Layer
+    from workers.parallel import ParallelGroup
+
+__all__ = ["Bert", "encoder_spec"]
+
+
+def encoder_spec(
+    config: ModelConfig, group: ParallelGroup, *, block_size: int, device: torch.device
+) -> AttentionSpec:
+    """Return what the model asks of the attention backend on this rank."""
+    return AttentionSpec(
+        layers=(_attention_params(config, group),) * config.num_layers,
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        block_size=block_size,
+    )
+
+
+class Bert(Composite):
+    """One rank's part of a model. Fill it with `load_weights` before the first forward."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: ParallelGroup,
+        *,
+        backend: type[AttentionBackend],
+        device: torch.device,
+    ) -> None:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._words = VocabEmbedding(
+            "embeddings.word_embeddings.weight",
+            config.vocab_size,
+            config.hidden_size,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+        self._positions = PositionEmbedding(
+            "embeddings.position_embeddings.weight",
+            config.max_positions,
+            config.hidden_size,
+            dtype=dtype,
+            device=device,
+        )
+        self._token_type = _FirstTokenType(config, dtype=dtype, device=device)
+        self._norm = _norm("embeddings.LayerNorm", config, dtype, device)
+        self._layers = [
+            _BertLayer(config, index, group, backend=backend, dtype=dtype, device=device)
+            for index in range(config.num_layers)
+        ]
+        self._no_cache = torch.empty(0, dtype=dtype, device=device)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return the hidden states of all tokens, `[num_tokens, hidden_size]`.
+
+        `token_ids` and `positions` are `[num_tokens]` int64. All tokens are of the first type.
+        """
+        words = self._words(token_ids).add_(self._token_type.row)
+        hidden = self._norm(words, self._positions(positions))
+        for layer in self._layers:
+            hidden = layer(hidden, self._no_cache, metadata)
+        return hidden
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._words
+        yield self._positions
+        yield self._token_type
+        yield self._norm
+        yield from self._layers
+
+
+class _FirstTokenType:
+    """The embedding of the first token type, that of a text alone."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (config.num_token_types, config.hidden_size)
+        self.row = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Yield the row."""
+        yield WeightSlot(
+            name="embeddings.token_type_embeddings.weight",
+            shape=self._shape,
+            part=(slice(0, 1), slice(None)),
+            target=self.row,
+        )
+
+    def finalize(self) -> None:
+        """Do nothing."""
+
+
+class _BertLayer(Composite):
+    """Attention and MLP, each added to what it read, and normed."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        group: ParallelGroup,
+        *,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        name = f"encoder.layer.{index}"
+        names = ProjectionNames(
+            query=f"{name}.attention.self.query",
+            key=f"{name}.attention.self.key",
+            value=f"{name}.attention.self.value",
+            output=f"{name}.attention.output.dense",
+        )
+        params = _attention_params(config, group)
+        self._attention = SelfAttention(
+            names, params, index, group, backend=backend, dtype=dtype, device=device
+        )
+        self._attention_norm = _norm(f"{name}.attention.output.LayerNorm", config, dtype, device)
+        self._mlp = PlainMLP(
+            (f"{name}.intermediate.dense",),
+            f"{name}.output.dense",
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            activation=config.activation,
+            has_bias=True,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+        self._mlp_norm = _norm(f"{name}.output.LayerNorm", config, dtype, device)
+
+    def __call__(
+        self, hidden: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`."""
+        hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
+        return self._mlp_norm(hidden, self._mlp(hidden))
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield the layers."""
+        yield self._attention
+        yield self._attention_norm
+        yield self._mlp
+        yield self._mlp_norm
+
+
+def _attention_params(config: ModelConfig, group: ParallelGroup) -> AttentionParams:
+    """Return what a layer asks of the attention backend on this rank."""
+    params = AttentionParams(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_size=config.head_size,
+        scale=config.head_size**-0.5,
+        attention_type=AttentionType.ENCODER_ONLY,
+    )
+    return params.shard(group.rank, group.size)
+
+
+def _norm(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerNorm:
+    return LayerNorm(
+        name, config.hidden_size, config.norm_eps, has_bias=True, dtype=dtype, device=device
+    )

@@ -1,0 +1,96 @@
+"""One layer of a decoder: attention and MLP, each between norms and the residual stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.layers.mlp import GatedMLP, PlainMLP
+from workers.layers.weight import Composite
+from workers.models.norms import make_norm
+from workers.models.self_attention import SelfAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from attention.abstract import AttentionBackend, AttentionMetadata
+    from pagedray.config import ModelConfig
+    from workers.layers.norm import ResidualNorm
+    from workers.layers.rope import Rotation
+    from workers.layers.weight import Layer
+    from workers.parallel import ParallelGroup
+
+__all__ = ["DecoderLayer"]
+
+
+class DecoderLayer(Composite):
+    """A norm before each of the two, and in some families another one after it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        group: ParallelGroup,
+        *,
+        backend: type[AttentionBackend],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        names = config.names
+        prefix = names.decoder_layer.format(index)
+
+        def norm(name: str) -> ResidualNorm:
+            return make_norm(f"{prefix}.{name}", config, dtype=dtype, device=device)
+
+        def norm_if(name: str | None) -> ResidualNorm | None:
+            return norm(name) if name is not None else None
+
+        self._attention_norm = norm(names.attention_norm)
+        self._attention = SelfAttention(
+            prefix, config, index, group, backend=backend, dtype=dtype, device=device
+        )
+        self._attention_post_norm = norm_if(names.attention_post_norm)
+        self._mlp_norm = norm(names.mlp_norm)
+        kind = GatedMLP if config.is_mlp_gated else PlainMLP
+        self._mlp = kind(
+            tuple(f"{prefix}.{name}" for name in names.mlp_input),
+            f"{prefix}.{names.mlp_output}",
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            activation=config.activation,
+            has_bias=config.has_mlp_bias,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+        self._mlp_post_norm = norm_if(names.mlp_post_norm)
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Add what the layer before computed, and return what is to be added next."""
+        hidden = self._attention_norm(residual, delta)
+        delta = self._attention(hidden, rotation, kv_cache, metadata)
+        if self._attention_post_norm is not None:
+            delta = self._attention_post_norm(delta)
+        delta = self._mlp(self._mlp_norm(residual, delta))
+        if self._mlp_post_norm is not None:
+            delta = self._mlp_post_norm(delta)
+        return delta
+
+    def parts(self) -> Iterator[Layer]:
+        """Yield all parts in the order in which a token passes them."""
+        yield self._attention_norm
+        yield self._attention
+        if self._attention_post_norm is not None:
+            yield self._attention_post_norm
+        yield self._mlp_norm
+        yield self._mlp
+        if self._mlp_post_norm is not None:
+            yield self._mlp_post_norm

@@ -1,0 +1,59 @@
+"""Gemma-3 for text: no cap of scores, norms of heads, another rope for layers with windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workers.models.family import MAX_LAYERS, Family
+from workers.models.gemma2 import gemma_config
+from workers.models.rope_section import MAX_THETA, rope_of
+from workers.models.windows import windows_by_kind
+
+if TYPE_CHECKING:
+    from pagedray.config import ModelConfig, RopeConfig
+    from workers.models.config_file import ConfigFile
+
+__all__ = ["GEMMA3"]
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
+    # Transformers reads a cap of scores and does not apply it.
+    file.refuse_unless("attn_logit_softcapping", None)
+    rope, window_rope = _ropes(file)
+    pattern = file.integer("sliding_window_pattern", 6, most=MAX_LAYERS)
+    all_but_each_last = [(layer + 1) % pattern != 0 for layer in range(config.num_layers)]
+    return replace(
+        config,
+        rope=rope,
+        window_rope=window_rope,
+        has_qk_norm=True,
+        sliding_windows=windows_by_kind(
+            file, default_window=4096, has_window_by_default=all_but_each_last
+        ),
+    )
+
+
+def _ropes(file: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rope of layers without a window, and that of layers with one."""
+    theta = file.number("rope_theta", 1e6, most=MAX_THETA)
+    window_theta = file.number("rope_local_base_freq", 1e4, most=MAX_THETA)
+    # Transformers 4 scales the layers without a window only.
+    by_kind = file.section("rope_parameters")
+    full_key, window_key = "full_attention", "sliding_attention"
+    full, window = by_kind.section(full_key), by_kind.section(window_key)
+    if "rope_parameters" not in file:
+        full = file.section("rope_scaling")
+    elif "rope_scaling" in file:
+        raise file.refusal("rope_scaling", "must not stand beside rope_parameters")
+    for key in by_kind.given_keys():
+        if key not in (full_key, window_key):
+            raise by_kind.refusal(key, f"is not allowed; {full_key} and {window_key} are")
+    return (
+        rope_of(full, default_theta=theta),
+        rope_of(window, default_theta=window_theta),
+    )
+
+
+GEMMA3 = Family(architecture="Gemma3ForCausalLM", read=_read)

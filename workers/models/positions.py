@@ -1,0 +1,50 @@
+"""How the layers of a model are told where a token stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.layers.rope import NoRotation, RotaryEmbedding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pagedray.config import ModelConfig
+    from workers.layers.rope import Rotation
+
+__all__ = ["Positions"]
+
+
+class Positions:
+    """The ropes of a model, each made once and shared by the layers that have it.
+
+    Of a model with ALiBi there is nothing to tell: attention knows distances without.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        of_layers = [config.rope_of(layer) for layer in range(config.num_layers)]
+        ropes = list(dict.fromkeys(of_layers))
+        self._indices = [ropes.index(rope) for rope in of_layers]
+        self._embeddings = [
+            RotaryEmbedding(
+                rope,
+                head_size=config.head_size,
+                max_positions=config.max_positions,
+                dtype=dtype,
+                device=device,
+            )
+            if rope is not None
+            else None
+            for rope in ropes
+        ]
+
+    def rotations(self, positions: torch.Tensor) -> Iterator[Rotation]:
+        """Yield how each layer turns the tokens at these positions, `[num_tokens]` int64."""
+        rotations = [
+            NoRotation() if embedding is None else embedding.at(positions)
+            for embedding in self._embeddings
+        ]
+        for index in self._indices:
+            yield rotations[index]

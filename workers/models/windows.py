@@ -1,0 +1,50 @@
+"""Which layers have a sliding window, by what `config.json` says of each layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.models.family import MAX_LAYERS, MAX_POSITIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from workers.models.config_file import ConfigFile
+
+__all__ = ["windows_by_kind", "windows_of_later_layers"]
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def windows_by_kind(
+    file: ConfigFile, *, default_window: int, has_window_by_default: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """Return the windows by `layer_types`, or by default for a list that is missing."""
+    has_window = _has_window(file, len(has_window_by_default)) or has_window_by_default
+    if file.has_null("sliding_window") and any(has_window):
+        raise file.refusal("sliding_window", "must be an integer, for some layers have a window")
+    window = file.integer("sliding_window", default_window, most=MAX_POSITIONS)
+    return tuple(window if has else None for has in has_window)
+
+
+def windows_of_later_layers(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """Return Qwen's windows, which `use_sliding_window` turns on; empty if none has one."""
+    if not file.flag("use_sliding_window", False):
+        return ()
+    if "sliding_window" not in file:
+        return ()
+    window = file.integer("sliding_window", most=MAX_POSITIONS)
+    first = file.integer("max_window_layers", 28, least=0, most=MAX_LAYERS)
+    later = [layer >= first for layer in range(num_layers)]
+    return tuple(window if has else None for has in _has_window(file, num_layers) or later)
+
+
+def _has_window(file: ConfigFile, num_layers: int) -> list[bool]:
+    """Return whether each layer has a window; empty if the file does not say."""
+    kinds = file.words("layer_types")
+    if kinds and len(kinds) != num_layers:
+        raise file.refusal("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise file.refusal("layer_types", f"may hold {' and '.join(_KINDS)}, not {kind[:40]!r}")
+    return [kind == "sliding_attention" for kind in kinds]
