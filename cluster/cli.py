@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, NoReturn, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
-from cluster.options import EngineOptions, engine_config
+from cluster.flags import add_engine_flags, engine_options
+from cluster.options import engine_config
 from pagedray import __version__
-from pagedray.config import Device, Dtype, LoadFormat, Preemption
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.request import SamplingParams
 
@@ -19,6 +20,7 @@ __all__ = ["main"]
 _USAGE_EXIT = 2
 _FAILURE_EXIT = 1
 _INTERRUPT_EXIT = 130
+_RAY_DEATH = "^A worker died or was killed while executing a task"
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = _parser().parse_args(arguments)
+    # Ray would tell of a dead rank in a paragraph of guesses; we say it in a line.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATH)
     try:
         return int(parsed.run(parsed))
     except (StartupError, InvalidRequestError) as error:
@@ -73,7 +77,7 @@ def _add_serve(commands: _Commands) -> None:
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call it (the folder's name)"
     )
-    _add_engine_options(serve, executor="ray")
+    add_engine_flags(serve, executor="ray")
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -81,13 +85,13 @@ def _add_generate(commands: _Commands) -> None:
     generate.add_argument("text", metavar="TEXT", help="what to continue")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_sampling(generate, max_tokens=64)
-    _add_engine_options(generate, executor=None)
+    add_engine_flags(generate, executor=None)
 
 
 def _add_chat(commands: _Commands) -> None:
     chat = _command(commands, "chat", "Talk with a model in the terminal.", _chat)
     _add_sampling(chat, max_tokens=256)
-    _add_engine_options(chat, executor=None)
+    add_engine_flags(chat, executor=None)
 
 
 def _command(commands: _Commands, name: str, what: str, run: object) -> _OneLineParser:
@@ -123,130 +127,20 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
         metavar="K",
         help="keep this many of the likeliest tokens; 0 is all (%(default)s)",
     )
-
-
-def _add_engine_options(parser: argparse.ArgumentParser, *, executor: str | None) -> None:
-    default = EngineOptions()
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=default.tensor_parallel_size,
-        metavar="N",
-        help="ranks that share the model (%(default)s)",
-    )
-    ranks.add_argument(
-        "--device", choices=get_args(Device), help="where ranks run (cuda if there is one)"
-    )
-    ranks.add_argument(
-        "--executor",
-        choices=("ray", "local"),
-        default=executor,
-        help=f"ray: actors; local: one rank in this process ({executor or 'local for one rank'})",
-    )
-    ranks.add_argument(
-        "--num-threads", type=int, metavar="N", help="CPU threads of a rank (its share of cores)"
-    )
-    ranks.add_argument(
-        "--dtype", choices=get_args(Dtype), help="type of weights (the checkpoint's own)"
-    )
-    ranks.add_argument(
-        "--load-format",
-        choices=get_args(LoadFormat),
-        default=default.load_format,
-        help="dummy: random weights, no tensor is read (%(default)s)",
-    )
-    ranks.add_argument(
-        "--attention-backend",
-        default=default.attention_backend,
-        metavar="NAME",
-        help="auto, torch_sdpa (%(default)s)",
-    )
-    ranks.add_argument(
-        "--seed",
-        type=int,
-        default=default.seed,
-        metavar="N",
-        help="seed of dummy weights (%(default)s)",
-    )
-    cache = parser.add_argument_group("KV cache")
-    cache.add_argument(
-        "--block-size",
-        type=int,
-        default=default.block_size,
-        metavar="B",
-        help="tokens per block (%(default)s)",
-    )
-    cache.add_argument(
-        "--num-blocks", type=int, metavar="N", help="blocks on the device (what fits)"
-    )
-    cache.add_argument(
-        "--num-cpu-blocks", type=int, metavar="N", help="blocks to swap to (up to 1 GiB)"
-    )
-    cache.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=default.memory_fraction,
-        metavar="F",
-        help="part of the device's memory to use (%(default)s)",
-    )
-    cache.add_argument(
-        "--no-prefix-cache",
-        dest="enable_prefix_cache",
-        action="store_false",
-        help="do not share blocks between equal beginnings",
-    )
-    scheduling = parser.add_argument_group("scheduling")
-    scheduling.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=default.max_num_seqs,
-        metavar="N",
-        help="sequences in a step (%(default)s)",
-    )
-    scheduling.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=default.max_num_batched_tokens,
-        metavar="N",
-        help="tokens in a step (%(default)s)",
-    )
-    scheduling.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="tokens in a sequence (what the model allows)",
-    )
-    scheduling.add_argument(
-        "--max-queued-requests",
-        type=int,
-        default=default.max_queued_requests,
-        metavar="N",
-        help="requests that may wait (%(default)s)",
-    )
-    scheduling.add_argument(
-        "--preemption",
-        choices=get_args(Preemption),
-        default=default.preemption,
-        help="how a sequence makes room (%(default)s)",
-    )
-
-
-def _options(parsed: argparse.Namespace) -> EngineOptions:
-    if parsed.executor is None:
-        parsed.executor = "local" if parsed.tensor_parallel_size == 1 else "ray"
-    return EngineOptions(
-        **{field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="makes the choice of tokens repeatable (a random one)"
     )
 
 
 def _serve(parsed: argparse.Namespace) -> int:
     # Ray forks its daemons beside the running gRPC server; they never use its channels.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("cluster").setLevel(logging.INFO)
     # Fronts and engine are loaded by the commands that need them: --help is quick.
     from cluster.server import Server
 
-    config = engine_config(parsed.model, _options(parsed))
+    config = engine_config(parsed.model, engine_options(parsed))
     if parsed.served_model_name:
         config = replace(config, model=replace(config.model, name=parsed.served_model_name))
     server = Server(
@@ -258,13 +152,15 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _generate(parsed: argparse.Namespace) -> int:
     from cluster.terminal import generate
 
-    return generate(parsed.model, _options(parsed), parsed.text, _sampling(parsed), parsed.json)
+    return generate(
+        parsed.model, engine_options(parsed), parsed.text, _sampling(parsed), parsed.json
+    )
 
 
 def _chat(parsed: argparse.Namespace) -> int:
     from cluster.terminal import chat
 
-    return chat(parsed.model, _options(parsed), _sampling(parsed))
+    return chat(parsed.model, engine_options(parsed), _sampling(parsed))
 
 
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
@@ -273,6 +169,7 @@ def _sampling(parsed: argparse.Namespace) -> SamplingParams:
         temperature=parsed.temperature,
         top_p=parsed.top_p,
         top_k=parsed.top_k,
+        seed=parsed.seed,
     )
 
 

@@ -38,6 +38,9 @@ _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
 _MAX_DEATHS_IN_A_ROW = 3
 """Groups that may die without a step between them."""
+_MAX_RESTARTS = 3
+"""Groups that may die as they start, one after another."""
+_RESTART_PAUSE_S = 1.0
 
 
 class EventSink(Protocol):
@@ -53,9 +56,17 @@ class EventSink(Protocol):
 class Controller:
     """One replica: a scheduler over an executor."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, sink: EventSink) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        sink: EventSink,
+        *,
+        restart_pause_s: float = _RESTART_PAUSE_S,
+    ) -> None:
         self._executor = executor
-        self._sink = sink
+        self._outlet = _Outlet(sink)
+        self._restart_pause_s = restart_pause_s
         self._scheduler = Scheduler(
             config=config.scheduler,
             block_size=config.cache.block_size,
@@ -123,8 +134,7 @@ class Controller:
             events = self._scheduler.abort(request_id)
             self._note(events)
             self._wake.notify()
-        if events:
-            self._sink.publish(events)
+        self._outlet.publish(events)
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence of a request whose reader has enough; no event follows."""
@@ -151,40 +161,65 @@ class Controller:
                     self._step()
                 except WorkerError as error:
                     self._replace_ranks(error)
-        except (StartupError, WorkerError) as error:
+        except Exception as error:
+            # While it stops, the ranks may be taken from under a step or a replacement.
+            if not self._is_stopping:
+                self._break_down(error)
+
+    def _break_down(self, error: Exception) -> None:
+        if isinstance(error, StartupError | WorkerError):
             logger.error("The engine stops: %s", error)
             self._fail(EngineError(f"The engine has stopped: {error}"))
-        except Exception:
-            if self._is_stopping:
-                # The ranks were taken from under a step that did not end in time.
-                return
-            logger.exception("The engine stops after a defect of its own.")
-            self._fail(EngineError("The engine failed; its log says why."))
+            return
+        logger.error("The engine stops after a defect of its own.", exc_info=error)
+        self._fail(EngineError("The engine failed; its log says why."))
 
     def _replace_ranks(self, error: WorkerError) -> None:
         """Begin an epoch with new ranks; every request goes on from the tokens it has."""
         self._num_deaths += 1
         if self._num_deaths >= _MAX_DEATHS_IN_A_ROW:
             raise error
-        logger.warning("%s The ranks are replaced; %d requests wait.", error, len(self._journal))
         self._is_replacing = True
+        started_s = time.monotonic()
         with self._wake:
             suspects = self._journal.note_death(self._scheduler.started_ids())
             events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
             self._note(events)
-        self._sink.publish(
+            num_waiting = len(self._journal)
+        if error.details:
+            logger.warning("%s", error.details)
+        are_waiting = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
+        logger.warning("%s The ranks are replaced; %s.", error, are_waiting)
+        self._outlet.publish(
             [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
         )
         self._in_flight.clear()
-        self._executor.restart()
+        self._start_ranks()
         with self._wake:
             self._scheduler.reset()
         self._is_replacing = False
+        logger.info("The ranks are ready again after %.1f s.", time.monotonic() - started_s)
+
+    def _start_ranks(self) -> None:
+        """Start ranks until some live, or raise WorkerError after a few that did not."""
+        for attempt in range(1, _MAX_RESTARTS + 1):
+            try:
+                return self._executor.restart()
+            except WorkerError as error:
+                if attempt == _MAX_RESTARTS:
+                    raise WorkerError(
+                        f"its ranks died {attempt} times as they started. {error}"
+                    ) from error
+                logger.warning("%s The ranks are started once more.", error)
+            with self._wake:
+                # Whatever took them may take a moment to pass.
+                self._wake.wait_for(lambda: self._is_stopping, self._restart_pause_s)
+            if self._is_stopping:
+                raise ShuttingDownError
 
     def _step(self) -> None:
         plan, expired = self._next_plan()
-        if expired:
-            self._sink.publish(expired)
+        self._outlet.publish(expired)
         if plan is not None:
             self._executor.submit(plan)
             self._in_flight.append(plan)
@@ -217,8 +252,7 @@ class Controller:
             self._num_deaths = 0
             self._last_step_s = collect_s
             self._num_generated_tokens += len(output.token_ids)
-        if events:
-            self._sink.publish(events)
+        self._outlet.publish(events)
 
     def _note(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
@@ -230,4 +264,27 @@ class Controller:
                 return
             self._error = error
             self._journal.clear()
-        self._sink.fail_all(error)
+        self._outlet.fail_all(error)
+
+
+class _Outlet:
+    """Lets nothing out after the end: what a late step or a late abort brings has ended already."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Hand events on, if there are any."""
+        if not events:
+            return
+        with self._lock:
+            if not self._has_failed:
+                self._sink.publish(events)
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request that has not ended."""
+        with self._lock:
+            self._has_failed = True
+            self._sink.fail_all(error)

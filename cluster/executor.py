@@ -13,12 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedray.errors import WorkerError
+from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
+from pagedray.errors import StartupError, WorkerError
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.batch import StepPlan
     from pagedray.config import EngineConfig
-    from workers.worker import Worker
+    from workers.worker_kinds import AnyWorker
 
 __all__ = ["CacheSize", "Executor", "LocalExecutor", "ReportProgress", "make_executor"]
 
@@ -55,6 +56,10 @@ class Executor(ABC):
     def collect(self) -> StepOutput:
         """Return the output of the oldest plan that has none yet. Raises WorkerError."""
 
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        """Return what an encoder makes of texts; not beside other plans. Raises WorkerError."""
+        raise NotImplementedError
+
     @abstractmethod
     def restart(self) -> None:
         """Replace every rank by a new one that has no plan; steps count from 0 again.
@@ -78,9 +83,12 @@ class LocalExecutor(Executor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._running: deque[Future[StepOutput]] = deque()
         self._acknowledged_step = -1
+        self._is_given_up = False
         try:
             self._worker, self._cache_size = self._thread.submit(self._started).result()
         except BaseException:
+            # Ctrl-C ends the wait, not the thread: that ends with the tensor it is at.
+            self._is_given_up = True
             self._thread.shutdown()
             raise
 
@@ -100,6 +108,11 @@ class LocalExecutor(Executor):
         self._acknowledged_step = output.step
         return output
 
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        output = self._thread.submit(lambda: self._worker.launch(plan).output()).result()
+        assert isinstance(output, EmbedOutput)
+        return output
+
     def restart(self) -> None:
         raise WorkerError("A rank inside the serving process cannot be replaced.")
 
@@ -107,21 +120,26 @@ class LocalExecutor(Executor):
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
-    def _started(self) -> tuple[Worker, CacheSize]:
+    def _started(self) -> tuple[AnyWorker, CacheSize]:
         # Torch is loaded only where a rank lives.
         from workers.parallel import SoloGroup
-        from workers.worker import Worker
+        from workers.worker_kinds import make_worker
 
-        worker = Worker(self._config, SoloGroup())
-        worker.load(
-            lambda done, total: self._report_progress("Loading weights", done / max(total, 1))
-        )
+        worker = make_worker(self._config, SoloGroup())
+        worker.load(self._report_loading)
         cache_size = CacheSize(*worker.fitting_blocks())
         worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         return worker, cache_size
 
+    def _report_loading(self, done: int, total: int) -> None:
+        if self._is_given_up:
+            raise StartupError("Nobody waits for the model any more.")
+        self._report_progress("Loading weights", done / max(total, 1))
+
     def _run(self, plan: StepPlan) -> StepOutput:
-        return self._worker.launch(plan).output()
+        output = self._worker.launch(plan).output()
+        assert isinstance(output, StepOutput)
+        return output
 
 
 def make_executor(config: EngineConfig, report_progress: ReportProgress) -> Executor:

@@ -13,12 +13,13 @@ import msgspec
 from tqdm import tqdm
 
 from cluster.controller import Controller
+from cluster.embedder import Embedder
 from cluster.executor import make_executor
 from cluster.options import EngineOptions, engine_config
 from cluster.progress import ProgressLine
 from cluster.serving.chat_template import ChatMessage
 from cluster.serving.text_stream import SequenceOutput, TextStream
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.tokenizer import Tokenizer, read_tokenizer
 from cluster.serving.validator import ChatPrompt, GenerationInput, Prompt, Validator
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from cluster.engine_stats import EngineStats
     from cluster.scheduling.event import TokenEvent
+    from pagedray.batch import Pooling
 
 __all__ = ["LLM", "Completion", "Generation"]
 
@@ -78,8 +80,13 @@ class LLM:
         **options: Any,
     ) -> None:
         config = engine_config(model, EngineOptions(**options))
-        self._tokenizer = Tokenizer.from_folder(config.model.folder)
-        self._validator = Validator(config, self._tokenizer)
+        reader = None
+        if config.model.is_encoder:
+            # Ours writes texts too, and serves no tokenizer that cannot.
+            reader = read_tokenizer(config.model.folder)
+        else:
+            self._tokenizer = Tokenizer.from_folder(config.model.folder)
+            self._validator = Validator(config, self._tokenizer)
         self._sink = _Sink()
         line = ProgressLine()
         try:
@@ -89,7 +96,11 @@ class LLM:
         finally:
             line.close()
         self._controller = Controller(config, self._executor, self._sink)
-        self._controller.start()
+        self._embedder: Embedder | None = None
+        if reader is not None:
+            self._embedder = Embedder(config, self._executor, reader)
+        else:
+            self._controller.start()
 
     def generate(
         self,
@@ -137,6 +148,24 @@ class LLM:
         finally:
             self._controller.abort(request.id)
             self._sink.close([request])
+
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """Return the vector of each prompt, a text or its token ids, in order.
+
+        `pooling` says of which tokens: the mean of all, or the first (`cls`), or the last;
+        `normalize` scales vectors to length 1. Raises InvalidRequestError if a prompt is at fault
+        or the model is no encoder, and EngineError if the engine fails.
+        """
+        if self._embedder is None:
+            raise InvalidRequestError("The model generates texts; only an encoder embeds them.")
+        given = [prompts] if isinstance(prompts, str) else prompts
+        return self._embedder.embed(given, pooling, is_normalized=normalize)
 
     def stats(self) -> EngineStats:
         """Return the engine's counts of this moment."""
@@ -188,6 +217,9 @@ class LLM:
     def _validated(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
+        if self._embedder is not None:
+            raise InvalidRequestError("The model is an encoder; it embeds texts, with `embed`.")
+
         async def validate() -> list[Request]:
             requests: list[Request] = []
             for prompt, sampling in zip(prompts, params, strict=True):

@@ -16,9 +16,12 @@ class ProgressLine:
         self._is_terminal = self._stream.isatty()
         self._shown = ""
         self._what = ""
+        self._is_closed = False
 
     def report(self, what: str, fraction: float) -> None:
-        """Show that `fraction` of `what`, 0 to 1, is done."""
+        """Show that `fraction` of `what`, 0 to 1, is done; after `close`, nothing."""
+        if self._is_closed:
+            return
         if not self._is_terminal:
             if what != self._what:
                 self._stream.write(f"{what} ...\n")
@@ -37,4 +40,4 @@ class ProgressLine:
         if self._is_terminal and self._shown:
             self._stream.write("\r" + " " * len(self._shown) + "\r")
             self._stream.flush()
-        self._shown = ""
+        self._is_closed = True

@@ -18,10 +18,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from cluster.executor import CacheSize, Executor, ReportProgress
 from cluster.ray_ranks import RayRanks
-from pagedray.errors import DeviceError, WorkerError
+from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
+from pagedray.errors import DeviceError, StartupError, WorkerError
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.batch import StepPlan
     from pagedray.config import EngineConfig
 
 __all__ = ["RayExecutor"]
@@ -43,6 +44,9 @@ class RayExecutor(Executor):
             self._owns_ray = _connect_to_ray(config, report_progress)
             self._placement = _placement(config)
             self._ranks = self._started()
+        except WorkerError as error:
+            self.close()
+            raise StartupError(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -60,7 +64,16 @@ class RayExecutor(Executor):
         self._live_ranks().submit(plan)
 
     def collect(self) -> StepOutput:
-        return self._live_ranks().collect()
+        output = self._live_ranks().collect()
+        assert isinstance(output, StepOutput)
+        return output
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        ranks = self._live_ranks()
+        ranks.submit(plan)
+        output = ranks.collect()
+        assert isinstance(output, EmbedOutput)
+        return output
 
     def restart(self) -> None:
         self._end_ranks()

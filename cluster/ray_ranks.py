@@ -6,6 +6,7 @@ has a secret of its own, so that nothing of an older one can reach a newer one.
 
 from __future__ import annotations
 
+import re
 import secrets
 import select
 import time
@@ -14,10 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.executor import CacheSize, ReportProgress
-from pagedray.batch import Shutdown, StepOutput, StepPlan, WorkerFailure, WorkerMessage
+from pagedray.batch import (
+    EmbedOutput,
+    EmbedPlan,
+    Shutdown,
+    StepOutput,
+    StepPlan,
+    WorkerFailure,
+    WorkerMessage,
+)
 from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
 from pagedray.errors import StartupError, WorkerError
 from workers.gpu_worker import GpuWorker
@@ -35,6 +45,7 @@ _START_TIMEOUT_S = 600.0
 _STEP_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 2.0
 _POLL_S = 0.2
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
 # Ray makes the methods of actor handles when the program runs.
 Actor = Any
@@ -51,12 +62,15 @@ class RayRanks:
         folder: Path,
         report_progress: ReportProgress,
     ) -> None:
-        """Start them, load the model, connect. `folder` is for the channel's socket."""
+        """Start them, load the model, connect. `folder` is for the channel's socket, if it is one.
+
+        Raises WorkerError if a rank dies, which another attempt may mend, and else StartupError.
+        """
         self._config = config
         self._report_progress = report_progress
         self._size = config.parallel.tensor_parallel_size
         self._acknowledged = [-1] * self._size
-        self._outputs: deque[StepOutput] = deque()
+        self._outputs: deque[StepOutput | EmbedOutput] = deque()
         self._poller = select.poll()
         self._channels: list[ControllerChannel] = []
         self._running: list[Reference] = []
@@ -64,10 +78,10 @@ class RayRanks:
         try:
             self._actors += (self._actor(placement, rank) for rank in range(self._size))
             self.cache_size = self._load()
-            self._connect(folder)
+            self._connect(_endpoint(placement, folder))
         except RayError as error:
             self.close()
-            raise StartupError(f"A rank could not start: {_last_line(error)}") from error
+            raise WorkerError(f"A rank died as it started: {_cause_of(error)}") from error
         except BaseException:
             self.close()
             raise
@@ -78,7 +92,7 @@ class RayRanks:
         self._read()
         return min(self._acknowledged)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan | EmbedPlan) -> None:
         """Send a plan to every rank. Raises WorkerError."""
         try:
             for channel in self._channels:
@@ -86,7 +100,7 @@ class RayRanks:
         except ChannelClosedError as error:
             raise self._death(error) from error
 
-    def collect(self) -> StepOutput:
+    def collect(self) -> StepOutput | EmbedOutput:
         """Wait for the next output. Raises WorkerError."""
         deadline_s = time.monotonic() + _STEP_TIMEOUT_S
         while time.monotonic() < deadline_s:
@@ -165,11 +179,13 @@ class RayRanks:
             return 0.0
         return float(done / total) if total else 0.0
 
-    def _connect(self, folder: Path) -> None:
+    def _connect(self, endpoint: str) -> None:
         secret = secrets.token_bytes(32)
-        with StepListener(f"unix:{folder / 'steps'}") as listener:
+        with StepListener(endpoint) as listener:
             self._running = [actor.run.remote(listener.endpoint, secret) for actor in self._actors]
-            self._channels = listener.accept(self._size, secret, timeout_s=60.0)
+            self._channels = listener.accept(
+                self._size, secret, timeout_s=60.0, check=self._check_running
+            )
         for channel in self._channels:
             self._poller.register(channel, select.POLLIN)
 
@@ -183,9 +199,10 @@ class RayRanks:
 
     def _take(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, WorkerFailure):
-            raise WorkerError(f"Rank {rank} failed:\n{message.text}")
+            last_line = message.text.strip().rpartition("\n")[2]
+            raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
         self._acknowledged[rank] = message.step
-        if isinstance(message, StepOutput):
+        if isinstance(message, StepOutput | EmbedOutput):
             self._outputs.append(message)
 
     def _death(self, error: ChannelClosedError) -> WorkerError:
@@ -195,10 +212,28 @@ class RayRanks:
             try:
                 ray.get(reference)
             except RayError as cause:
-                return WorkerError(f"A rank died: {_last_line(cause)}")
+                return WorkerError(f"A rank died: {_cause_of(cause)}")
         return WorkerError(f"A rank died: {error}")
 
+    def _check_running(self) -> None:
+        """Raise RayError if a rank has died, and let the user end the wait."""
+        self._report_progress("Connecting", 0.0)
+        finished, _ = ray.wait(self._running, timeout=0)
+        ray.get(finished)
 
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+
+def _endpoint(placement: PlacementGroup, folder: Path) -> str:
+    """Return where the controller listens: in the file system only if every rank shares it."""
+    nodes = placement_group_table(placement)["bundles_to_node_id"].values()
+    if set(nodes) == {ray.get_runtime_context().get_node_id()}:
+        return f"unix:{folder / 'steps'}"
+    return f"tcp:{ray.util.get_node_ip_address()}:0"
+
+
+def _cause_of(error: RayError) -> str:
+    """Return what Ray says of a death in one sentence, without its guesses and numbers."""
+    text = str(error)
+    if found := _EXIT_DETAIL.search(text):
+        return found[1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.') if lines else type(error).__name__}."

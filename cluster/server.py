@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ __all__ = ["Server"]
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+_LOADING_GRACE_S = 2.5
 _HEALTH_POLL_S = 0.5
 
 
@@ -38,6 +40,11 @@ class Server:
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit code. Raises StartupError."""
+        if self._config.model.is_encoder:
+            raise StartupError(
+                f"{self._config.model.name} is an encoder, which generates nothing to serve; "
+                "`pagedray.LLM(...).embed` runs it."
+            )
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -63,7 +70,7 @@ class Server:
 
     async def _run_engine(self, client: EngineClient, fronts: Fronts) -> int:
         try:
-            executor = await asyncio.to_thread(self._make_executor)
+            executor = await self._executor_or_stop()
         except _StoppedError:
             return 0
         controller = Controller(self._config, executor, client)
@@ -77,6 +84,20 @@ class Server:
         finally:
             await asyncio.to_thread(_close, controller, executor)
         return 0
+
+    async def _executor_or_stop(self) -> Executor:
+        """Return the executor. Raises _StoppedError if the user ends the server meanwhile."""
+        loading = asyncio.create_task(asyncio.to_thread(self._make_executor))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            await asyncio.wait((loading,), timeout=_LOADING_GRACE_S)
+        if not loading.done():
+            # Ray's start cannot be interrupted, and Python would wait for the thread that is in
+            # it. What Ray has started so far ends with this process.
+            os._exit(0)
+        return await loading
 
     def _make_executor(self) -> Executor:
         line = ProgressLine()

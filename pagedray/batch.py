@@ -3,15 +3,18 @@
 A plan carries what changed, not what stayed. A sequence has a row from its start
 to its end; the worker keeps the row's tokens, block table and sampling state, and
 appends the tokens it samples, so that the controller can send plan k + 1 before it
-has seen the tokens of step k.
+has seen the tokens of step k. The end of a sequence is not told: its row is named no
+more, until a start fills it anew.
 
-A rank carries a plan out in this order: ends, starts, block copies (swap-outs,
-swap-ins, then copies on the device), forward pass, sampling. Plans are carried out
-in the order they were sent. A block may therefore be given to another sequence by
-the plan after the one that last writes it.
+A rank carries a plan out in this order: starts, block copies (swap-outs, swap-ins,
+then copies on the device), forward pass, sampling. Plans are carried out in the order
+they were sent. A block may therefore be given to another sequence by the plan after
+the one that last writes it.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +23,9 @@ from pagedray.request import SamplingParams
 __all__ = [
     "BlockCopy",
     "ControllerMessage",
+    "EmbedOutput",
+    "EmbedPlan",
+    "Pooling",
     "SequencePlan",
     "SequenceStart",
     "Shutdown",
@@ -43,7 +49,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence enters the batch, for the first time or again after preemption."""
 
     row: int
-    """Free until this plan; in `[0, max_num_seqs)`."""
+    """In `[0, max_num_seqs)`; whatever it held has ended."""
     token_ids: list[int]
     """All tokens known so far: the prompt, then what was already sampled."""
     num_prompt_tokens: int
@@ -77,8 +83,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     sequences: list[SequencePlan]
     """Sequences of several tokens come first, then those of one token."""
     starts: list[SequenceStart] = []
-    ended_rows: list[int] = []
-    """Rows that are free from this plan on; they may be in `starts` of the same plan."""
     swap_outs: list[BlockCopy] = []
     """Device block to CPU block."""
     swap_ins: list[BlockCopy] = []
@@ -90,6 +94,30 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+Pooling = Literal["mean", "cls", "last"]
+"""Which tokens make a sequence's vector: the mean of all, the first, the last."""
+
+
+class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
+    """Texts that an encoder turns into vectors in one step; it has no rows and no cache."""
+
+    step: int
+    """Counts up by one within an epoch."""
+    token_ids: list[list[int]]
+    """Those of each text, at least one."""
+    pooling: Pooling
+    is_normalized: bool
+    """Whether vectors are scaled to length 1."""
+
+
+class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
+    """What rank 0 returns of such a step."""
+
+    step: int
+    vectors: bytes
+    """float32 of this machine's order, `[num_texts, hidden_size]`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +138,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     logprobs: list[TokenLogprobs | None] = []
     """Empty, or one for each sampled sequence; None where none were asked for."""
     forward_s: float = 0.0
-    """Seconds from the plan's arrival to the sampled tokens."""
+    """Seconds that the step took but for its swaps; 0 if that was not measured."""
+    swap_s: float = 0.0
+    """Seconds that its swap-outs and swap-ins took."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -129,5 +159,5 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """The rank is to end its loop."""
 
 
-ControllerMessage = StepPlan | Shutdown
-WorkerMessage = StepOutput | StepAck | WorkerFailure
+ControllerMessage = StepPlan | EmbedPlan | Shutdown
+WorkerMessage = StepOutput | EmbedOutput | StepAck | WorkerFailure

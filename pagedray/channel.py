@@ -23,6 +23,7 @@ from pagedray.batch import ControllerMessage, WorkerMessage
 from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 __all__ = [
@@ -39,6 +40,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
 _CHUNK_BYTES = 1 << 16
 _SEND_TIMEOUT_S = 30.0
+_ACCEPT_POLL_S = 0.1
 
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
@@ -149,16 +151,24 @@ class StepListener:
         """Listen on `unix:PATH` or `tcp:HOST:PORT` (port 0 lets the system choose)."""
         self._socket, self.endpoint = _listen(endpoint)
 
-    def accept(self, num_ranks: int, secret: bytes, timeout_s: float) -> list[ControllerChannel]:
+    def accept(
+        self,
+        num_ranks: int,
+        secret: bytes,
+        timeout_s: float,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[ControllerChannel]:
         """Return one channel a rank, by rank, once all have connected with the secret.
 
-        A connection with a wrong secret is closed and does not count.
-        Raises ChannelTimeoutError.
+        A connection with a wrong secret is closed and does not count. `check` is called again
+        and again meanwhile, and may end the wait by raising. Raises ChannelTimeoutError.
         """
         deadline_s = time.monotonic() + timeout_s
         channels: dict[int, ControllerChannel] = {}
         try:
             while len(channels) < num_ranks:
+                check()
                 self._accept_one(channels, num_ranks, secret, deadline_s)
         except BaseException:
             for channel in channels.values():
@@ -179,12 +189,15 @@ class StepListener:
         secret: bytes,
         deadline_s: float,
     ) -> None:
-        self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-6))
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0.0:
+            missing = sorted(set(range(num_ranks)) - set(channels))
+            raise ChannelTimeoutError(f"Ranks {missing} did not connect in time.")
+        self._socket.settimeout(min(left_s, _ACCEPT_POLL_S))
         try:
             connection, _ = self._socket.accept()
-        except TimeoutError as error:
-            missing = sorted(set(range(num_ranks)) - set(channels))
-            raise ChannelTimeoutError(f"Ranks {missing} did not connect in time.") from error
+        except TimeoutError:
+            return
         rank = _greeted_rank(connection, secret)
         if rank is None or rank in channels or not 0 <= rank < num_ranks:
             connection.close()

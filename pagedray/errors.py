@@ -127,6 +127,11 @@ class EngineError(PagedRayError):
 class WorkerError(EngineError):
     """A rank failed or died, and its group with it."""
 
+    def __init__(self, message: str, *, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+        """What a log is to keep beside the message, such as the rank's trace."""
+
 
 class ShuttingDownError(EngineError):
     """The engine is shutting down and takes no new requests."""

@@ -14,7 +14,6 @@ class PlanDraft:
         "chunk_samples",
         "chunks",
         "copies",
-        "ended_rows",
         "num_stalled",
         "prefilled",
         "single_samples",
@@ -29,7 +28,6 @@ class PlanDraft:
         self.step = step
         self.budget = budget
         """Tokens that may still be added."""
-        self.ended_rows: list[int] = []
         self.starts: list[SequenceStart] = []
         self.swap_outs: list[BlockCopy] = []
         self.swap_ins: list[BlockCopy] = []
@@ -46,7 +44,7 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing in it that a worker must be told."""
-        return not (self.singles or self.chunks or self.ended_rows or self.starts)
+        return not (self.singles or self.chunks or self.starts or self.swap_outs)
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -89,7 +87,6 @@ class PlanDraft:
             self.step,
             self.chunks + self.singles,
             self.starts,
-            self.ended_rows,
             self.swap_outs,
             self.swap_ins,
             self.copies,

@@ -7,9 +7,10 @@ waits. Hence the first of the running sequences always moves on, and in the end 
 
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.policy import SwapCosts, choose_victim, is_spared, is_swap_better
+from cluster.scheduling.policy import choose_victim, is_spared
 from cluster.scheduling.roster import Roster
 from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig
 
@@ -25,7 +26,7 @@ class Planner:
         roster: Roster,
         *,
         config: SchedulerConfig,
-        swap_costs: SwapCosts | None,
+        swap_costs: SwapCosts,
     ) -> None:
         self._kv = kv
         self._roster = roster
@@ -34,16 +35,14 @@ class Planner:
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
-    def plan(self, step: int, *, acknowledged_step: int, now_s: float | None) -> PlanDraft:
+    def plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return what `step` runs, which may be nothing."""
         draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
-        draft.ended_rows += self._roster.take_ended_rows()
         for sequence in self._plan_decodes(draft):
             if draft.budget:
                 self._plan_chunk(sequence, draft)
-        draft.ended_rows += self._roster.take_ended_rows()
         if self._bring_back(draft, acknowledged_step):
-            self._start_waiting(draft, now_s)
+            self._start_waiting(draft)
         self._register(draft)
         return draft
 
@@ -106,12 +105,7 @@ class Planner:
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Take row and blocks from a running sequence."""
         sequence.num_preemptions += 1
-        if self._kv.can_swap_out(sequence) and is_swap_better(
-            self._config.preemption,
-            self._swap_costs,
-            num_blocks=len(sequence.block_ids),
-            num_tokens=sequence.num_computed,
-        ):
+        if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
             draft.swap_outs += self._kv.swap_out(sequence, draft.step)
             sequence.ready_step = draft.step
             self._roster.retreat(sequence, SequenceState.SWAPPED)
@@ -121,6 +115,14 @@ class Planner:
             sequence.forget_computed()
             self._roster.retreat(sequence, SequenceState.WAITING)
             self.num_recompute_preemptions += 1
+
+    def _is_to_swap(self, sequence: Sequence) -> bool:
+        """Return whether a sequence makes room by swapping, as far as the CPU pool has room."""
+        if self._config.preemption != "auto":
+            return self._config.preemption == "swap"
+        return self._swap_costs.choose_swap(
+            num_blocks=len(sequence.block_ids), num_tokens=sequence.num_computed
+        )
 
     def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> bool:
         """Swap sequences in while there is room, and return whether all are back."""
@@ -143,16 +145,11 @@ class Planner:
             draft.add_start(sequence)
         return not swapped
 
-    def _start_waiting(self, draft: PlanDraft, now_s: float | None) -> None:
+    def _start_waiting(self, draft: PlanDraft) -> None:
         """Start sequences in the order of their rank while there are budget, rows and blocks."""
         waiting = self._roster.waiting
-        place = 0
-        while draft.budget and self._roster.has_free_row and place < len(waiting):
-            sequence = waiting[place]
-            deadline_s = sequence.active.request.deadline_s
-            if now_s is not None and deadline_s is not None and deadline_s <= now_s:
-                place += 1
-                continue
+        while waiting and draft.budget and self._roster.has_free_row:
+            sequence = waiting[0]
             if sequence.num_pending or not self._admit(sequence, draft):
                 return
             self._roster.start(sequence, SequenceState.RUNNING)

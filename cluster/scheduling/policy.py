@@ -1,4 +1,4 @@
-"""Who is served first, who makes room, and how.
+"""Who is served first, and who makes room.
 
 Sequences are ranked by priority, then arrival, then index. Room is taken from the last
 in rank. A sequence that made room often enough is spared from then on: it starts again
@@ -7,34 +7,19 @@ only with all the blocks it can ever need, so that it ends whatever the others d
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from cluster.scheduling.sequence import Sequence
-from pagedray.config import Preemption
 
 __all__ = [
     "MAX_PREEMPTIONS",
     "SequenceQueue",
-    "SwapCosts",
     "choose_victim",
     "is_spared",
-    "is_swap_better",
 ]
 
 MAX_PREEMPTIONS = 3
 _rank = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapCosts:
-    """Measured rates that decide between swapping and computing again."""
-
-    copy_bytes_per_s: float
-    """Between device and CPU pool, one way."""
-    prefill_tokens_per_s: float
-    bytes_per_block: int
-    """Of one rank, all layers."""
 
 
 class SequenceQueue:
@@ -82,15 +67,3 @@ def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
         if not is_spared(sequence) and sequence.length < sequence.max_length:
             return sequence
     return None
-
-
-def is_swap_better(
-    preemption: Preemption, costs: SwapCosts | None, *, num_blocks: int, num_tokens: int
-) -> bool:
-    """Return whether to copy `num_blocks` out and in, or to compute `num_tokens` again."""
-    if preemption != "auto":
-        return preemption == "swap"
-    if costs is None:
-        return True
-    swap_s = 2 * num_blocks * costs.bytes_per_block / costs.copy_bytes_per_s
-    return swap_s < num_tokens / costs.prefill_tokens_per_s

@@ -56,10 +56,6 @@ class PrefixCache:
             return None
         return block
 
-    def key_of(self, block: int) -> BlockKey | None:
-        """Return what a block is known to hold, or None."""
-        return self._key_of.get(block)
-
     def put(self, key: BlockKey, block: int) -> bool:
         """Remember what a block holds, and return False if another block is known for it."""
         if key.digest in self._block_of:

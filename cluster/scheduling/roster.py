@@ -13,7 +13,6 @@ class Roster:
     """Keeps each sequence in the one queue that its state names."""
 
     __slots__ = (
-        "_ended_rows",
         "_free_rows",
         "_kv",
         "_num_rows",
@@ -36,7 +35,6 @@ class Roster:
         """Requests of which no sequence has started."""
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._ended_rows: list[int] = []
 
     @property
     def num_held(self) -> int:
@@ -47,11 +45,6 @@ class Roster:
     def has_free_row(self) -> bool:
         """Whether a sequence can start."""
         return bool(self._free_rows)
-
-    @property
-    def has_ended_rows(self) -> bool:
-        """Whether the worker is to be told of rows that have ended."""
-        return bool(self._ended_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:
         """Yield the sequences of a request that have not ended."""
@@ -126,7 +119,6 @@ class Roster:
         """Make every sequence wait with the tokens it has, and every row and block free."""
         self._kv.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        self._ended_rows = []
         for queue in (self.running, self.swapped, self.arriving):
             for sequence in list(queue):
                 queue.remove(sequence)
@@ -140,14 +132,8 @@ class Roster:
             # Tokens that were being sampled are lost, and will be sampled again.
             sequence.length = len(sequence.token_ids)
 
-    def take_ended_rows(self) -> list[int]:
-        """Return the rows that have ended since the last call; they are free again."""
-        ended_rows, self._ended_rows = self._ended_rows, []
-        self._free_rows += ended_rows
-        return ended_rows
-
     def _end_row(self, sequence: Sequence) -> None:
-        self._ended_rows.append(sequence.row)
+        self._free_rows.append(sequence.row)
         sequence.row = -1
 
     def _queue_of(self, sequence: Sequence) -> SequenceQueue:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.planner import Planner
-from cluster.scheduling.policy import SwapCosts
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.roster import Roster
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.config import SchedulerConfig
 from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
@@ -35,7 +35,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 class _Flight(NamedTuple):
     """A plan whose output has not been seen."""
 
-    step: int
+    plan: StepPlan
     sampled: list[Sequence]
 
 
@@ -51,7 +51,6 @@ class Scheduler:
         num_cpu_blocks: int,
         max_model_len: int,
         enable_prefix_cache: bool,
-        swap_costs: SwapCosts | None = None,
         hash_key: bytes | None = None,
     ) -> None:
         self._config = config
@@ -66,7 +65,8 @@ class Scheduler:
             prefix_cache=prefix_cache,
         )
         self._roster = Roster(self._kv, num_rows=config.max_num_seqs)
-        self._planner = Planner(self._kv, self._roster, config=config, swap_costs=swap_costs)
+        self._swap_costs = SwapCosts()
+        self._planner = Planner(self._kv, self._roster, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._step = 0
@@ -77,8 +77,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, a plan is in flight or a row is to be ended."""
-        return bool(self._roster.requests or self._in_flight or self._roster.has_ended_rows)
+        """Whether a request has not ended or a plan is in flight."""
+        return bool(self._roster.requests or self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -139,28 +139,25 @@ class Scheduler:
                 events += self.abort(request_id)
         return events
 
-    def schedule(self, now_s: float | None = None) -> StepPlan | None:
-        """Return the next plan, or None if nothing can run before an output or acknowledgement.
-
-        Sequences whose deadline has passed at `now_s` are not started; `expire` ends them.
-        """
+    def schedule(self) -> StepPlan | None:
+        """Return the next plan, or None if nothing can run before an output or acknowledgement."""
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             return None
-        draft = self._planner.plan(
-            self._step, acknowledged_step=self._acknowledged_step, now_s=now_s
-        )
+        draft = self._planner.plan(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
             return None
-        self._in_flight.append(_Flight(draft.step, draft.sampled))
+        plan = draft.build()
+        self._in_flight.append(_Flight(plan, draft.sampled))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
-        return draft.build()
+        return plan
 
     def update(self, output: StepOutput) -> list[TokenEvent]:
         """Take the tokens of the oldest plan in flight and return what they mean."""
         self._check_output(output)
-        sampled = self._in_flight.popleft().sampled
+        plan, sampled = self._in_flight.popleft()
+        self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
         # A token is one too many if the step before it ended its sequence.
         return [
@@ -236,8 +233,8 @@ class Scheduler:
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise if an output is not that of the oldest plan in flight."""
-        if not self._in_flight or output.step != self._in_flight[0].step:
-            due = f"step {self._in_flight[0].step}" if self._in_flight else "none"
+        if not self._in_flight or output.step != self._in_flight[0].plan.step:
+            due = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
             raise WorkerError(f"The output of step {output.step} arrived; due is {due}.")
         num_sampled = len(self._in_flight[0].sampled)
         if len(output.token_ids) != num_sampled or len(output.logprobs) not in (0, num_sampled):
@@ -245,6 +242,17 @@ class Scheduler:
                 f"Step {output.step} samples {num_sampled} tokens but its output has "
                 f"{len(output.token_ids)}, with log-probabilities for {len(output.logprobs)}."
             )
+
+    def _measure(self, plan: StepPlan, output: StepOutput) -> None:
+        """Learn what copies and known tokens cost."""
+        if plan.swap_outs or plan.swap_ins:
+            num_blocks = len(plan.swap_outs) + len(plan.swap_ins)
+            self._swap_costs.note_swaps(num_blocks, output.swap_s)
+        # Sequences of several tokens come first.
+        if plan.sequences and plan.sequences[0].num_tokens > 1:
+            num_tokens = plan.num_tokens
+            if num_tokens > 2 * len(plan.sequences):
+                self._swap_costs.note_prefill(num_tokens, output.forward_s)
 
     def _is_due(self, deadline_s: float, request_id: str) -> bool:
         active = self._roster.requests.get(request_id)

@@ -12,6 +12,7 @@ from cluster.serving.servicer import Servicer
 
 if TYPE_CHECKING:
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.text_pool import TextPool
     from cluster.serving.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -33,9 +34,10 @@ class Fronts:
         host: str,
         grpc_port: int | None,
         http_port: int | None,
+        text_pool: TextPool | None = None,
     ) -> None:
         """Port 0 lets the system choose; None leaves the front out."""
-        self.servicer = Servicer(client, tokenizer, config)
+        self.servicer = Servicer(client, tokenizer, config, text_pool=text_pool)
         self._grpc = (
             None if grpc_port is None else GrpcServer(self.servicer, host=host, port=grpc_port)
         )
@@ -86,6 +88,7 @@ class Fronts:
             await self._grpc.set_serving(False)
         await self.servicer.drain(grace_s)
         await self._close()
+        await self.servicer.close()
 
     async def _close(self) -> None:
         if self._grpc is not None:

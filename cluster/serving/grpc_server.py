@@ -23,12 +23,13 @@ from cluster.serving.listener import listen
 from cluster.serving.validator import GenerationInput, Prompt
 from pagedray import __version__
 from pagedray.errors import InvalidRequestError, PagedRayError
-from pagedray.request import FinishReason
+from pagedray.request import MAX_LOGIT_BIAS, FinishReason
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
+    from cluster.serving.metrics import Metrics
     from cluster.serving.servicer import Generation, GenerationOutput, Servicer
     from cluster.serving.text_stream import SequenceOutput
     from pagedray.batch import TokenLogprobs
@@ -116,7 +117,9 @@ class _Service:
     async def generate(
         self, message: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        generation = await self._servicer.start(_read_input(message, context))
+        with self._servicer.metrics.counting_refusals():
+            given = _read_input(message, context)
+        generation = await self._servicer.start(given)
         # A cancelled call ends its request even while this coroutine waits for flow control.
         context.add_done_callback(lambda _: generation.close())  # type: ignore[arg-type]  # any callable
         try:
@@ -173,7 +176,7 @@ def _handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
         _SERVICE,
         {
             "Generate": grpc.unary_stream_rpc_method_handler(
-                _streaming(service.generate, pb.GenerateRequest),
+                _streaming(service.generate, pb.GenerateRequest, servicer.metrics),
                 response_serializer=pb.GenerateResponse.SerializeToString,
             ),
             "Abort": grpc.unary_unary_rpc_method_handler(
@@ -205,11 +208,15 @@ def _unary(
 
 
 def _streaming(
-    method: Callable[[Incoming, Context], AsyncGenerator[Outgoing]], kind: type[Incoming]
+    method: Callable[[Incoming, Context], AsyncGenerator[Outgoing]],
+    kind: type[Incoming],
+    metrics: Metrics,
 ) -> Callable[[bytes, Context], AsyncGenerator[Outgoing]]:
     async def handle(body: bytes, context: Context) -> AsyncGenerator[Outgoing]:
         try:
-            async with aclosing(method(_parse(kind, body), context)) as messages:
+            with metrics.counting_refusals():
+                incoming = _parse(kind, body)
+            async with aclosing(method(incoming, context)) as messages:
                 async for message in messages:
                     yield message
         except Exception as error:
@@ -270,6 +277,10 @@ def _read_sampling(message: pb.SamplingParams) -> dict[str, object]:
     for descriptor, value in message.ListFields():
         name = descriptor.name
         if name == "logit_bias":
+            if len(value) > MAX_LOGIT_BIAS:
+                raise InvalidRequestError(
+                    f"{name} may have {MAX_LOGIT_BIAS} entries, not {len(value)}.", param=name
+                )
             given[name] = {token_id: _decimal(bias) for token_id, bias in value.items()}
         elif isinstance(value, bool | int):
             given[name] = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -45,16 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["build_app"]
 
 MAX_BODY_BYTES = 4 * 2**20
+_MOST_DISCARDED_BYTES = 16 * 2**20
+_DISCARD_TIMEOUT_S = 1.0
 _JSON_TYPE = "application/json"
+# What is left of a body that is not read would be taken for the next request.
+_CLOSE = {"connection": "close"}
 _HTTP_TEXTS = {404: "There is no such endpoint.", 405: "The endpoint has no such method."}
 _CLIENT_ERROR = "invalid_request_error"
 _INTERNAL_TEXT = "The server made a mistake; its log says which."
 
+Body = TypeVar("Body", bound=GenerationBody)
 Result = TypeVar("Result")
 
 
-def build_app(servicer: Servicer) -> FastAPI:
-    """Return the ASGI application over a servicer."""
+def build_app(servicer: Servicer, *, read_timeout_s: float) -> FastAPI:
+    """Return the ASGI application over a servicer; a body must arrive within `read_timeout_s`."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     created_s = int(time.time())
 
@@ -78,13 +83,23 @@ def build_app(servicer: Servicer) -> FastAPI:
         servicer.validator.check_model(name)
         return _json(_model_card(servicer, created_s))
 
+    async def read(request: HttpRequest, kind: type[Body]) -> Body:
+        with servicer.metrics.counting_refusals():
+            try:
+                return read_body(kind, await _read_raw(request, read_timeout_s))
+            except HTTPException:
+                servicer.metrics.count("invalid")
+                raise
+
     @app.post("/v1/completions")
     async def completions(request: HttpRequest) -> Response:
-        return await _generate(servicer, request, CompletionBody, CompletionAnswer)
+        body = await read(request, CompletionBody)
+        return await _generate(servicer, request, body, CompletionAnswer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HttpRequest) -> Response:
-        return await _generate(servicer, request, ChatBody, ChatAnswer)
+        body = await read(request, ChatBody)
+        return await _generate(servicer, request, body, ChatAnswer)
 
     app.add_exception_handler(PagedRayError, _answer_refusal)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -96,11 +111,12 @@ def build_app(servicer: Servicer) -> FastAPI:
 async def _generate(
     servicer: Servicer,
     request: HttpRequest,
-    body_kind: type[GenerationBody],
+    body: GenerationBody,
     answer_kind: type[Answer],
 ) -> Response:
-    body = read_body(body_kind, await _read_raw(request))
-    generation = await servicer.start(body.to_input(request.headers.get("x-request-id")))
+    with servicer.metrics.counting_refusals():
+        given = body.to_input(request.headers.get("x-request-id"))
+    generation = await servicer.start(given)
     answer = answer_kind(
         generation,
         servicer.tokenizer.token_bytes,
@@ -173,25 +189,45 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _read_raw(request: HttpRequest) -> bytes:
-    """Return the body. Raises HTTPException for one that is too large or encoded."""
+async def _read_raw(request: HttpRequest, timeout_s: float) -> bytes:
+    """Return the body. Raises HTTPException for one that is too large, too slow or encoded."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON_TYPE:
         raise HTTPException(415, f"Content-Type must be {_JSON_TYPE}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Content-Encoding is not supported.")
-    too_large = HTTPException(413, f"The body may have {MAX_BODY_BYTES} bytes.")
+    too_large = HTTPException(413, f"The body may have {MAX_BODY_BYTES} bytes.", _CLOSE)
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
+        await _discard_body(request)
         raise too_large
     chunks: list[bytes] = []
     num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_BODY_BYTES:
-            raise too_large
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    break
+                chunks.append(chunk)
+    except TimeoutError as error:
+        text = f"The body did not arrive within {timeout_s:g} s."
+        raise HTTPException(408, text, _CLOSE) from error
+    if num_bytes > MAX_BODY_BYTES:
+        await _discard_body(request)
+        raise too_large
     return b"".join(chunks)
+
+
+async def _discard_body(request: HttpRequest) -> None:
+    """Take some of a body that is refused: a client that still sends would miss the answer."""
+    num_bytes = 0
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > _MOST_DISCARDED_BYTES:
+                    return
 
 
 def _model_card(servicer: Servicer, created_s: int) -> Json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from cluster.serving.http_app import build_app
+from cluster.serving.http_connection import connection_kind
 from cluster.serving.listener import listen
 
 if TYPE_CHECKING:
@@ -18,14 +19,26 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpServer"]
 
+_READ_TIMEOUT_S = 30.0
+_CLOSE_GRACE_S = 1.0
+
 
 class HttpServer:
     """The HTTP front, from a bound port to a closed one."""
 
-    def __init__(self, servicer: Servicer, *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        servicer: Servicer,
+        *,
+        host: str,
+        port: int,
+        read_timeout_s: float = _READ_TIMEOUT_S,
+    ) -> None:
+        """`read_timeout_s` is what the head, and then the body, of a request may take to arrive."""
         self._servicer = servicer
         self._host = host
         self._wanted_port = port
+        self._read_timeout_s = read_timeout_s
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = 0
@@ -36,14 +49,14 @@ class HttpServer:
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            build_app(self._servicer),
+            build_app(self._servicer, read_timeout_s=self._read_timeout_s),
+            http=connection_kind(self._read_timeout_s),
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -55,6 +68,11 @@ class HttpServer:
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
+        await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
+        # uvicorn would cancel what runs on, and tell so with a trace each; like this it ends as
+        # if the client had gone.
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
         await self._task
         self._server = self._task = None
 

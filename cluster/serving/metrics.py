@@ -6,6 +6,7 @@ Labels have few, fixed values; nothing that a client sends becomes one.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -71,6 +72,15 @@ class Metrics:
     def count_refusal(self, error: PagedRayError) -> None:
         """Count a call that was not started."""
         self.count(_outcome(error))
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count a call that is refused while its message is read."""
+        try:
+            yield
+        except PagedRayError as error:
+            self.count_refusal(error)
+            raise
 
     def count(self, outcome: str) -> None:
         """Count a call that ended."""

@@ -9,18 +9,22 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
-from pydantic_core import ErrorDetails, from_json
 
 from cluster.serving.chat_template import ChatMessage
+from cluster.serving.json_body import read_json
 from cluster.serving.validator import ChatPrompt, GenerationInput, Prompt
 from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 __all__ = ["ChatBody", "CompletionBody", "GenerationBody", "read_body"]
 
 _COMPLETION_MAX_TOKENS = 16
+_MAX_MESSAGES = 4096
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _SAMPLING_NAMES = (
@@ -240,13 +244,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 def read_body(kind: type[Body], raw: bytes) -> Body:
     """Return the checked body of a call. Raises InvalidRequestError."""
-    try:
-        parsed = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise InvalidRequestError("The body must be a JSON object.")
-    supported = _without_defaults(parsed, kind)
+    supported = _without_defaults(read_json(raw), kind)
     try:
         body = kind.model_validate(supported)
     except ValidationError as error:
@@ -257,6 +255,11 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
 
 def _without_defaults(given: dict[str, object], kind: type[GenerationBody]) -> dict[str, object]:
     kept: dict[str, object] = {}
+    messages = given.get("messages")
+    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages may have {_MAX_MESSAGES} entries, not {len(messages)}.", param="messages"
+        )
     for name, value in given.items():
         if value is None:
             continue

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from cluster.serving.metrics import Metrics
+from cluster.serving.text_pool import TextPool
 from cluster.serving.text_stream import SequenceOutput, TextStream
 from cluster.serving.validator import GenerationInput, Validator
 from pagedray.errors import (
@@ -63,11 +64,20 @@ class _Phase(Enum):
 class Servicer:
     """Starts and tracks the calls of every front. Used from the event loop only."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        text_pool: TextPool | None = None,
+    ) -> None:
+        """Long texts go to `text_pool`, which is closed with the servicer."""
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
-        self.validator = Validator(config, tokenizer)
+        self._text_pool = TextPool() if text_pool is None else text_pool
+        self.validator = Validator(config, tokenizer, text_pool=self._text_pool)
         self.metrics = Metrics(client)
         self._phase = _Phase.STARTING
         self._running: set[Generation] = set()
@@ -96,6 +106,10 @@ class Servicer:
             await asyncio.sleep(_IDLE_POLL_S)
         for generation in list(self._running):
             generation.fail(EngineError("The server shut down before the request was finished."))
+
+    async def close(self) -> None:
+        """End the threads that work on texts; nothing is validated from then on."""
+        await self._text_pool.close()
 
     async def start(self, given: GenerationInput) -> Generation:
         """Validate a call and hand it to the engine; the caller closes what is returned.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
@@ -16,10 +15,8 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "read_tokenizer"]
 
-_LONG_TEXT = 4096
-"""Characters from which on a text is tokenized in a thread."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -34,8 +31,6 @@ class Tokenizer:
         template: ChatTemplate | None,
     ) -> None:
         """`special_tokens` maps names such as `eos_token` to tokens."""
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self.token_bytes = TokenBytes(tokenizer)
@@ -49,14 +44,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
         """Return the tokenizer of a checkpoint. Raises CheckpointError."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; a checkpoint needs its tokenizer.")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises nothing more exact.
-        except Exception as error:
-            raise CheckpointError(f"{path} is not a tokenizer: {_one_line(error)}.") from error
+        tokenizer = read_tokenizer(folder)
         settings = _read_settings(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
         return cls(
@@ -74,14 +62,10 @@ class Tokenizer:
         """Return the token ids of a text, with what the model wants around a prompt."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return what `encode` does, without keeping the event loop from other work."""
-        if len(text) < _LONG_TEXT:
-            return self.encode(text, add_special_tokens=add_special_tokens)
+    def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return what `encode` does, and let other threads run meanwhile."""
         # Only the batch call lets go of the interpreter's lock while it works.
-        encodings = await asyncio.to_thread(
-            self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-        )
+        encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -98,6 +82,24 @@ class Tokenizer:
                 "The model has no chat template; use completions.", param="messages"
             )
         return self._template.render(messages)
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a checkpoint, which neither cuts nor pads.
+
+    Raises CheckpointError.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; a checkpoint needs its tokenizer.")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    # The library raises nothing more exact.
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a tokenizer: {_one_line(error)}.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_settings(path: Path) -> dict[str, object]:

@@ -6,6 +6,7 @@ decided here and in `pagedray.request`, so that every front says the same.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pagedray.errors import InvalidRequestError, UnknownModelError
 from pagedray.request import MAX_N, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from cluster.serving.text_pool import TextPool
     from cluster.serving.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -25,6 +27,10 @@ __all__ = ["ChatPrompt", "GenerationInput", "Prompt", "Validator"]
 
 _MAX_CLIENT_ID_LENGTH = 128
 _MAX_PRIORITY = 2**31 - 1
+_LONG_TEXT = 2048
+"""Characters of a call from which on they are tokenized in a thread."""
+_LONG_CHAT = 64
+"""Messages from which on a template writes them in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,12 @@ class GenerationInput:
 class Validator:
     """Knows the limits of one model and tokenizes what keeps them."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+    ) -> None:
+        """Without a pool long texts are worked on at once, which an event loop cannot afford."""
         self._tokenizer = tokenizer
+        self._text_pool = text_pool
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
@@ -75,12 +85,21 @@ class Validator:
         _check_priority(given.priority)
         sampling = self._read_sampling(given)
         _check_num_sequences(len(given.prompts), sampling.n)
-        return tuple([await self._request(prompt, sampling, given) for prompt in given.prompts])
+        is_long = sum(map(_num_characters, given.prompts)) >= _LONG_TEXT
+        requests: list[Request] = []
+        for prompt in given.prompts:
+            requests.append(await self._request(prompt, sampling, given, is_long=is_long))
+            # Others come in between; many prompts take their time.
+            await asyncio.sleep(0)
+        return tuple(requests)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises InvalidRequestError."""
+        """Return the token ids of a text. Raises InvalidRequestError or OverloadedError."""
         _check_unicode(text, "text")
-        return list(await self._encode(text, "text", add_special_tokens=add_special_tokens))
+        is_long = len(text) >= _LONG_TEXT
+        return list(
+            await self._encode(text, "text", add_special_tokens=add_special_tokens, is_long=is_long)
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless the model is served here or none is named."""
@@ -100,9 +119,9 @@ class Validator:
         return sampling
 
     async def _request(
-        self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput
+        self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> Request:
-        token_ids = await self._read_prompt(prompt)
+        token_ids = await self._read_prompt(prompt, is_long=is_long)
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -114,29 +133,41 @@ class Validator:
             deadline_s=given.deadline_s,
         )
 
-    async def _read_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+    async def _read_prompt(self, prompt: Prompt, *, is_long: bool) -> tuple[int, ...]:
         if isinstance(prompt, ChatPrompt):
-            if not prompt.messages:
-                raise InvalidRequestError("messages must not be empty.", param="messages")
-            for message in prompt.messages:
-                _check_unicode(message.content, "messages")
-            text = self._tokenizer.render_chat(prompt.messages)
-            # The template writes the special tokens itself.
-            token_ids = await self._encode(text, "messages", add_special_tokens=False)
-            self._check_prompt_length(len(token_ids), "messages")
-            return token_ids
+            return await self._read_chat(prompt)
         if not prompt:
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
         if isinstance(prompt, str):
             _check_unicode(prompt, "prompt")
-            token_ids = await self._encode(prompt, "prompt", add_special_tokens=True)
+            token_ids = await self._encode(
+                prompt, "prompt", add_special_tokens=True, is_long=is_long
+            )
             self._check_prompt_length(len(token_ids), "prompt")
             return token_ids
         self._check_prompt_length(len(prompt), "prompt")
         self._check_token_ids(prompt, "prompt")
         return prompt
 
-    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        if not prompt.messages:
+            raise InvalidRequestError("messages must not be empty.", param="messages")
+        for message in prompt.messages:
+            _check_unicode(message.content, "messages")
+        if self._text_pool is None or len(prompt.messages) < _LONG_CHAT:
+            text = self._tokenizer.render_chat(prompt.messages)
+        else:
+            text = await self._text_pool.run(self._tokenizer.render_chat, prompt.messages)
+        # The template writes the special tokens itself.
+        token_ids = await self._encode(
+            text, "messages", add_special_tokens=False, is_long=len(text) >= _LONG_TEXT
+        )
+        self._check_prompt_length(len(token_ids), "messages")
+        return token_ids
+
+    async def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool, is_long: bool
+    ) -> tuple[int, ...]:
         # A longer text cannot fit, whatever its tokens: they need not be counted.
         most = self._context * self._tokenizer.max_token_length
         if len(text) > most:
@@ -145,9 +176,10 @@ class Validator:
                 f"{self._context} tokens can hold.",
                 param=param,
             )
-        return tuple(
-            await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-        )
+        if self._text_pool is None or not is_long:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        encode = self._tokenizer.encode_unlocked
+        return tuple(await self._text_pool.run(encode, text, add_special_tokens=add_special_tokens))
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:
@@ -160,13 +192,13 @@ class Validator:
             )
 
     def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{param} holds the token id {token_id}, but ids are 0 to "
-                    f"{self._vocab_size - 1}.",
-                    param=param,
-                )
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        wrong = next(one for one in token_ids if not 0 <= one < self._vocab_size)
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}, but ids are 0 to {self._vocab_size - 1}.",
+            param=param,
+        )
 
     def _with_max_tokens(
         self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput
@@ -183,6 +215,10 @@ class Validator:
         default = room if given.default_max_tokens is None else given.default_max_tokens
         default = max(default, sampling.min_tokens)
         return msgspec.structs.replace(sampling, max_tokens=min(default, room))
+
+
+def _num_characters(prompt: Prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def _check_client_id(client_id: str | None) -> None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedray.batch import SequencePlan, SequenceStart, Shutdown, StepAck, StepOutput, StepPlan
+from pagedray.batch import (
+    BlockCopy,
+    SequencePlan,
+    SequenceStart,
+    Shutdown,
+    StepAck,
+    StepOutput,
+    StepPlan,
+)
 from pagedray.channel import (
     ChannelClosedError,
     ChannelTimeoutError,
@@ -19,6 +27,7 @@ from pagedray.channel import (
     StepListener,
     connect,
 )
+from pagedray.errors import WorkerError
 from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> Non
     worker = connect(listener.endpoint, 0, SECRET, 5.0)
     (controller,) = listener.accept(1, SECRET, 5.0)
     start = SequenceStart(3, [1, 2, 3], 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0)
-    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, [7])], [start], ended_rows=[1])
+    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, [7])], [start], copies=[BlockCopy(1, 2)])
 
     controller.send(plan)
     assert worker.receive(5.0) == plan
@@ -156,3 +165,14 @@ def test_missing_ranks_are_named(listener: StepListener) -> None:
     with pytest.raises(ChannelTimeoutError, match=r"\[0, 2\]"):
         listener.accept(3, SECRET, 0.2)
     worker.close()
+
+
+def test_wait_for_ranks_ends_when_one_is_known_to_be_dead(listener: StepListener) -> None:
+    checks = iter([None, None, WorkerError("A rank died.")])
+
+    def check() -> None:
+        if error := next(checks):
+            raise error
+
+    with pytest.raises(WorkerError, match="A rank died"):
+        listener.accept(1, SECRET, 30.0, check=check)

@@ -96,6 +96,8 @@ class FakeWorker:
         max_num_seqs: int,
         tenants: Mapping[int, str],
         bad_lengths: Mapping[int, int],
+        block_copy_s: float = 0.0,
+        token_s: float = 0.0,
     ) -> None:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -103,10 +105,13 @@ class FakeWorker:
         """By seed: a plan names no tenant."""
         self.bad_lengths = bad_lengths
         """By seed: the length at which logits are not finite."""
+        self._block_copy_s = block_copy_s
+        self._token_s = token_s
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
         self.cpu: list[Block] = [[None] * block_size for _ in range(num_cpu_blocks)]
         self.rows: dict[int, _Row] = {}
         self.plans: deque[StepPlan] = deque()
+        self._held_rows: deque[set[int]] = deque()
         self.outputs: deque[StepOutput] = deque()
         self.executed_step = -1
         self._pending_swaps: list[tuple[int, list[Block], int, list[Block], int, Block]] = []
@@ -116,11 +121,18 @@ class FakeWorker:
         """The first step whose swaps are not acknowledged."""
         return self._pending_swaps[0][0] if self._pending_swaps else None
 
+    def send(self, plan: StepPlan, held_rows: set[int]) -> None:
+        """Take a plan, and the rows that sequences hold from then on, which no plan tells."""
+        self.plans.append(plan)
+        self._held_rows.append(held_rows)
+
     def execute(self) -> None:
         """Carry out the oldest plan."""
         plan = self.plans.popleft()
         assert plan.step == self.executed_step + 1
-        self._end_rows(plan.ended_rows)
+        # Rows that have ended share no block with those that have not.
+        for row in self.rows.keys() - self._held_rows.popleft():
+            del self.rows[row]
         for start in plan.starts:
             self._start_row(start)
         self._copy_blocks(plan)
@@ -130,7 +142,15 @@ class FakeWorker:
         for sequence in plan.sequences:
             self._attend(sequence)
         token_ids = [self._sample(plan) for plan in plan.sequences if plan.is_sampled]
-        self.outputs.append(StepOutput(plan.step, token_ids))
+        num_copies = len(plan.swap_outs) + len(plan.swap_ins)
+        self.outputs.append(
+            StepOutput(
+                plan.step,
+                token_ids,
+                forward_s=plan.num_tokens * self._token_s,
+                swap_s=num_copies * self._block_copy_s,
+            )
+        )
         self.executed_step = plan.step
 
     def finish_swaps(self, step: int) -> None:
@@ -141,14 +161,8 @@ class FakeWorker:
             assert targets[target] == [None] * self.block_size, "a swap's target was written"
             targets[target] = list(content)
 
-    def _end_rows(self, ended_rows: list[int]) -> None:
-        assert len(set(ended_rows)) == len(ended_rows)
-        for row in ended_rows:
-            del self.rows[row]
-
     def _start_row(self, start: SequenceStart) -> None:
         assert 0 <= start.row < self.max_num_seqs
-        assert start.row not in self.rows, "a row was started twice"
         assert len(set(start.block_ids)) == len(start.block_ids)
         self.rows[start.row] = _Row(start, self.tenants[start.seed])
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.event import TokenEvent
-from cluster.scheduling.policy import MAX_PREEMPTIONS, SwapCosts
+from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from cluster.scheduling.sequence import Sequence as ScheduledSequence
 from cluster.scheduling.sequence import SequenceState
@@ -31,7 +31,8 @@ class Harness:
         max_model_len: int = 100,
         max_queued_requests: int = 1000,
         preemption: Preemption = "auto",
-        swap_costs: SwapCosts | None = None,
+        block_copy_s: float = 0.0,
+        token_s: float = 0.0,
         enable_prefix_cache: bool = True,
     ) -> None:
         self.max_model_len = max_model_len
@@ -49,11 +50,12 @@ class Harness:
             num_cpu_blocks=num_cpu_blocks,
             max_model_len=max_model_len,
             enable_prefix_cache=enable_prefix_cache,
-            swap_costs=swap_costs,
             hash_key=HASH_KEY,
         )
         self.tenants: dict[int, str] = {}
         self.bad_lengths: dict[int, int] = {}
+        self._block_copy_s = block_copy_s
+        self._token_s = token_s
         self.worker = self._make_worker(num_blocks, num_cpu_blocks)
         self.requests: dict[str, Request] = {}
         self.sequences: list[ScheduledSequence] = []
@@ -122,7 +124,7 @@ class Harness:
         self._check_plan(plan)
         self.plans.append(plan)
         self._num_planned_tokens += plan.num_tokens
-        self.worker.plans.append(plan)
+        self.worker.send(plan, {s.row for s in self.sequences if s.row >= 0})
         self.check()
         return plan
 
@@ -237,7 +239,6 @@ class Harness:
         kv = self.scheduler._kv
         assert kv.pool.num_free == kv.pool.num_blocks
         assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
-        assert not self.worker.rows
         assert len(self.scheduler._roster._free_rows) == self.config.max_num_seqs
 
     def check(self) -> None:
@@ -278,6 +279,8 @@ class Harness:
             max_num_seqs=self.config.max_num_seqs,
             tenants=self.tenants,
             bad_lengths=self.bad_lengths,
+            block_copy_s=self._block_copy_s,
+            token_s=self._token_s,
         )
 
     def _check_places(self, holders: list[ScheduledSequence]) -> None:
@@ -299,7 +302,7 @@ class Harness:
             assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
             assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
         rows = [s.row for s in holders if s.row >= 0]
-        rows += [*roster._free_rows, *roster._ended_rows]
+        rows += roster._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs))
         assert roster.num_queued == sum(a.is_queued for a in roster.requests.values())
 
@@ -347,7 +350,7 @@ class Harness:
         assert len(sizes) <= self.config.max_num_seqs
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
-        assert sizes or plan.ended_rows or plan.starts
+        assert sizes or plan.starts or plan.swap_outs
         # Within a class, who came first starts first.
         for start in plan.starts:
             request = next(r for r in self.requests.values() if r.seed == start.seed)

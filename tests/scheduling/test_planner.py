@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.policy import MAX_PREEMPTIONS, SwapCosts
+from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import Preemption
@@ -25,7 +25,7 @@ def run_until_preemption(harness: Harness) -> StepPlan:
     while True:
         plan = harness.schedule()
         assert plan is not None
-        if plan.ended_rows:
+        if any(sequence.num_preemptions for sequence in harness.sequences):
             return plan
         harness.settle()
 
@@ -93,13 +93,14 @@ def test_other_requests_do_not_wait_for_held_siblings() -> None:
     assert [start.token_ids[0] for start in plan.starts] == [1, 2]
 
 
-def test_last_in_rank_is_swapped_out_and_its_row_ended_in_one_plan() -> None:
+def test_last_in_rank_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
     harness = crowded("swap")
     plan = run_until_preemption(harness)
     victim = harness.sequences[1]
     assert victim.state is SequenceState.SWAPPED
     assert [copy.target for copy in plan.swap_outs] == victim.cpu_block_ids
-    assert plan.ended_rows == [1]
+    assert victim.row == -1
+    assert plan.sequences == []
 
 
 def test_blocks_on_their_way_out_are_not_used_before_the_acknowledgement() -> None:
@@ -167,15 +168,23 @@ def test_sequence_is_recomputed_if_the_cpu_pool_is_full() -> None:
     assert stats.num_recompute_preemptions > 0
 
 
-def test_costs_decide_between_swapping_and_computing_again() -> None:
-    cheap = SwapCosts(copy_bytes_per_s=1e9, prefill_tokens_per_s=1.0, bytes_per_block=1)
-    dear = SwapCosts(copy_bytes_per_s=1.0, prefill_tokens_per_s=1e9, bytes_per_block=1)
-    for costs, num_swaps in ((cheap, 1), (dear, 0)):
-        harness = Harness(block_size=4, num_blocks=6, num_cpu_blocks=8, swap_costs=costs)
-        harness.add([1] * 6, max_tokens=16)
-        harness.add([2] * 6, max_tokens=16)
+@pytest.mark.parametrize(
+    ("block_copy_s", "token_s", "is_swap"), [(0.001, 1.0, True), (1.0, 0.001, False)]
+)
+def test_measured_costs_decide_between_swapping_and_computing_again(
+    block_copy_s: float, token_s: float, is_swap: bool
+) -> None:
+    harness = Harness(
+        block_size=4, num_blocks=6, num_cpu_blocks=8, block_copy_s=block_copy_s, token_s=token_s
+    )
+    # What was never measured is swapped; after that both costs are known.
+    for first, last in ((1, 2), (4, 5)):
+        harness.add([first] * 6, max_tokens=16)
+        harness.add([last] * 6, max_tokens=16)
         harness.drain()
-        assert harness.scheduler.stats().num_swap_preemptions == num_swaps
+    stats = harness.scheduler.stats()
+    assert stats.num_swap_preemptions == (2 if is_swap else 1)
+    assert stats.num_recompute_preemptions == (0 if is_swap else 1)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

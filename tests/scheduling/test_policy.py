@@ -1,11 +1,7 @@
-import pytest
-
 from cluster.scheduling.policy import (
     MAX_PREEMPTIONS,
     SequenceQueue,
-    SwapCosts,
     choose_victim,
-    is_swap_better,
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.request import Request, SamplingParams
@@ -62,18 +58,3 @@ def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:
     first, last = make_sequence(arrival=0), make_sequence(arrival=1)
     last.length = last.max_length
     assert choose_victim(make_queue(first, last), first) is None
-
-
-@pytest.mark.parametrize(("num_tokens", "is_better"), [(100, False), (1000, True)])
-def test_cheaper_way_to_make_room_is_taken(num_tokens: int, is_better: bool) -> None:
-    # Twenty blocks out and in take 0.4 s; 100 tokens take 0.1 s, 1000 tokens take 1 s.
-    costs = SwapCosts(copy_bytes_per_s=1000.0, prefill_tokens_per_s=1000.0, bytes_per_block=10)
-    found = is_swap_better("auto", costs, num_blocks=20, num_tokens=num_tokens)
-    assert found is is_better
-
-
-def test_configured_way_to_make_room_is_taken_whatever_it_costs() -> None:
-    costs = SwapCosts(copy_bytes_per_s=1e9, prefill_tokens_per_s=1.0, bytes_per_block=1)
-    assert not is_swap_better("recompute", costs, num_blocks=1, num_tokens=1000)
-    costs = SwapCosts(copy_bytes_per_s=1.0, prefill_tokens_per_s=1e9, bytes_per_block=1000)
-    assert is_swap_better("swap", costs, num_blocks=1000, num_tokens=1)

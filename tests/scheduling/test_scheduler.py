@@ -95,9 +95,8 @@ def test_end_of_sequence_is_found_one_step_late_and_the_row_is_ended() -> None:
     assert event.stop_token_id == stop_token_id
     harness.execute()
     assert harness.collect() == []
-    plan = harness.schedule()
-    assert plan is not None
-    assert (plan.sequences, plan.ended_rows) == ([], [0])
+    assert harness.schedule() is None
+    assert not harness.scheduler.has_work
     assert harness.tokens[request_id, 0] == [stop_token_id]
 
 
@@ -227,12 +226,12 @@ def scheduler() -> Scheduler:
     return Harness().scheduler
 
 
-def test_work_is_over_when_rows_are_ended_and_plans_are_collected() -> None:
+def test_work_is_over_when_requests_have_ended_and_plans_are_collected() -> None:
     harness = Harness()
     harness.add([1, 2], max_tokens=1)
-    harness.step()
+    harness.schedule()
     assert harness.scheduler.has_work
-    harness.step()
+    harness.settle()
     assert not harness.scheduler.has_work
     assert harness.schedule() is None
 
@@ -260,13 +259,13 @@ def test_overdue_request_is_ended_and_not_started() -> None:
     harness = Harness()
     overdue = harness.add([1, 2], deadline_s=5.0)
     other = harness.add([4, 5], deadline_s=9.0)
-    plan = harness.scheduler.schedule(now_s=5.0)
-    assert plan is not None
-    assert [start.seed for start in plan.starts] == [harness.requests[other].seed]
-    events = harness.scheduler.expire(5.0)
+    events = harness.expire(5.0)
     assert [event.request_id for event in events] == [overdue]
     assert events[0].finish_reason is FinishReason.ABORT
-    assert harness.scheduler.expire(5.0) == []
+    assert harness.expire(5.0) == []
+    plan = harness.schedule()
+    assert plan is not None
+    assert [start.seed for start in plan.starts] == [harness.requests[other].seed]
 
 
 def test_deadline_of_an_ended_request_does_not_end_its_namesake(scheduler: Scheduler) -> None:

@@ -6,7 +6,6 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from cluster.scheduling.policy import SwapCosts
 from pagedray.config import Preemption
 from pagedray.errors import CapacityError
 from tests.scheduling.harness import Harness
@@ -27,12 +26,8 @@ def make_harness(rng: random.Random) -> Harness:
         max_num_batched_tokens=rng.choice((1, 3, 5, 8, 30)),
         max_model_len=num_blocks * block_size - rng.randint(0, 9),
         preemption=rng.choice(PREEMPTIONS),
-        swap_costs=rng.choice(
-            (
-                None,
-                SwapCosts(copy_bytes_per_s=100.0, prefill_tokens_per_s=25.0, bytes_per_block=10),
-            )
-        ),
+        block_copy_s=rng.choice((0.0, 0.1)),
+        token_s=0.04,
         enable_prefix_cache=rng.random() < 0.75,
     )
 

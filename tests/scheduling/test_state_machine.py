@@ -6,12 +6,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cluster.scheduling.policy import SwapCosts
 from pagedray.config import Preemption
 from pagedray.errors import CapacityError, OverloadedError
 from tests.scheduling.harness import Harness
-
-SWAP_COSTS = SwapCosts(copy_bytes_per_s=100.0, prefill_tokens_per_s=25.0, bytes_per_block=10)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -26,7 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.sampled_from([30, 8, 3, 1]),
         preemption=st.sampled_from(["swap", "recompute", "auto"]),
-        swap_costs=st.sampled_from([None, SWAP_COSTS]),
+        block_copy_s=st.sampled_from([0.0, 0.1]),
         enable_prefix_cache=st.booleans(),
     )
     def begin(
@@ -38,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         preemption: Preemption,
-        swap_costs: SwapCosts | None,
+        block_copy_s: float,
         enable_prefix_cache: bool,
     ) -> None:
         self.harness = Harness(
@@ -50,7 +47,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=num_tokens,
             max_queued_requests=5,
             preemption=preemption,
-            swap_costs=swap_costs,
+            block_copy_s=block_copy_s,
+            token_s=0.04,
             enable_prefix_cache=enable_prefix_cache,
         )
 

@@ -18,7 +18,15 @@ import psutil
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ROOT", "TINY_LLAMA", "Finished", "ServerProcess", "free_port", "run_pagedray"]
+__all__ = [
+    "ROOT",
+    "TINY_LLAMA",
+    "Finished",
+    "ServerProcess",
+    "free_port",
+    "run_pagedray",
+    "serve_command",
+]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
@@ -48,6 +56,12 @@ def run_pagedray(*arguments: str, timeout_s: float = 120.0) -> Finished:
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - started_s)
+
+
+def serve_command(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves a folder on free ports, and its environment."""
+    ports = ("--grpc-port=0", "--http-port=0")
+    return _command("serve", str(folder), *ports, *arguments), _environment()
 
 
 def free_port() -> int:

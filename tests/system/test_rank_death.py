@@ -85,3 +85,23 @@ def test_engine_that_cannot_come_back_says_so(folder: Path, ray_cluster: None) -
         ranks()[0].kill()
         with pytest.raises(EngineError, match=r"model\.safetensors|holds no"):
             tokens_of(llm)
+
+
+def test_death_during_a_replacement_is_mended_too(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
+    ) as llm:
+        undisturbed = tokens_of(llm)
+        old = ranks()
+        old[0].kill()
+        killer = threading.Thread(target=kill_first_that_is_not, args=(old,))
+        killer.start()
+        assert tokens_of(llm) == undisturbed
+        killer.join()
+
+
+def kill_first_that_is_not(old: list[psutil.Process]) -> None:
+    """Kill a rank of the next group as soon as there is one, hence while it starts."""
+    while not (found := [rank for rank in ranks() if rank not in old]):
+        time.sleep(0.005)
+    found[0].kill()

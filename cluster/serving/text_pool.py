@@ -1,0 +1,73 @@
+"""A few threads for texts that are too long for the event loop, with a bounded queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from pagedray.errors import OverloadedError, ShuttingDownError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+__all__ = ["TextPool"]
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_NUM_THREADS = 2
+_MAX_WAITING = 64
+
+
+class TextPool:
+    """Runs work in its threads; used from one event loop."""
+
+    def __init__(self, *, num_threads: int = _NUM_THREADS, max_waiting: int = _MAX_WAITING) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-text")
+        self._num_threads = num_threads
+        self._max_waiting = max_waiting
+        self._free = asyncio.Semaphore(num_threads)
+        self._num_waiting = 0
+        self._is_closed = False
+
+    async def run(
+        self, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Result:
+        """Return what `work` returns. Raises OverloadedError if too much waits already."""
+        if self._num_waiting >= self._max_waiting:
+            raise OverloadedError(
+                f"{self._num_waiting} long texts wait to be tokenized, which is all that may wait."
+            )
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        if self._is_closed:
+            self._free.release()
+            raise ShuttingDownError
+        future = self._threads.submit(work, *args, **kwargs)
+        self._release_after(future)
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """Take no more work, and end the threads once they are done with theirs."""
+        self._is_closed = True
+        for _ in range(self._num_threads):
+            await self._free.acquire()
+        for _ in range(self._num_threads):
+            self._free.release()
+        self._threads.shutdown()
+
+    def _release_after(self, future: Future[Result]) -> None:
+        # A thread is free when its work ends, which may be long after the caller has gone.
+        loop = asyncio.get_running_loop()
+
+        def release(_: Future[Result]) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._free.release)
+
+        future.add_done_callback(release)

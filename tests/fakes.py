@@ -1,0 +1,114 @@
+"""What tests put in place of ranks and of those who read tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+from cluster.executor import CacheSize, Executor
+from pagedray.batch import StepOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from pagedray.batch import StepPlan
+    from pagedray.errors import EngineError
+    from pagedray.request import FinishReason
+
+__all__ = ["FakeExecutor", "RecordingSink", "wait_for"]
+
+
+class FakeExecutor(Executor):
+    """Ranks that sample token 7 without computing, and fail when they are told to."""
+
+    def __init__(self, *, num_blocks: int = 64) -> None:
+        self._num_blocks = num_blocks
+        self._plans: deque[StepPlan] = deque()
+        self._acknowledged_step = -1
+        self.step_failures: deque[Exception] = deque()
+        """Raised in place of the next outputs."""
+        self.submit_failures: deque[Exception] = deque()
+        self.restart_failures: deque[Exception] = deque()
+        """Raised by the next restarts."""
+        self.num_restarts = 0
+        self.step_s = 0.0
+        """What a step takes."""
+        self.may_step = threading.Event()
+        """While it is not set, a step does not end."""
+        self.may_step.set()
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(self._num_blocks, 0)
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._acknowledged_step
+
+    def submit(self, plan: StepPlan) -> None:
+        if self.submit_failures:
+            raise self.submit_failures.popleft()
+        self._plans.append(plan)
+
+    def collect(self) -> StepOutput:
+        self.may_step.wait()
+        time.sleep(self.step_s)
+        if self.step_failures:
+            raise self.step_failures.popleft()
+        plan = self._plans.popleft()
+        self._acknowledged_step = plan.step
+        return StepOutput(plan.step, [7] * sum(one.is_sampled for one in plan.sequences))
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self._plans.clear()
+        self._acknowledged_step = -1
+        if self.restart_failures:
+            raise self.restart_failures.popleft()
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+class RecordingSink:
+    """Keeps the tokens and the ends of the sequences that it is told of."""
+
+    def __init__(self) -> None:
+        self.tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.ends: defaultdict[tuple[str, int], list[FinishReason | EngineError]] = defaultdict(
+            list
+        )
+
+    def expect(self, request_id: str, n: int = 1) -> None:
+        """Note that the sequences of a request must end."""
+        for index in range(n):
+            self.ends[request_id, index].clear()
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return sum(not ends for ends in self.ends.values())
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            key = event.request_id, event.index
+            assert not self.ends[key], "an event follows the last"
+            self.tokens[key] += event.token_ids
+            if event.finish_reason is not None:
+                self.ends[key].append(event.finish_reason)
+
+    def fail_all(self, error: EngineError) -> None:
+        for ends in self.ends.values():
+            if not ends:
+                ends.append(error)
+
+
+def wait_for(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Return once something is true. It fails if that takes too long."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline_s, "It did not happen in time."
+        time.sleep(0.001)

@@ -1,0 +1,77 @@
+"""Bodies of many small objects are refused before they are made."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from cluster.serving.json_body import read_json
+from cluster.serving.openai_schema import ChatBody, CompletionBody, GenerationBody, read_body
+from pagedray.errors import InvalidRequestError
+
+MESSAGE = b'{"role":"user","content":"a"}'
+PART = b'{"type":"text","text":"a"}'
+
+
+def joined(one: bytes, count: int) -> bytes:
+    return b",".join([one] * count)
+
+
+LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
+    "messages": (
+        ChatBody,
+        b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 100_000),
+        "The body may have 32768 strings, not 400003.",
+    ),
+    "bare messages": (
+        ChatBody,
+        b'{"model":"tiny","messages":[%s]}' % joined(b"5", 1_000_000),
+        "messages may have 4096 entries, not 1000000.",
+    ),
+    "parts": (
+        ChatBody,
+        b'{"model":"tiny","messages":[{"role":"user","content":[%s]}]}' % joined(PART, 100_000),
+        "The body may have 32768 strings, not 400006.",
+    ),
+    "prompts": (
+        CompletionBody,
+        b'{"model":"tiny","prompt":[%s]}' % joined(b"[5]", 200_000),
+        "The body may have 8192 lists and objects, not 200002.",
+    ),
+    "numbers": (
+        CompletionBody,
+        b'{"model":"tiny","prompt":[%s]}' % joined(b"5", 2_000_000),
+        "The body may have 1048576 values, not 2000000.",
+    ),
+    "escapes": (
+        CompletionBody,
+        b'{"model":"tiny","prompt":[%s]}' % joined(rb'"\\\"[{"', 100_000),
+        "The body may have 32768 strings, not 100003.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_body_of_many_objects_is_refused_at_once(name: str) -> None:
+    kind, raw, text = LARGE[name]
+    started_s = time.perf_counter()
+    with pytest.raises(InvalidRequestError) as refused:
+        read_body(kind, raw)
+    assert time.perf_counter() - started_s < 0.2
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("text", ['[{,"' * 100_000, '\\"[{,' * 100_000, "\\" * 99_999 + '"[{' * 9])
+def test_text_may_hold_whatever_it_likes(text: str) -> None:
+    assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_many_messages_are_still_read_soon() -> None:
+    raw = b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 4096)
+    started_s = time.perf_counter()
+    body = read_body(ChatBody, raw)
+    given = body.to_input(None)
+    assert time.perf_counter() - started_s < 0.3
+    assert len(given.prompts) == 1

@@ -1,0 +1,58 @@
+"""Every call that is refused is counted, wherever it is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.serving.conftest import Server
+
+JSON = {"content-type": "application/json"}
+
+
+def num_invalid(http: httpx.Client) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith('pagedray_requests_total{outcome="invalid"')]
+    return float(found[0].split()[-1]) if found else 0.0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"{", JSON),
+        (b'{"model": "tiny", "prompt": "x", "frobnicate": 1}', JSON),
+        (b'{"model": "tiny", "prompt": 5}', JSON),
+        (b'{"model": "tiny", "prompt": "x", "max_tokens": 0}', JSON),
+        (b"{}", {"content-type": "text/plain"}),
+        (b" " * (5 * 2**20), JSON),
+    ],
+    ids=["no JSON", "unknown field", "prompt of no kind", "out of range", "no JSON type", "large"],
+)
+def test_call_that_http_refuses_is_counted(
+    http: httpx.Client, body: bytes, headers: dict[str, str]
+) -> None:
+    before = num_invalid(http)
+    assert http.post("/v1/completions", content=body, headers=headers).is_client_error
+    assert num_invalid(http) == before + 1
+
+
+@pytest.mark.parametrize("message", [b"\xff", b"\xf8\x07\x01"], ids=["no message", "unknown field"])
+def test_call_that_grpc_refuses_is_counted(
+    http: httpx.Client, server: Server, message: bytes
+) -> None:
+    before = num_invalid(http)
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        generate = channel.unary_stream(
+            "/pagedray.v1.GenerationService/Generate",
+            request_serializer=bytes,
+            response_deserializer=bytes,
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            list(generate(message))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert num_invalid(http) == before + 1

@@ -1,0 +1,150 @@
+"""The fronts on a real local engine in one event loop: cancelled streams leave no task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+
+from cluster.controller import Controller
+from cluster.executor import make_executor
+from cluster.options import EngineOptions, engine_config
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.fronts import Fronts
+from cluster.serving.tokenizer import Tokenizer
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NUM_STREAMS = 64
+NUM_TOKENS = 24
+NUM_READ = 4
+"""Tokens after which a stream is cancelled."""
+
+
+class Served:
+    """Fronts, and the engine behind them."""
+
+    def __init__(self, fronts: Fronts, controller: Controller) -> None:
+        self.fronts = fronts
+        self.controller = controller
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    config = engine_config(
+        TINY_LLAMA, EngineOptions(executor="local", device="cpu", num_threads=1, num_blocks=512)
+    )
+    client = EngineClient(asyncio.get_running_loop())
+    tokenizer = Tokenizer.from_folder(TINY_LLAMA)
+    fronts = Fronts(client, tokenizer, config, host="127.0.0.1", grpc_port=0, http_port=0)
+    executor = make_executor(config, lambda what, fraction: None)
+    controller = Controller(config, executor, client)
+    controller.start()
+    client.attach(controller)
+    await fronts.start()
+    await fronts.set_ready()
+    yield Served(fronts, controller)
+    await fronts.stop(0.0)
+    controller.stop()
+    executor.close()
+
+
+async def over_grpc(served: Served) -> list[int]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.fronts.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        return await asyncio.gather(
+            *(one_over_grpc(stub, is_cancelled=index % 3 == 0) for index in range(NUM_STREAMS))
+        )
+
+
+async def one_over_grpc(
+    stub: pagedray_pb2_grpc.GenerationServiceStub, *, is_cancelled: bool
+) -> int:
+    sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    call = stub.Generate(pb.GenerateRequest(text="import os", sampling=sampling))
+    num_tokens = 0
+    async for response in call:
+        num_tokens += sum(len(sequence.token_ids) for sequence in response.sequences)
+        if is_cancelled and num_tokens >= NUM_READ:
+            call.cancel()
+            break
+    return num_tokens
+
+
+async def over_http(served: Served) -> list[int]:
+    url = f"http://127.0.0.1:{served.fronts.http_port}"
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60.0) as http:
+        return await asyncio.gather(
+            *(one_over_http(http, is_cancelled=index % 3 == 0) for index in range(NUM_STREAMS))
+        )
+
+
+async def one_over_http(http: httpx.AsyncClient, *, is_cancelled: bool) -> int:
+    body = {
+        "model": "tiny-llama",
+        "prompt": "import os",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    num_chunks = num_tokens = 0
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            num_chunks += 1
+            usage = json.loads(line.removeprefix("data: ")).get("usage")
+            num_tokens = usage["completion_tokens"] if usage else num_tokens
+            if is_cancelled and num_chunks >= NUM_READ:
+                break
+    return num_tokens
+
+
+@pytest.mark.parametrize("call_all", [over_grpc, over_http], ids=["grpc", "http"])
+async def test_cancelled_streams_leave_no_task(served: Served, call_all) -> None:  # type: ignore[no-untyped-def]  # one of two functions
+    # Whatever is made once and stays is there before the count.
+    await call_all(served)
+    await settle(served)
+    before = running_tasks()
+
+    nums_tokens = await call_all(served)
+    assert sum(num == NUM_TOKENS for num in nums_tokens) >= NUM_STREAMS * 2 // 3
+    await settle(served)
+    assert running_tasks() == before
+    stats = served.controller.stats().scheduler
+    assert (stats.num_running, stats.num_waiting, stats.num_queued_requests) == (0, 0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+    assert served.fronts.servicer.num_running == 0
+
+
+def running_tasks() -> Counter[str]:
+    """Return how many tasks there are of each coroutine; gRPC's own change with every call."""
+    coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+    return Counter(getattr(one, "__qualname__", repr(type(one))) for one in coroutines)
+
+
+async def settle(served: Served) -> None:
+    """Wait until the clients' connections are closed and what they asked for has ended."""
+    deadline_s = time.monotonic() + 10.0
+    last: Counter[str] = Counter()
+    while time.monotonic() < deadline_s:
+        is_busy = (
+            served.fronts.servicer.num_running or served.controller.stats().scheduler.num_running
+        )
+        if not is_busy and running_tasks() == last:
+            return
+        last = running_tasks()
+        await asyncio.sleep(0.2)
