@@ -281,7 +281,6 @@ def run_large(folder: Path, **options: Any) -> None:  # Any: engine options of a
     started_s = time.perf_counter()
     with gpu_llm(folder, load_format="dummy", **options) as llm:
         load_s = time.perf_counter() - started_s
-        assert load_s < 60
         show(f"loaded in {load_s:.1f} s", f"{llm.stats().scheduler.num_blocks} blocks", memory())
         run_heavy(llm)
         show("after heavy steps", memory())
