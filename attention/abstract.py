@@ -99,6 +99,10 @@ class AttentionMetadataBuilder(ABC):
     def build(self, batch: AttentionBatch) -> AttentionMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
 
+    @abstractmethod
+    def servers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers whose kernels serve, by part of a step and server."""
+
 
 class AttentionState(ABC):
     """What a worker keeps between steps: buffers of captured graphs and the like."""

@@ -1,6 +1,7 @@
 """Metadata of the backends that run on a GPU: what is common to all of them."""
 
 from abc import abstractmethod
+from collections import Counter, defaultdict
 from functools import cached_property
 
 import torch
@@ -209,6 +210,14 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         for group in self._groups:
             group.plan(gpu_batch)
         return gpu_batch
+
+    def servers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers whose kernels serve, by part of a step and server."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for _, group in self._layers:
+            for part, server in group.servers.items():
+                counts[part][server] += 1
+        return {part: dict(servers) for part, servers in counts.items()}
 
     def layer(self, layer_index: int) -> tuple[AttentionParams, GpuGroup]:
         """Return a layer's parameters and its group."""

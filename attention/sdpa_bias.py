@@ -121,12 +121,29 @@ class Staircase:
         after = rows if is_causal else min(capacity, rows + window)
         if not self._is_nil:
             distances = np.arange(-before, after) - np.arange(rows)[:, None]
-            is_hidden = (distances > 0) if is_causal else (distances >= window)
-            is_hidden |= distances <= -window
-            corner = np.zeros(1, dtype=np.float32)
+            corner = _make_sliding_window_bias(distances, window, is_causal=is_causal)
             if self._slopes is not None:
-                corner = -self._slopes[..., None] * np.abs(distances).astype(np.float32)
-            corner = np.where(is_hidden, np.float32(-np.inf), corner)
+                corner = corner + _make_alibi_bias(self._slopes, distances)
             with torch.inference_mode(False):
                 self._corner = torch.from_numpy(corner).to(self._device, self._dtype)
         self._rows, self._capacity, self._before = rows, capacity, before
+
+
+def _make_alibi_bias(
+    slopes: npt.NDArray[np.float32], distances: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """Return `-slope * |distance|`, `[num_kv_heads, group_size, *distances]`.
+
+    `slopes` is `[num_kv_heads, group_size, 1]` (Press, Smith and Lewis, 2022).
+    """
+    bias: npt.NDArray[np.float32] = -slopes[..., None] * np.abs(distances).astype(np.float32)
+    return bias
+
+
+def _make_sliding_window_bias(
+    distances: npt.NDArray[np.int64], window: int, *, is_causal: bool
+) -> npt.NDArray[np.float32]:
+    """Return 0 for keys less than `window` away, and -inf for others and what is not causal."""
+    is_hidden = (distances > 0) if is_causal else (distances >= window)
+    is_hidden |= distances <= -window
+    return np.where(is_hidden, np.float32(-np.inf), np.float32(0.0))

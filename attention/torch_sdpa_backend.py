@@ -32,7 +32,7 @@ from attention.sdpa_write import WritePlan, plan_write
 
 __all__ = [
     "TorchSDPABackend",
-    "TorchSDPAImpl",
+    "TorchSDPABackendImpl",
     "TorchSDPAMetadata",
     "TorchSDPAMetadataBuilder",
     "TorchSDPAState",
@@ -139,6 +139,16 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             masks.reset()
         return TorchSDPAMetadata(batch, self)
 
+    def servers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers whose kernels serve, by part of a step and server."""
+        num_layers = len(self._spec.layers)
+        num_ours = sum(kernel is not None for kernel in self.kernels)
+        decode = {"native": num_ours, "torch": num_layers - num_ours}
+        return {
+            "prefill": {"torch": num_layers},
+            "decode": {server: count for server, count in decode.items() if count},
+        }
+
     def alike(self) -> "TorchSDPAMetadataBuilder":
         """Return another builder that plans in the same way, with buffers of its own."""
         return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
@@ -177,7 +187,7 @@ class TorchSDPAState(EagerAttentionState):
     """Nothing: a step's shapes follow the lengths of its sequences, so it is not captured."""
 
 
-class TorchSDPAImpl(AttentionImpl):
+class TorchSDPABackendImpl(AttentionImpl):
     """One layer's attention."""
 
     def __init__(self, params: AttentionParams, layer_index: int) -> None:
@@ -255,9 +265,9 @@ class TorchSDPABackend(AttentionBackend):
         return "torch_sdpa"
 
     @staticmethod
-    def get_impl_cls() -> type[TorchSDPAImpl]:
+    def get_impl_cls() -> type[TorchSDPABackendImpl]:
         """Return the class of a layer's computation."""
-        return TorchSDPAImpl
+        return TorchSDPABackendImpl
 
     @staticmethod
     def get_metadata_cls() -> type[TorchSDPAMetadata]:

@@ -152,6 +152,7 @@ class Controller:
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
+                attention_servers=self._executor.attention_servers,
             )
 
     def _loop(self) -> None:

@@ -19,3 +19,5 @@ class EngineStats:
     """Seconds that the controller waited for the last step."""
     num_prompt_tokens: int
     num_generated_tokens: int
+    attention_servers: dict[str, dict[str, int]]
+    """How many layers whose attention kernels serve, by part of a step and server."""

@@ -44,6 +44,11 @@ class Executor(ABC):
         """Blocks of the pools."""
 
     @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        """How many layers whose attention kernels serve, by part of a step and server."""
+        return {}
+
+    @property
     @abstractmethod
     def acknowledged_step(self) -> int:
         """The last step that every rank has finished, its block copies included."""
@@ -85,16 +90,21 @@ class LocalExecutor(Executor):
         self._acknowledged_step = -1
         self._is_given_up = False
         try:
-            self._worker, self._cache_size = self._thread.submit(self._started).result()
+            started = self._thread.submit(self._started).result()
         except BaseException:
             # Ctrl-C ends the wait, not the thread: that ends with the tensor it is at.
             self._is_given_up = True
             self._thread.shutdown()
             raise
+        self._worker, self._cache_size, self._attention_servers = started
 
     @property
     def cache_size(self) -> CacheSize:
         return self._cache_size
+
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        return self._attention_servers
 
     @property
     def acknowledged_step(self) -> int:
@@ -120,7 +130,7 @@ class LocalExecutor(Executor):
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
-    def _started(self) -> tuple[AnyWorker, CacheSize]:
+    def _started(self) -> tuple[AnyWorker, CacheSize, dict[str, dict[str, int]]]:
         # Torch is loaded only where a rank lives.
         from workers.parallel import SoloGroup
         from workers.worker_kinds import make_worker
@@ -128,8 +138,8 @@ class LocalExecutor(Executor):
         worker = make_worker(self._config, SoloGroup())
         worker.load(self._report_loading)
         cache_size = CacheSize(*worker.fitting_blocks())
-        worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
-        return worker, cache_size
+        servers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        return worker, cache_size, servers
 
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:

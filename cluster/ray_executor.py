@@ -51,10 +51,15 @@ class RayExecutor(Executor):
             self.close()
             raise
         self._cache_size = self._ranks.cache_size
+        self._attention_servers = self._ranks.attention_servers
 
     @property
     def cache_size(self) -> CacheSize:
         return self._cache_size
+
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        return self._attention_servers
 
     @property
     def acknowledged_step(self) -> int:

@@ -77,7 +77,7 @@ class RayRanks:
         self._actors: list[Actor] = []
         try:
             self._actors += (self._actor(placement, rank) for rank in range(self._size))
-            self.cache_size = self._load()
+            self.cache_size, self.attention_servers = self._load()
             self._connect(_endpoint(placement, folder))
         except RayError as error:
             self.close()
@@ -141,7 +141,7 @@ class RayRanks:
             .remote(self._config, rank)
         )
 
-    def _load(self) -> CacheSize:
+    def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
         starting = [self._actors[0].free_address.remote()]
         (address,) = self._results(starting, f"Starting {self._size} ranks", lambda: 0.0)
         loading = [actor.load.remote(address) for actor in self._actors]
@@ -151,8 +151,9 @@ class RayRanks:
             actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
             for actor in self._actors
         ]
-        self._results(allocating, "Allocating the KV cache", lambda: 0.0)
-        return cache_size
+        servers = self._results(allocating, "Allocating the KV cache", lambda: 0.0)
+        # All ranks have the same backend and layers.
+        return cache_size, servers[0]
 
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
         """Return what the actors return; a text is a refusal.

@@ -66,9 +66,10 @@ class EmbeddingWorker:
         """Return that no block fits, since none is needed."""
         return 0, 0
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate nothing."""
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        """Allocate nothing; return how many layers whose attention kernels serve."""
         assert num_blocks == num_cpu_blocks == 0
+        return self._builder.servers()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
         """Carry out one plan, which for an encoder is always to embed."""

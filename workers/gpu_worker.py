@@ -57,10 +57,11 @@ class GpuWorker:
         """Join the group, load the weights; return how many blocks fit, or what is wrong."""
         return self._thread.submit(self._load, address).result()
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate both pools."""
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        """Allocate both pools; return how many layers whose attention kernels serve."""
         assert self._worker is not None
-        self._thread.submit(self._worker.allocate_cache, num_blocks, num_cpu_blocks).result()
+        allocate = self._worker.allocate_cache
+        return self._thread.submit(allocate, num_blocks, num_cpu_blocks).result()
 
     def run(self, endpoint: str, secret: bytes) -> None:
         """Connect to the controller and serve steps until told to stop or left alone."""

@@ -78,6 +78,11 @@ class ModelRunner:
         self._batch = batch
         self._sampler = sampler
 
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        """How many layers whose attention kernels serve, by part of a step and server."""
+        return self._builder.servers()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Carry a plan out; on a GPU, return before its kernels have run."""

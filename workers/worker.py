@@ -81,9 +81,13 @@ class Worker:
             num_cpu_blocks = min(num_blocks, _CPU_POOL_BYTES // 4 // size)
         return num_blocks, num_cpu_blocks
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate both pools; steps may be launched from then on."""
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        """Allocate both pools; steps may be launched from then on.
+
+        Return how many layers whose attention kernels serve, by part of a step and server.
+        """
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        return self._runner.attention_servers
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
         """Carry out one plan, which for a decoder is never to embed."""

@@ -37,8 +37,11 @@ class AnyWorker(Protocol):
     def fitting_blocks(self) -> tuple[int, int]:
         """Return how many blocks the device pool and the CPU pool may have on this rank."""
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate both pools; steps may be launched from then on."""
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        """Allocate both pools; steps may be launched from then on.
+
+        Return how many layers whose attention kernels serve, by part of a step and server.
+        """
 
     def launch(self, plan: StepPlan | EmbedPlan) -> Pending:
         """Carry out one plan."""

@@ -181,6 +181,15 @@ class _EngineCollector(Collector):
         yield _counter(
             "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
         )
+        layers = GaugeMetricFamily(
+            "pagedray_attention_layers",
+            "Layers by part of a step and whose attention kernels serve it",
+            labels=["part", "server"],
+        )
+        for part, servers in stats.attention_servers.items():
+            for server, num_layers in servers.items():
+                layers.add_metric([part, server], num_layers)
+        yield layers
         preemptions = CounterMetricFamily(
             "pagedray_preemptions", "Sequences that made room, by how", labels=["kind"]
         )

@@ -137,3 +137,10 @@ def test_sequence_beyond_the_graph_is_refused() -> None:
         buffers = clone.get_graph_input_buffers(captured)
     with pytest.raises(ValueError, match="9 tokens does not fit a graph for 8"):
         clone.prepare_graph_input_buffers(buffers, rig.builder.build(rig.batch([], [a])))
+
+
+def test_builder_tells_who_serves_its_layers() -> None:
+    layers = params_of(), params_of(soft_cap=2.0), params_of()
+    spec = Rig.spec_of(*layers, dtype=torch.float32, block_size=4, device="cpu")
+    servers = SharedBackend.make_metadata_builder(spec).servers()
+    assert servers == {part: {"shared": 3} for part in ("prefill", "fresh", "decode")}

@@ -336,3 +336,10 @@ def test_cache_of_another_shape_is_refused() -> None:
     rig.step(prefills=[(a, 3)])
     with pytest.raises(ValueError, match="must be"):
         rig.builder.views.of(rig.cache.flatten(0, 1))
+
+
+def test_builder_tells_who_serves_its_layers() -> None:
+    rig = Rig(params_of(), params_of(sliding_window=3))
+    servers = rig.builder.servers()
+    assert servers["prefill"] == {"torch": 2}
+    assert servers["decode"] == {"native" if rig.builder.kernels[0] else "torch": 2}

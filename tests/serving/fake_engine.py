@@ -130,6 +130,7 @@ class FakeEngine:
             last_step_s=0.001,
             num_prompt_tokens=50,
             num_generated_tokens=50,
+            attention_servers={"decode": {"native": 3, "torch": 1}},
         )
 
     def fail_all(self, error: EngineError) -> None:
