@@ -5,6 +5,7 @@ Whether it runs inside the controller's process or inside a Ray actor is not kno
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,12 @@ class Worker:
     def close(self) -> None:
         """Release the device and leave the group."""
         self._runner = None
+        if self._device.type == "cuda":
+            # Captured graphs hold the group's collectives, and must not live on in some cycle.
+            gc.collect()
         self._group.close()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _make_runner(
         self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]

@@ -36,7 +36,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import AsyncIterator, Coroutine, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -199,13 +199,15 @@ async def _read_raw(request: HttpRequest, timeout_s: float) -> bytes:
     too_large = HTTPException(413, f"The body may have {MAX_BODY_BYTES} bytes.", _CLOSE)
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
-        await _discard_body(request)
+        await _discard(request.stream())
         raise too_large
+    # One stream for both: a request has none any more once its last part has come.
+    stream = request.stream()
     chunks: list[bytes] = []
     num_bytes = 0
     try:
         async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
+            async for chunk in stream:
                 num_bytes += len(chunk)
                 if num_bytes > MAX_BODY_BYTES:
                     break
@@ -214,17 +216,17 @@ async def _read_raw(request: HttpRequest, timeout_s: float) -> bytes:
         text = f"The body did not arrive within {timeout_s:g} s."
         raise HTTPException(408, text, _CLOSE) from error
     if num_bytes > MAX_BODY_BYTES:
-        await _discard_body(request)
+        await _discard(stream)
         raise too_large
     return b"".join(chunks)
 
 
-async def _discard_body(request: HttpRequest) -> None:
+async def _discard(stream: AsyncIterator[bytes]) -> None:
     """Take some of a body that is refused: a client that still sends would miss the answer."""
     num_bytes = 0
     with suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_DISCARD_TIMEOUT_S):
-            async for chunk in request.stream():
+            async for chunk in stream:
                 num_bytes += len(chunk)
                 if num_bytes > _MOST_DISCARDED_BYTES:
                     return
