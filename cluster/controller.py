@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
-_MAX_DEATHS_IN_A_ROW = 3
-"""Groups that may die without a step between them."""
+_FATAL_DEATHS_IN_A_ROW = 3
+"""So many groups that die without a step between them end the engine."""
 _MAX_RESTARTS = 3
-"""Groups that may die as they start, one after another."""
+"""Groups that are started, one after another, until one lives."""
 _RESTART_PAUSE_S = 1.0
 
 
@@ -177,8 +177,10 @@ class Controller:
 
     def _replace_ranks(self, error: WorkerError) -> None:
         """Begin an epoch with new ranks; every request goes on from the tokens it has."""
+        if error.details:
+            logger.warning("%s", error.details)
         self._num_deaths += 1
-        if self._num_deaths >= _MAX_DEATHS_IN_A_ROW:
+        if self._num_deaths >= _FATAL_DEATHS_IN_A_ROW:
             raise error
         self._is_replacing = True
         started_s = time.monotonic()
@@ -187,8 +189,6 @@ class Controller:
             events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
             self._note(events)
             num_waiting = len(self._journal)
-        if error.details:
-            logger.warning("%s", error.details)
         are_waiting = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
         logger.warning("%s The ranks are replaced; %s.", error, are_waiting)
         self._outlet.publish(
@@ -207,6 +207,8 @@ class Controller:
             try:
                 return self._executor.restart()
             except WorkerError as error:
+                if error.details:
+                    logger.warning("%s", error.details)
                 if attempt == _MAX_RESTARTS:
                     raise WorkerError(
                         f"its ranks died {attempt} times as they started. {error}"

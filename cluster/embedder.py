@@ -7,13 +7,13 @@ there is to schedule is how many of them fit a step.
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 from array import array
 from typing import TYPE_CHECKING, get_args
 
 from pagedray.batch import EmbedPlan, Pooling
 from pagedray.errors import EngineError, InvalidRequestError, StartupError, WorkerError
+from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,16 +72,11 @@ class Embedder:
                 raise InvalidRequestError("prompt holds half of a character.", param="prompt")
             ids = self._tokenizer.encode(prompt).ids
         else:
-            ids = [operator.index(one) for one in prompt]
+            check_token_ids(prompt, self._vocab_size, "prompt")
+            ids = list(prompt)
         if not 1 <= len(ids) <= self._context:
             raise InvalidRequestError(
                 f"prompt has {len(ids)} tokens, but an encoder reads 1 to {self._context}.",
-                param="prompt",
-            )
-        wrong = next((one for one in ids if not 0 <= one < self._vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"prompt holds the token id {wrong}, but ids are 0 to {self._vocab_size - 1}.",
                 param="prompt",
             )
         return ids

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import cast
 
 import msgspec
 
 from pagedray.errors import InvalidRequestError
 
-__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_N", "FinishReason", "Request", "SamplingParams"]
+__all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "FinishReason",
+    "Request",
+    "SamplingParams",
+    "check_token_ids",
+]
 
 MAX_N = 128
 MAX_COUNT = 2**31 - 1
@@ -121,6 +130,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is served earlier."""
     deadline_s: float | None = None
     """When it is given up, on the monotonic clock."""
+
+
+def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError for what is no token id of a vocabulary."""
+    if set(map(type, token_ids)) == {int}:
+        # Prompts may be long: the usual case is no loop of Python's.
+        ids = cast("Sequence[int]", token_ids)
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            return
+    for one in token_ids:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise InvalidRequestError(
+                f"{param} must hold token ids, which are integers, not {_shown(one)}.", param=param
+            )
+        if not 0 <= one < vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds the token id {_shown(one)}, but ids are 0 to {vocab_size - 1}.",
+                param=param,
+            )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

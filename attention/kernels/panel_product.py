@@ -57,6 +57,7 @@ class PanelProduct:
             and weight.numel() > 0
             and weight.shape[1] <= _MOST_IN_SIZE
             and (bias is None or bias.is_contiguous())
+            and (bias is None or (bias.dtype == weight.dtype and len(bias) == len(weight)))
         )
         library = _library() if is_served else None
         if library is None:

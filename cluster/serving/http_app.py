@@ -46,7 +46,8 @@ __all__ = ["build_app"]
 
 MAX_BODY_BYTES = 4 * 2**20
 _MOST_DISCARDED_BYTES = 16 * 2**20
-_DISCARD_TIMEOUT_S = 1.0
+_PAUSE_S = 0.03
+"""A client that has sent nothing for so long waits for an answer."""
 _JSON_TYPE = "application/json"
 # What is left of a body that is not read would be taken for the next request.
 _CLOSE = {"connection": "close"}
@@ -222,14 +223,18 @@ async def _read_raw(request: HttpRequest, timeout_s: float) -> bytes:
 
 
 async def _discard(stream: AsyncIterator[bytes]) -> None:
-    """Take some of a body that is refused: a client that still sends would miss the answer."""
+    """Take some of a body that is refused: a client that still sends would miss the answer.
+
+    One that waits for the answer before it sends has it at once.
+    """
     num_bytes = 0
     with suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+        async with asyncio.timeout(_PAUSE_S) as pause:
             async for chunk in stream:
                 num_bytes += len(chunk)
                 if num_bytes > _MOST_DISCARDED_BYTES:
                     return
+                pause.reschedule(asyncio.get_running_loop().time() + _PAUSE_S)
 
 
 def _model_card(servicer: Servicer, created_s: int) -> Json:

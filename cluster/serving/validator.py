@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from cluster.serving.chat_template import ChatMessage
 from pagedray.errors import InvalidRequestError, UnknownModelError
-from pagedray.request import MAX_N, Request, SamplingParams
+from pagedray.request import MAX_N, Request, SamplingParams, check_token_ids
 
 if TYPE_CHECKING:
     from cluster.serving.text_pool import TextPool
@@ -114,8 +114,8 @@ class Validator:
         sampling = SamplingParams(**fields)
         for text in sampling.stop:
             _check_unicode(text, "stop")
-        self._check_token_ids(sampling.stop_token_ids, "stop_token_ids")
-        self._check_token_ids(tuple(sampling.logit_bias), "logit_bias")
+        check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
+        check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
         return sampling
 
     async def _request(
@@ -146,7 +146,7 @@ class Validator:
             self._check_prompt_length(len(token_ids), "prompt")
             return token_ids
         self._check_prompt_length(len(prompt), "prompt")
-        self._check_token_ids(prompt, "prompt")
+        check_token_ids(prompt, self._vocab_size, "prompt")
         return prompt
 
     async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
@@ -190,15 +190,6 @@ class Validator:
                 f"room for {self._context - 1} and one generated token.",
                 param=param,
             )
-
-    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            return
-        wrong = next(one for one in token_ids if not 0 <= one < self._vocab_size)
-        raise InvalidRequestError(
-            f"{param} holds the token id {wrong}, but ids are 0 to {self._vocab_size - 1}.",
-            param=param,
-        )
 
     def _with_max_tokens(
         self, sampling: SamplingParams, num_prompt_tokens: int, given: GenerationInput

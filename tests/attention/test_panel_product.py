@@ -146,3 +146,9 @@ def test_weight_is_copied() -> None:
 def test_what_does_not_serve_is_refused() -> None:
     assert PanelProduct.make(torch.randn(4, 4).half(), None) is None
     assert PanelProduct.make(torch.empty(1, 2**18 + 1), None) is None
+
+
+def test_bias_that_does_not_fit_is_not_served() -> None:
+    weight = torch.randn(64, 64)
+    assert PanelProduct.make(weight, torch.randn(3)) is None
+    assert PanelProduct.make(weight.bfloat16(), torch.randn(64)) is None

@@ -153,6 +153,17 @@ def test_declared_large_body_is_refused_before_it_is_sent(server: Server) -> Non
         assert b" 413 " in connection.recv(100)
 
 
+def test_body_in_pieces_that_is_just_too_large_is_refused(http: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b" " * 4 * 2**20
+        yield b" "
+
+    headers = {"content-type": "application/json"}
+    for _ in range(5):
+        answer = http.post("/v1/completions", content=pieces(), headers=headers)
+        assert answer.status_code == 413
+
+
 def test_large_body_in_pieces_is_refused(http: httpx.Client) -> None:
     def pieces() -> Iterator[bytes]:
         for _ in range(5 * 16):
