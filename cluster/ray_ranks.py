@@ -143,7 +143,7 @@ class RayRanks:
 
     def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
         starting = [self._actors[0].free_address.remote()]
-        (address,) = self._results(starting, f"Starting {self._size} ranks", lambda: 0.0)
+        (address,) = self._results(starting, f"Starting {_ranks(self._size)}", lambda: 0.0)
         loading = [actor.load.remote(address) for actor in self._actors]
         sizes = self._results(loading, "Loading weights", self._loaded_fraction)
         cache_size = CacheSize(min(size[0] for size in sizes), min(size[1] for size in sizes))
@@ -221,6 +221,10 @@ class RayRanks:
         self._report_progress("Connecting", 0.0)
         finished, _ = ray.wait(self._running, timeout=0)
         ray.get(finished)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _endpoint(placement: PlacementGroup, folder: Path) -> str:
