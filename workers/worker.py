@@ -100,11 +100,8 @@ class Worker:
         """Release the device and leave the group."""
         self._runner = None
         if self._device.type == "cuda":
-            # Captured graphs hold the group's collectives, and must not live on in some cycle.
-            gc.collect()
+            _release_memory()
         self._group.close()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _make_runner(
         self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]
@@ -168,7 +165,7 @@ class Worker:
             runner.launch(plan).output()
         step_bytes = torch.cuda.max_memory_reserved(self._device) - before
         del runner
-        torch.cuda.empty_cache()
+        _release_memory()
         return step_bytes
 
     def _graph_bytes(self) -> int:
@@ -188,8 +185,14 @@ class Worker:
         runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
         after, _ = torch.cuda.mem_get_info(self._device)
         del runner
-        torch.cuda.empty_cache()
+        _release_memory()
         return before - after
+
+
+def _release_memory() -> None:
+    # Captured graphs hold memory and the group's collectives, and must not live on in some cycle.
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def device_of(config: EngineConfig, group: ParallelGroup) -> torch.device:
