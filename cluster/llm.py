@@ -18,9 +18,10 @@ from cluster.executor import make_executor
 from cluster.options import EngineOptions, engine_config
 from cluster.progress import ProgressLine
 from cluster.serving.chat_template import ChatMessage
+from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt
 from cluster.serving.text_stream import SequenceOutput, TextStream
 from cluster.serving.tokenizer import Tokenizer, read_tokenizer
-from cluster.serving.validator import ChatPrompt, GenerationInput, Prompt, Validator
+from cluster.serving.validator import Validator
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import EngineError, InvalidRequestError, OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams

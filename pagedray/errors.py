@@ -7,6 +7,8 @@
     |-- RequestError            a client's mistake or misfortune
     |   |-- InvalidRequestError 400 INVALID_ARGUMENT
     |   |   `-- CapacityError   it can never fit, however long it waits
+    |   |-- AuthenticationError 401 UNAUTHENTICATED
+    |   |-- ForbiddenError      403 PERMISSION_DENIED
     |   |-- UnknownModelError   404 NOT_FOUND
     |   |-- OverloadedError     429 RESOURCE_EXHAUSTED
     |   `-- DeadlineError       504 DEADLINE_EXCEEDED
@@ -22,11 +24,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AuthenticationError",
     "CapacityError",
     "CheckpointError",
     "DeadlineError",
     "DeviceError",
     "EngineError",
+    "ForbiddenError",
     "InvalidRequestError",
     "OverloadedError",
     "PagedRayError",
@@ -83,6 +87,22 @@ class CapacityError(InvalidRequestError):
             f"The request needs {needed} KV blocks but the cache holds only {capacity}.",
             param="max_tokens",
         )
+
+
+class AuthenticationError(RequestError):
+    """A call without a key, or with one that nobody has."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    openai_type = "invalid_request_error"
+
+
+class ForbiddenError(RequestError):
+    """A call that its tenant may not make."""
+
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    openai_type = "invalid_request_error"
 
 
 class UnknownModelError(RequestError):

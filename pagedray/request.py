@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -17,6 +17,8 @@ __all__ = [
     "FinishReason",
     "Request",
     "SamplingParams",
+    "Structure",
+    "StructureKind",
     "check_token_ids",
 ]
 
@@ -35,6 +37,22 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a continuation must look like.
+
+    Raises InvalidRequestError for what is too long; whether the text is a schema, an expression or
+    a grammar is found when it is compiled.
+    """
+
+    kind: StructureKind
+    text: str = ""
+    """The JSON schema, the regular expression, the grammar in EBNF, or the choices as a JSON list
+    of strings; nothing for `json_object`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether the model's end-of-sequence tokens are ordinary tokens."""
     logprobs: int | None = None
     """Likeliest tokens to report beside the chosen one; None reports nothing."""
+    structure: Structure | None = None
+    """What the continuation must look like; None is anything."""
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from cluster.serving.inputs import GenerationInput, Prompt
 from cluster.serving.listener import listen
-from cluster.serving.validator import GenerationInput, Prompt
 from pagedray import __version__
 from pagedray.errors import InvalidRequestError, PagedRayError
 from pagedray.request import MAX_LOGIT_BIAS, FinishReason

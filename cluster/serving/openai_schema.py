@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from cluster.serving.chat_template import ChatMessage
+from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt
 from cluster.serving.json_body import read_json
-from cluster.serving.validator import ChatPrompt, GenerationInput, Prompt
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.metrics import Metrics
 from cluster.serving.text_pool import TextPool
 from cluster.serving.text_stream import SequenceOutput, TextStream
-from cluster.serving.validator import GenerationInput, Validator
+from cluster.serving.validator import Validator
 from pagedray.errors import (
     DeadlineError,
     EngineError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.inputs import GenerationInput
     from cluster.serving.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 

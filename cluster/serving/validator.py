@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.serving.chat_template import ChatMessage
+from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt
 from pagedray.errors import InvalidRequestError, UnknownModelError
 from pagedray.request import MAX_N, Request, SamplingParams, check_token_ids
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.serving.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
-__all__ = ["ChatPrompt", "GenerationInput", "Prompt", "Validator"]
+__all__ = ["Validator"]
 
 _MAX_CLIENT_ID_LENGTH = 128
 _MAX_PRIORITY = 2**31 - 1
@@ -31,35 +29,6 @@ _LONG_TEXT = 2048
 """Characters of a call from which on they are tokenized in a thread."""
 _LONG_CHAT = 64
 """Messages from which on a template writes them in a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation that the assistant is to go on with."""
-
-    messages: tuple[ChatMessage, ...]
-
-
-Prompt = str | tuple[int, ...] | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationInput:
-    """What a client asked for, in no protocol's words."""
-
-    prompts: tuple[Prompt, ...]
-    sampling: Mapping[str, object] = field(default_factory=dict)
-    """Fields of SamplingParams that the client has set."""
-    default_max_tokens: int | None = None
-    """Tokens when the client sets no maximum; None is as many as the context has room for."""
-    model: str | None = None
-    """The model that the client named."""
-    client_id: str | None = None
-    """The client's own id of the call."""
-    priority: int = 0
-    deadline_s: float | None = None
-    """On the monotonic clock."""
-    tenant: str = ""
 
 
 class Validator:

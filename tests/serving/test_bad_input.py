@@ -10,7 +10,8 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.validator import GenerationInput, Validator
+from cluster.serving.inputs import GenerationInput
+from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.fronts import Fronts
-from cluster.serving.validator import GenerationInput
+from cluster.serving.inputs import GenerationInput
 from pagedray.errors import DeviceError, EngineError, ShuttingDownError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc

@@ -1,0 +1,69 @@
+"""What clients ask for, in no protocol's words: the fronts write it, the servicer reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.serving.chat_template import ChatMessage
+from pagedray.batch import Pooling
+
+__all__ = ["ChatPrompt", "EmbeddingInput", "GenerationInput", "Prompt", "TokenizeInput"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation that the assistant is to go on with."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    """Tools as the model's chat template takes them: `{"type": "function", "function": ...}`."""
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationInput:
+    """What is to be continued, and how."""
+
+    prompts: tuple[Prompt, ...]
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    """Fields of SamplingParams that the client has set."""
+    default_max_tokens: int | None = None
+    """Tokens when the client sets no maximum; None is as many as the context has room for."""
+    model: str | None = None
+    """The model that the client named."""
+    client_id: str | None = None
+    """The client's own id of the call."""
+    priority: int = 0
+    deadline_s: float | None = None
+    """On the monotonic clock."""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingInput:
+    """Texts, or their token ids, that are to become vectors."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    pooling: Pooling | None = None
+    """None is what the model was made for."""
+    is_normalized: bool = True
+    dimensions: int | None = None
+    """The first so many numbers of each vector; None is all of them."""
+    model: str | None = None
+    deadline_s: float | None = None
+    """On the monotonic clock."""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeInput:
+    """A text or a conversation whose token ids are wanted."""
+
+    prompt: str | ChatPrompt
+    add_special_tokens: bool = True
+    """Whether a text gets what the model wants around a prompt; a conversation has it anyway."""
+    model: str | None = None
+    tenant: str = ""
