@@ -103,6 +103,14 @@ class AttentionMetadataBuilder(ABC):
     def servers(self) -> dict[str, dict[str, int]]:
         """Return how many layers whose kernels serve, by part of a step and server."""
 
+    def servers_in_words(self) -> list[str]:
+        """Return a sentence for each part of a step and server, for a worker's log."""
+        return [
+            f"{server} serves {part} of {count} layers."
+            for part, counts in self.servers().items()
+            for server, count in counts.items()
+        ]
+
 
 class AttentionState(ABC):
     """What a worker keeps between steps: buffers of captured graphs and the like."""

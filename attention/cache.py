@@ -4,11 +4,11 @@ The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads
 contiguous: a block of all layers is one contiguous chunk, and layer `l` sees `cache[:, l]`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-__all__ = ["copy_blocks", "kv_cache_shape", "swap_blocks"]
+__all__ = ["check_pairs", "copy_blocks", "kv_cache_shape", "runs_of", "swap_blocks"]
 
 
 def kv_cache_shape(
@@ -33,8 +33,8 @@ def swap_blocks(
             f"Blocks differ: source {tuple(src_cache.shape[1:])} {src_cache.dtype}, "
             f"destination {tuple(dst_cache.shape[1:])} {dst_cache.dtype}."
         )
-    _check(pairs, len(src_cache), len(dst_cache))
-    for src, dst, length in _runs(pairs):
+    check_pairs(pairs, len(src_cache), len(dst_cache))
+    for src, dst, length in runs_of(pairs):
         dst_cache[dst : dst + length].copy_(src_cache[src : src + length], non_blocking=True)
 
 
@@ -45,17 +45,18 @@ def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     also a destination. So one list may fork a block many times, hand a block on and reuse its
     old place, or exchange two blocks. Destinations may not repeat.
     """
-    _check(pairs, len(cache), len(cache))
+    check_pairs(pairs, len(cache), len(cache))
     sources = {src for src, _ in pairs}
     if sources.isdisjoint(dst for _, dst in pairs):
-        for src, dst, length in _runs(pairs):
+        for src, dst, length in runs_of(pairs):
             cache[dst : dst + length].copy_(cache[src : src + length])
         return
     src_ids, dst_ids = torch.tensor(pairs, device=cache.device).unbind(1)
     cache.index_copy_(0, dst_ids, cache.index_select(0, src_ids))
 
 
-def _check(pairs: Sequence[tuple[int, int]], num_src: int, num_dst: int) -> None:
+def check_pairs(pairs: Sequence[tuple[int, int]], num_src: int, num_dst: int) -> None:
+    """Raise ValueError if a block is outside its cache, or a destination is named twice."""
     destinations = {dst for _, dst in pairs}
     if len(destinations) != len(pairs):
         raise ValueError(f"A destination block is named twice in {list(pairs)}.")
@@ -66,12 +67,13 @@ def _check(pairs: Sequence[tuple[int, int]], num_src: int, num_dst: int) -> None
             )
 
 
-def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first destination, length) of each run of neighbouring pairs."""
-    start = 0
-    for i in range(1, len(pairs) + 1):
-        offset = i - start
-        src, dst = pairs[start]
-        if i == len(pairs) or pairs[i] != (src + offset, dst + offset):
-            yield src, dst, offset
-            start = i
+def runs_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return (first source, first destination, length) of each run of neighbouring pairs."""
+    runs: list[tuple[int, int, int]] = []
+    for src, dst in pairs:
+        first_src, first_dst, length = runs[-1] if runs else (src, dst, 0)
+        if runs and (src, dst) == (first_src + length, first_dst + length):
+            runs[-1] = first_src, first_dst, length + 1
+        else:
+            runs.append((src, dst, 1))
+    return runs

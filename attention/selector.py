@@ -17,7 +17,7 @@ _BACKENDS = {
 }
 
 # What stands for a name on a GPU, if it is not the same as on a CPU.
-_ON_GPU = {"torch_sdpa": ("attention.sdpa_gpu_backend", "TorchSDPAGpuBackend")}
+_ON_GPU = {"torch_sdpa": ("attention.sdpa.gpu_backend", "TorchSDPAGpuBackend")}
 
 BACKEND_NAMES = (AUTO, *_BACKENDS)
 

@@ -24,11 +24,11 @@ from attention.abstract import (
 from attention.fp8 import from_fp8, to_fp8
 from attention.kernels.paged_decode import DecodeRows, PagedDecode
 from attention.params import KV_CACHE_DTYPES
-from attention.sdpa_buffers import CacheViews, LayerRows, Scratch, Staging
-from attention.sdpa_plan import GroupPlan
-from attention.sdpa_planner import PlanBuffers, encoder_of, make_planner
-from attention.sdpa_run import LayerRunner
-from attention.sdpa_write import WritePlan, plan_write
+from attention.sdpa.buffers import CacheViews, LayerRows, Scratch, Staging
+from attention.sdpa.plan import GroupPlan
+from attention.sdpa.planner import PlanBuffers, encoder_of, make_planner
+from attention.sdpa.run import LayerRunner
+from attention.sdpa.write import WritePlan, plan_write
 
 __all__ = [
     "TorchSDPABackend",
@@ -91,7 +91,9 @@ class TorchSDPAMetadata(AttentionMetadata):
         kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
         assert kernel is not None
         assert place is not None
-        kernel.run(rows, query, kv_cache, place, out)
+        params = self._builder.spec.layers[layer_index]
+        scales = params.k_scale, params.v_scale
+        kernel.run(rows, query, kv_cache, place, out, scales=scales)
 
     def cache_rows(self, kv_cache: torch.Tensor, layer_index: int) -> LayerRows:
         """Return the cache of a layer that has one as rows."""

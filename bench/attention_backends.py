@@ -32,9 +32,9 @@ import torch
 
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
 from attention.flashinfer_backend import FlashInferBackend
-from attention.gpu_metadata import GpuMetadata, GpuMetadataBuilder
+from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.layer import Attention
-from attention.sdpa_gpu_backend import (
+from attention.sdpa.gpu_backend import (
     TorchSDPAGpuBackend,
     TorchSDPAGpuMetadataBuilder,
     TorchSDPAGpuState,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend
-    from attention.gpu_group import GpuGroup
+    from attention.gpu.group import GpuGroup
 
 NUM_LAYERS = 8
 SEQ_LEN = 2048
@@ -80,7 +80,7 @@ class SharedBuilder(TorchSDPAGpuMetadataBuilder):
     """Plans for the shared kernels alone."""
 
     def _make_group(self, params: AttentionParams, *, is_graph: bool) -> GpuGroup:
-        from attention.shared_group import SharedGroup
+        from attention.gpu.shared_group import SharedGroup
 
         return SharedGroup(params, self._spec, is_graph=is_graph)
 
@@ -94,20 +94,8 @@ class SharedState(TorchSDPAGpuState):
 class SharedKernelBackend(TorchSDPAGpuBackend):
     """The kernels that all backends share, by themselves."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Return what the table calls it."""
-        return "shared kernel"
-
-    @staticmethod
-    def get_state_cls() -> type[SharedState]:
-        """Return the class of a worker's state."""
-        return SharedState
-
-    @staticmethod
-    def get_builder_cls() -> type[SharedBuilder]:
-        """Return the class that builds metadata."""
-        return SharedBuilder
+    name = "shared kernel"
+    state_cls = SharedState
 
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (

@@ -26,6 +26,7 @@ import torch
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
 from attention.cache import kv_cache_shape
 from attention.layer import Attention
+from attention.params import storage_dtype
 from attention.selector import select_backend
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ CASES = (
     (1, 8192, 32, 8, 128, 4),
 )
 BLOCK_SIZE = 16
+CACHES = (
+    (torch.float32, "auto"),
+    (torch.bfloat16, "auto"),
+    (torch.bfloat16, "fp8_e4m3"),
+    (torch.bfloat16, "fp8_e5m2"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +53,14 @@ class Row:
 
     shape: str
     dtype: str
+    """Of the cache; queries are bfloat16 where it is fp8."""
     decode: float
     """GB/s of keys and values, median over rounds."""
     copy: float
     """GB/s read by the copy."""
     ratio: float
-    target: float = 0.5
+    target: float | None
+    """None for fp8, a byte of which is as much work as two of bfloat16."""
 
 
 def main() -> int:
@@ -63,8 +72,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = [
-        _measure(case, dtype, options.rounds)
-        for dtype in (torch.float32, torch.bfloat16)
+        _measure(case, dtype, kv_cache_dtype, options.rounds)
+        for dtype, kv_cache_dtype in CACHES
         for case in CASES
     ]
     print("| sequences x keys, heads | dtype | decode GB/s | copy GB/s | ratio | target |")
@@ -80,13 +89,14 @@ def main() -> int:
 
 
 @torch.inference_mode()
-def _measure(case: tuple[int, ...], dtype: torch.dtype, rounds: int) -> Row:
+def _measure(case: tuple[int, ...], dtype: torch.dtype, kv_cache_dtype: str, rounds: int) -> Row:
     num_sequences, num_keys, num_heads, num_kv_heads, head_size, num_layers = case
     params = AttentionParams(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
+        kv_cache_dtype=kv_cache_dtype,
     )
     spec = AttentionSpec(
         layers=(params,) * num_layers,
@@ -104,7 +114,7 @@ def _measure(case: tuple[int, ...], dtype: torch.dtype, rounds: int) -> Row:
         num_kv_heads=num_kv_heads,
         head_size=head_size,
     )
-    cache = torch.randn(shape).to(dtype)
+    cache = torch.randn(shape).to(spec.cache_dtype).view(storage_dtype(spec.cache_dtype))
     query = torch.randn(num_sequences, num_heads * head_size).to(dtype)
     key = torch.randn(num_sequences, num_kv_heads * head_size).to(dtype)
     metadata = backend.make_metadata_builder(spec).build(batch)
@@ -124,10 +134,11 @@ def _measure(case: tuple[int, ...], dtype: torch.dtype, rounds: int) -> Row:
             rates.append([num_bytes / s / 1e9 for s in seconds])
     row = Row(
         shape=f"{num_sequences} x {num_keys}, {num_heads}/{num_kv_heads} of {head_size}",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(spec.cache_dtype).removeprefix("torch."),
         decode=statistics.median(rate for rate, _ in rates),
         copy=statistics.median(rate for _, rate in rates),
         ratio=statistics.median(rate / other for rate, other in rates),
+        target=0.5 if kv_cache_dtype == "auto" else None,
     )
     print(row, file=sys.stderr)
     return row

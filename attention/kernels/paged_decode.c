@@ -4,18 +4,22 @@
  * Each key and value is read once, where it lies, for all query heads of its group; the softmax
  * is kept up to date block by block (Milakov and Gimelshein, 2018). Blocks to come are fetched
  * ahead by software, into the second cache: the first has no room for as much as memory's delay
- * asks for, and a core left to its own devices reads at half the rate.
+ * asks for, and a core left to its own devices reads at half the rate. Blocks of fp8 numbers are
+ * widened, exactly, one KV head at a time, into the first cache, and read from there.
  */
 #include <math.h>
 #include <omp.h>
 
-#include "lanes.h"
+#include "fp8.h"
 
 #define MAX_BLOCK 256
 #define ROW (MAX_BLOCK + LANES) /* scores are written and weighed by whole vectors */
 #define STEP (2 * LANES)
 #define GROUP 4 /* query heads at a time */
 #define WIDE 4  /* vectors of a value at a time */
+
+/* What the cache holds: elements as those of queries, or fp8. */
+enum { SAME, E4M3, E5M2 };
 
 typedef struct {
     int64_t num_sequences;
@@ -29,7 +33,9 @@ typedef struct {
     int64_t query_stride; /* elements from a query row to the next */
     int64_t out_stride;
     int64_t window; /* keys that a query sees, its own included; 0 is all */
+    int64_t format;
     float scale;
+    float value_scale;
     float soft_cap; /* 0 is none */
 } Shape;
 
@@ -83,6 +89,20 @@ INLINE int64_t kv_heads_at_once(const Shape *shape) {
 
 INLINE void fetch(const void *from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i, 0, 2);
+}
+
+/* Begins to read a block's keys and values of one KV head. */
+INLINE void fetch_block(const Shape *shape, int64_t row_bytes, const char *keys) {
+    const char *values = keys + shape->value_offset * (row_bytes / shape->head_size);
+    for (int64_t key = 0; key < shape->block_size; key++) {
+        fetch(keys + key * shape->num_kv_heads * row_bytes, row_bytes);
+        fetch(values + key * shape->num_kv_heads * row_bytes, row_bytes);
+    }
+}
+
+/* Bytes of an element of the cache, beside queries with elements of `width` bytes. */
+INLINE int64_t width_of(const Shape *shape, int64_t width) {
+    return shape->format == SAME ? width : 1;
 }
 
 #define ELEMENT float

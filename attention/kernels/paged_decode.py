@@ -22,6 +22,8 @@ __all__ = ["DecodeRows", "PagedDecode"]
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
+# What the cache holds, by number: elements of the model's dtype are 0.
+_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 class _Shape(ctypes.Structure):
@@ -40,9 +42,11 @@ class _Shape(ctypes.Structure):
                 "query_stride",
                 "out_stride",
                 "window",
+                "format",
             )
         ),
         ("scale", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     )
 
@@ -73,7 +77,9 @@ class PagedDecode:
         block_elements = spec.block_size * params.num_kv_heads * params.head_size
         self._kernel = kernel
         self._item_size = spec.dtype.itemsize
-        self._layer_bytes = 2 * block_elements * self._item_size
+        self._layer_bytes = 2 * block_elements * spec.cache_dtype.itemsize
+        self._scale = params.scale
+        self._is_fp8 = spec.cache_dtype in _FORMATS
         self._shape = _Shape(
             num_heads=params.num_heads,
             num_kv_heads=params.num_kv_heads,
@@ -82,7 +88,9 @@ class PagedDecode:
             block_stride=2 * spec.num_cache_layers * block_elements,
             value_offset=block_elements,
             window=params.sliding_window or 0,
+            format=_FORMATS.get(spec.cache_dtype, 0),
             scale=params.scale,
+            value_scale=1.0,
             soft_cap=params.soft_cap or 0.0,
         )
         self._shape_address = ctypes.addressof(self._shape)
@@ -97,7 +105,7 @@ class PagedDecode:
             spec.device.type == "cpu"
             and params.is_cached
             and spec.dtype in _SUFFIXES
-            and spec.cache_dtype == spec.dtype
+            and (spec.cache_dtype == spec.dtype or spec.cache_dtype in _FORMATS)
             and spec.block_size <= _MAX_BLOCK_SIZE
             and params.head_size <= _MAX_HEAD_SIZE
         )
@@ -116,13 +124,17 @@ class PagedDecode:
         kv_cache: torch.Tensor,
         place: int,
         out: torch.Tensor,
+        *,
+        scales: tuple[float, float],
     ) -> None:
         """Attend for the decodes of a step; `query` and `out` are those of all its tokens.
 
         Rows may be strided, `[num_tokens, num_heads * head_size]`. `place` is the layer's on the
-        cache's layer axis.
+        cache's layer axis, and `scales` are what its fp8 keys and values are multiplied by.
         """
         shape, item_size = self._shape, self._item_size
+        if self._is_fp8:
+            shape.scale, shape.value_scale = self._scale * scales[0], scales[1]
         shape.num_sequences, shape.table_stride = rows.tables.shape
         shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
         self._kernel(

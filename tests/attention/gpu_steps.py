@@ -24,6 +24,7 @@ __all__ = [
     "NEEDS_GPU",
     "check_replays",
     "check_waits_for_nothing",
+    "gpu_rig",
     "heads_of",
     "run_steps",
 ]
@@ -64,6 +65,23 @@ def heads_of(group: str, head_size: int, feature: str) -> AttentionParams:
         head_size=head_size,
         alibi_slopes=params.alibi_slopes and slopes,
         scale=head_size**-0.5 if params.scale == FEATURES["plain"].scale else params.scale,
+    )
+
+
+def gpu_rig(
+    *layers: AttentionParams,
+    backend: type[AttentionBackend],
+    dtype: torch.dtype,
+    block_size: int,
+) -> Rig:
+    """Return a rig with room for all that `run_steps` runs."""
+    return Rig(
+        *layers,
+        backend=backend,
+        dtype=dtype,
+        block_size=block_size,
+        num_blocks=1600 // block_size + 20,
+        device="cuda",
     )
 
 

@@ -29,6 +29,7 @@ from tests.attention.gpu_steps import (
     GROUPS,
     HEAD_SIZES,
     check_replays,
+    gpu_rig,
     heads_of,
     run_steps,
 )
@@ -133,13 +134,11 @@ def _result(cell: Cell, name: str) -> str:
     try:
         if cell.run is _no_steps:
             return _replayed(cell, _backend(cell, name))
-        rig = Rig(
+        rig = gpu_rig(
             *cell.layers,
             backend=_backend(cell, name),
             dtype=cell.dtype,
             block_size=cell.block_size,
-            num_blocks=1600 // cell.block_size + 20,
-            device="cuda",
         )
         cell.run(rig)
     except (AssertionError, RuntimeError, ValueError) as error:

@@ -91,6 +91,7 @@ class Rig:
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
+        self.backend = backend
         self.spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
         assert backend.check(self.spec) == ()
         self.layers = [
@@ -155,7 +156,7 @@ class Rig:
         blocks = parent.blocks[:shared]
         if parent.length % self.spec.block_size:
             blocks.append(self.free.pop())
-            TorchSDPABackend.copy_blocks(self.cache, [(parent.blocks[shared], blocks[-1])])
+            self.backend.copy_blocks(self.cache, [(parent.blocks[shared], blocks[-1])])
         return replace(parent, blocks=blocks, keys=list(parent.keys), values=list(parent.values))
 
     def release(self, sequence: RigSequence) -> None:

@@ -1,14 +1,15 @@
 """A backend of the shared kernels alone, on any device: all of the GPU's path but a library."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from attention.abstract import AttentionBackend, AttentionSpec
-from attention.gpu_impl import GpuImpl
-from attention.gpu_metadata import GpuMetadata, GpuMetadataBuilder
-from attention.gpu_state import GpuState
+from attention.abstract import AttentionSpec
+from attention.gpu.backend import GpuBackend
+from attention.gpu.impl import GpuImpl
+from attention.gpu.metadata import GpuMetadataBuilder
+from attention.gpu.shared_group import SharedGroup
+from attention.gpu.state import GpuState
+from attention.gpu.unified_op import define_op
 from attention.params import AttentionParams
-from attention.shared_group import SharedGroup
-from attention.unified_op import define_op
 
 __all__ = ["SharedBackend"]
 
@@ -26,36 +27,13 @@ class _Impl(GpuImpl):
     op = define_op("unified_shared_test")
 
 
-class SharedBackend(AttentionBackend):
-    """Attention by the shared kernels."""
+class SharedBackend(GpuBackend):
+    """Attention by the shared kernels, which the selector does not know."""
 
-    supports_graph_capture = True
-
-    @staticmethod
-    def get_name() -> str:
-        """Return a name that the selector does not know."""
-        return "shared"
-
-    @staticmethod
-    def get_impl_cls() -> type[GpuImpl]:
-        """Return the class of a layer's computation."""
-        return _Impl
-
-    @staticmethod
-    def get_metadata_cls() -> type[GpuMetadata]:
-        """Return the class of a step's metadata."""
-        return GpuMetadata
-
-    @staticmethod
-    def get_state_cls() -> type[GpuState]:
-        """Return the class of a worker's state."""
-        return _State
-
-    @staticmethod
-    def get_builder_cls() -> type[GpuMetadataBuilder]:
-        """Return the class that builds metadata."""
-        return _Builder
+    name = "shared"
+    impl_cls = _Impl
+    state_cls = _State
 
     @classmethod
-    def _refusals(cls, spec: AttentionSpec) -> Iterable[str]:
-        return ()
+    def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
+        yield from ()

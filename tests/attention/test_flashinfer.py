@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.flashinfer.kernels import plan_arguments, reason_for_shared
+from attention.flashinfer.pages import PageUploader
 from attention.flashinfer_backend import FlashInferBackend
-from attention.flashinfer_kernels import plan_arguments, reason_for_shared
-from attention.flashinfer_pages import PageUploader
-from attention.gpu_batch import Rows
+from attention.gpu.batch import Rows
 from attention.selector import select_backend
 from tests.attention.rig import params_of
 
@@ -52,7 +52,7 @@ def test_every_reason_for_a_refusal_is_given() -> None:
 
 
 def test_absent_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.flashinfer_backend.find_spec", lambda name: None)
+    monkeypatch.setattr("attention.gpu.backend.find_spec", lambda name: None)
     reasons = FlashInferBackend.check(SPEC)
     assert "the package flashinfer-python is not installed" in reasons
     assert "the package triton is not installed" in reasons

@@ -18,7 +18,7 @@ from tests.attention.rig import TOLERANCE, Rig, params_of
 
 pytest.importorskip("triton")
 
-OURS = ("attention.flashinfer_decode", "attention.flashinfer_prefill", "attention.flashinfer_group")
+OURS = ("attention.flashinfer.decode", "attention.flashinfer.prefill", "attention.flashinfer.group")
 FEATURES: dict[str, AttentionParams] = {
     "plain": params_of(4, 2, 64),
     "scale": params_of(4, 2, 64, scale=0.3),

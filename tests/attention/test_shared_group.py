@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from attention.abstract import AttentionParams, AttentionType
+from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
+from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.dense_reference import relative_error
 from tests.attention.rig import TOLERANCE, Rig, params_of
@@ -124,6 +126,78 @@ def test_graph_inputs_follow_each_step_at_their_addresses() -> None:
             assert relative_error(replayed[:2].cpu(), expected.cpu()) < TOLERANCE[torch.float32]
             assert (replayed[2:] == 0).all()
         a.length, b.length = a.length + 1, b.length + 1
+
+
+def test_buffers_of_someone_else_are_filled() -> None:
+    rig = rig_of(params_of())
+    a = rig.sequence()
+    rig.step(prefills=[(a, 5)])
+    state = SharedBackend.get_state_cls()(replace(rig.spec, max_seq_len=32))
+    with state.graph_capture(2):
+        captured = state.graph_capture_get_metadata_for_batch(2)
+        clone = state.graph_clone(2)
+    others = {
+        name: torch.full_like(buffer, -7)
+        for name, buffer in clone.get_graph_input_buffers(captured).items()
+    }
+    live = rig.builder.build(rig.batch([], [a]))
+    clone.prepare_graph_input_buffers(others, live)
+    assert others["seq_lens"].tolist() == [6, 0]
+    assert others["slot_mapping"].tolist() == [int(live.batch.slot_mapping[0]), -1]
+    assert others["block_tables"][0, :2].tolist() == a.blocks
+
+
+@pytest.mark.parametrize("graph_batch_size", [None, 4])
+def test_advanced_steps_equal_steps_that_are_uploaded(graph_batch_size: int | None) -> None:
+    kinds = AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    rig = rig_of(*(replace(params_of(), attention_type=kind) for kind in kinds))
+    a, b = rig.sequence(7), rig.sequence(3)
+    rig.step(prefills=[(a, 3), (b, 6)])
+    spec = replace(rig.spec, max_seq_len=32)
+
+    def builder() -> GpuMetadataBuilder:
+        return SharedBackend.get_builder_cls()(spec, graph_batch_size=graph_batch_size)
+
+    tables = np.array([[3, 5, 9, 4], [7, 2, 8, 6]], dtype=np.int32)
+    batch = replace(rig.batch([], [a, b]), block_tables=tables)
+    kept = builder()
+    step = kept.build(batch)
+    address = step.gpu_batch.slot_mapping.data_ptr()
+    for _ in range(5):
+        step, batch = step.advance_step(), batch.advanced(spec.block_size)
+        assert_same_step(step, builder().build(batch))
+        assert step.gpu_batch.slot_mapping.data_ptr() == address
+
+
+def test_step_that_was_overwritten_is_uploaded_when_it_advances() -> None:
+    rig = rig_of(params_of())
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 3), (b, 5)])
+    step = rig.builder.build(rig.batch([], [a]))
+    expected = rig.builder.alike().build(step.batch.advanced(rig.spec.block_size))
+    assert step.gpu_batch.slot_mapping.tolist() == step.batch.slot_mapping.tolist()
+    assert rig.builder.build(rig.batch([], [b])).gpu_batch.decodes is not None
+    assert_same_step(step.advance_step(), expected)
+
+
+def assert_same_step(step: AttentionMetadata, expected: AttentionMetadata) -> None:
+    """Check that two decodes say the same to the device and to the host."""
+    assert isinstance(step, GpuMetadata)
+    assert isinstance(expected, GpuMetadata)
+    batch, other = step.gpu_batch, expected.gpu_batch
+    assert batch.slot_mapping.tolist() == other.slot_mapping.tolist()
+    assert batch.num_padding == other.num_padding
+    for kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+        (_, rows), (_, others) = batch.rows_of(kind), other.rows_of(kind)
+        assert (rows is None) == (others is None)
+        if rows is None or others is None:
+            continue
+        assert rows.block_tables is not None
+        assert others.block_tables is not None
+        assert rows.seq_lens.tolist() == others.seq_lens.tolist()
+        assert rows.host_seq_lens.tolist() == others.host_seq_lens.tolist()
+        assert rows.block_tables.tolist() == others.block_tables.tolist()
+        assert (rows.max_seq_len, rows.is_fresh) == (others.max_seq_len, others.is_fresh)
 
 
 def test_sequence_beyond_the_graph_is_refused() -> None:

@@ -112,3 +112,20 @@ def test_profile_run_rounds_as_a_cache_would() -> None:
     alone = layer(*parts, rig.cache.new_empty(0), metadata)
     assert (rig.cache == rig.nan).all()
     assert torch.equal(layer(*parts, rig.cache, metadata), alone)
+
+
+@TYPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [(10, 2, 24), (4, 4, 64), (5, 1, 128), (6, 2, 20)])
+def test_decodes_over_ragged_rows_equal_the_dense_reference(
+    heads: tuple[int, int, int], dtype: torch.dtype, name: str
+) -> None:
+    layers = (
+        params_of(*heads, fp8=name),
+        params_of(*heads, fp8=name, sliding_window=7, soft_cap=2.0, has_alibi=True),
+    )
+    rig = Rig(*layers, dtype=dtype, block_size=16)
+    sequences = [rig.sequence() for _ in range(3)]
+    rig.step(prefills=list(zip(sequences, (40, 15, 1), strict=True)))
+    for _ in range(3):
+        rig.step(decodes=sequences, num_padding=1)

@@ -1,16 +1,16 @@
 """What the xFormers backend decides on the host, without the library or a GPU."""
 
-import logging
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.selector import select_backend
+from attention.xformers.cells import why_decode_is_shared, why_prefill_is_shared
 from attention.xformers_backend import XFormersBackend, XFormersMetadataBuilder
-from attention.xformers_cells import why_decode_is_shared, why_prefill_is_shared
 from tests.attention.rig import params_of
 
 PLAIN = params_of(8, 2, 128)
@@ -31,7 +31,7 @@ def test_every_reason_for_a_refusal_is_given() -> None:
 
 
 def test_absent_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.xformers_backend.find_spec", lambda name: None)
+    monkeypatch.setattr("attention.gpu.backend.find_spec", lambda name: None)
     reasons = XFormersBackend.check(SPEC)
     assert "the package xformers is not installed" in reasons
     assert "the package triton is not installed" in reasons
@@ -94,16 +94,23 @@ def test_decodes_are_shared_for_a_reason(
     assert why_decode_is_shared(params, spec) == reason
 
 
-def test_log_says_who_serves(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(XFormersMetadataBuilder, "_make_group", lambda *a, **k: None)
-    layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5)
-    with caplog.at_level(logging.INFO, logger="attention.xformers_backend"):
-        XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
-    assert caplog.messages == [
-        "xFormers serves prefills of layers [0, 2].",
-        "xFormers serves decodes of layers [0, 2].",
-        "The shared kernels serve prefills of layers [1], for xFormers lacks a soft cap.",
-        "The shared kernels serve decodes of layers [1], for xFormers lacks a soft cap.",
+class Groups(SimpleNamespace):
+    """Stands for the groups of layers, which need the library."""
+
+    def __init__(self, params: AttentionParams, *, is_graph: bool) -> None:
+        server = "xformers" if params.soft_cap is None else "shared"
+        super().__init__(
+            params=params, servers=dict.fromkeys(("prefill", "fresh", "decode"), server)
+        )
+
+
+def test_builder_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(XFormersMetadataBuilder, "_make_group", staticmethod(Groups))
+    encoder = replace(PLAIN, soft_cap=2.0, attention_type=AttentionType.ENCODER)
+    layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5), encoder
+    builder = XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
+    assert builder.servers_in_words() == [
+        "xformers serves prefill, fresh, decode of layers [0, 2].",
+        "shared serves prefill, fresh, decode of layers [1]: xFormers lacks a soft cap.",
+        "shared serves fresh of layers [3]: xFormers lacks a soft cap.",
     ]

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec, AttentionType
-from attention.gpu_batch import GpuBatchUploader, Rows
-from attention.gpu_group import LayerCache
+from attention.gpu.batch import GpuBatchUploader, Rows
+from attention.gpu.group import LayerCache
 from tests.attention.rig import params_of
 
 pytest.importorskip("triton")
 pytest.importorskip("xformers")
 
-from attention.xformers_decode import PagedDecodes, _layer_rows
-from attention.xformers_library import attn_bias, decode_op
-from attention.xformers_ragged import RaggedAttention
+from attention.xformers.decode import PagedDecodes, _layer_rows
+from attention.xformers.library import attn_bias, decode_op
+from attention.xformers.ragged import RaggedAttention
 
 CPU = torch.device("cpu")
 PLAIN = params_of(8, 2, 64)

@@ -14,7 +14,6 @@ _TILE = 128
 @triton.jit
 def _advance_rows(
     seq_lens: tl.tensor,
-    positions: tl.tensor,
     slot_mapping: tl.tensor,
     tables: tl.tensor,
     table_stride: tl.tensor,
@@ -26,43 +25,39 @@ def _advance_rows(
     rows = tl.program_id(0) * tile + tl.arange(0, tile)
     is_row = rows < num_rows
     lengths = tl.load(seq_lens + rows, mask=is_row, other=0)
-    slots = tl.load(slot_mapping + rows, mask=is_row, other=-1)
-    is_decode = is_row & (lengths > 0) & (slots >= 0)
+    is_decode = is_row & (lengths > 0)
     columns = lengths // block_size
     has_room = is_decode & (columns < table_width)
     entries = tables + rows.to(tl.int64) * table_stride + columns
     blocks = tl.load(entries, mask=has_room, other=0).to(tl.int64)
     slots = tl.where(has_room, blocks * block_size + lengths % block_size, -1)
     tl.store(slot_mapping + rows, slots, mask=is_decode)
-    tl.store(positions + rows, lengths.to(positions.dtype.element_ty), mask=has_room)
     tl.store(seq_lens + rows, lengths + 1, mask=has_room)
 
 
 def advance(
     seq_lens: torch.Tensor,
-    positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     block_tables: torch.Tensor,
     *,
     block_size: int,
 ) -> None:
-    """Add one token to each sequence in place: its length, its position and its slot.
+    """Add one token to each sequence in place: to its length, and its slot in place of the last.
 
-    `seq_lens` is int32 `[B]`, `positions` int32 or int64, `slot_mapping` int64, `block_tables`
-    int32 `[B, width]`. Rows with length 0 or slot -1 are padding and stay as they are. A row whose
-    table has no block for the next token becomes padding: its slot is -1 and all else stays.
+    `seq_lens` is int32 `[B]`, `slot_mapping` int64 `[>= B]`, `block_tables` int32 `[>= B, width]`.
+    Rows of length 0 are padding and stay as they are. A row whose table has no block for the next
+    token keeps its length, and its slot is -1.
     """
     num_rows = len(seq_lens)
     assert seq_lens.dtype == block_tables.dtype == torch.int32
     assert slot_mapping.dtype == torch.int64
-    assert all(t.is_contiguous() for t in (seq_lens, positions, slot_mapping))
+    assert all(t.is_contiguous() for t in (seq_lens, slot_mapping))
     assert block_tables.stride(1) == 1
-    assert num_rows <= min(len(positions), len(slot_mapping), len(block_tables))
+    assert num_rows <= min(len(slot_mapping), len(block_tables))
     if not num_rows:
         return
     _advance_rows[(triton.cdiv(num_rows, _TILE),)](
         seq_lens,
-        positions,
         slot_mapping,
         block_tables,
         block_tables.stride(0),

@@ -2,11 +2,11 @@
 
 import torch
 
-from attention.flashinfer_decode import FlashInferDecode
-from attention.flashinfer_pages import PageUploader
-from attention.flashinfer_prefill import PagedPrefill, RaggedPrefill
-from attention.gpu_batch import GpuBatch, Rows
-from attention.gpu_group import GpuGroup, LayerCache
+from attention.flashinfer.decode import FlashInferDecode
+from attention.flashinfer.pages import PageUploader
+from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
+from attention.gpu.batch import GpuBatch, Rows
+from attention.gpu.group import GpuGroup, LayerCache
 from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 __all__ = ["FlashInferGroup"]
@@ -39,8 +39,7 @@ class FlashInferGroup(GpuGroup):
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
-        prefills = batch.cross_prefills if self._is_cross else batch.prefills
-        decodes = batch.cross_decodes if self._is_cross else batch.decodes
+        prefills, decodes = batch.rows_of(self.params.attention_type)
         if not self.params.is_cached:
             fresh = batch.encoders if self._is_encoder else prefills
             if fresh is not None:

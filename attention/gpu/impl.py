@@ -5,8 +5,8 @@ from typing import ClassVar
 import torch
 
 from attention.abstract import AttentionImpl, AttentionMetadata
-from attention.gpu_metadata import GpuMetadata
-from attention.unified_op import AttentionOp
+from attention.gpu.metadata import GpuMetadata
+from attention.gpu.unified_op import AttentionOp
 
 __all__ = ["GpuImpl"]
 

@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.params import KV_CACHE_DTYPES, AttentionParams
-from attention.sdpa_bias import needs_explicit_scores
-from attention.sdpa_decode import DecodeChunk
-from attention.sdpa_gather import Gather
-from attention.sdpa_plan import Prompts, Span
+from attention.sdpa.bias import needs_explicit_scores
+from attention.sdpa.decode import DecodeChunk
+from attention.sdpa.gather import Gather
+from attention.sdpa.plan import Prompts, Span
 
 __all__ = ["LayerRunner"]
 

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.gpu_batch import Rows
-from attention.gpu_group import LayerCache
+from attention.gpu.batch import Rows
+from attention.gpu.group import LayerCache
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.params import AttentionParams
-from attention.xformers_library import RAGGED_OP, attend, attn_bias
+from attention.xformers.library import RAGGED_OP, attend, attn_bias
 
 __all__ = ["RaggedAttention"]
 

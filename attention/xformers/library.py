@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention.xformers_cells import SMALLEST_TILE
+from attention.xformers.cells import SMALLEST_TILE
 
 
 @contextmanager
@@ -31,10 +31,22 @@ def _without_warnings() -> Iterator[None]:
 
 
 with _without_warnings():
+    from xformers import _cpp_lib
     from xformers.ops.fmha import attn_bias, flash, triton_splitk
     from xformers.ops.fmha.common import Inputs
 
 __all__ = ["RAGGED_OP", "attend", "attn_bias", "decode_op"]
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    # xFormers keeps why its extension did not load, and with it every frame of whoever imported
+    # it: an engine that is closed would stay on the GPU.
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+_forget_frames(_cpp_lib._cpp_library_load_exception)
 
 RAGGED_OP: Any = flash.FwOp  # Any: xFormers declares no types
 """FlashAttention 2 as torch has it: keys and values in rows, none from blocks."""

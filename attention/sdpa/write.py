@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from attention.batch import AttentionBatch, EncoderBatch
-from attention.sdpa_buffers import LayerRows, Staging
+from attention.sdpa.buffers import LayerRows, Staging
 
 __all__ = ["WritePlan", "plan_write"]
 

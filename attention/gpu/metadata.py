@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -14,9 +15,9 @@ from attention.abstract import (
     AttentionSpec,
     AttentionType,
 )
-from attention.gpu_batch import GpuBatch, GpuBatchUploader, Rows
-from attention.gpu_group import GpuGroup, LayerCache
-from attention.unified_op import handle_of
+from attention.gpu.batch import GpuBatch, GpuBatchUploader, Rows
+from attention.gpu.group import GpuGroup, LayerCache
+from attention.gpu.unified_op import handle_of
 
 __all__ = ["GpuMetadata", "GpuMetadataBuilder"]
 
@@ -30,6 +31,7 @@ class GpuMetadata(AttentionMetadata):
         self._given = batch
         self._builder = builder
         self._gpu_batch: GpuBatch | None = None
+        self._step_before: GpuBatch | None = None
 
     @cached_property
     def handle(self) -> int:
@@ -52,13 +54,16 @@ class GpuMetadata(AttentionMetadata):
 
     def advance_step(self) -> "GpuMetadata":
         """Return the metadata of the next step of a decode-only batch; this one ends."""
-        return self._builder.build(self._given.advanced(self._builder.spec.block_size))
+        following = self._builder.build(self._given.advanced(self._builder.spec.block_size))
+        following._step_before = self._gpu_batch
+        return following
 
     @property
     def gpu_batch(self) -> GpuBatch:
         """Return the step's numbers on the GPU, planned for by every group of layers."""
         if self._gpu_batch is None:
-            self._gpu_batch = self._builder.plan(self._batch)
+            self._gpu_batch = self._builder.plan(self._batch, after=self._step_before)
+            self._step_before = None
         return self._gpu_batch
 
     def run_layer(
@@ -103,9 +108,7 @@ class GpuMetadata(AttentionMetadata):
         # Imported where it is used: a backend can be asked for its refusals without Triton.
         from attention.kernels.triton.cache_write import cache_write
 
-        is_cross = params.attention_type is AttentionType.ENCODER_DECODER
-        slots = batch.encoder_slot_mapping if is_cross else batch.slot_mapping
-        assert slots is not None
+        slots = batch.slots_of(params.attention_type)
         cache_write(key, value, cache.blocks, slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
     def _attend_cached(
@@ -120,8 +123,7 @@ class GpuMetadata(AttentionMetadata):
         out: torch.Tensor,
     ) -> None:
         is_cross = params.attention_type is AttentionType.ENCODER_DECODER
-        prefills = batch.cross_prefills if is_cross else batch.prefills
-        decodes = batch.cross_decodes if is_cross else batch.decodes
+        prefills, decodes = batch.rows_of(params.attention_type)
         if prefills is not None:
             tokens = prefills.tokens
             # What an fp8 cache gives back is not what was put in: chunks must not differ by it.
@@ -156,6 +158,8 @@ class GpuMetadata(AttentionMetadata):
 class GpuMetadataBuilder(AttentionMetadataBuilder):
     """Builds metadata for one backend; a captured graph has a builder of its own."""
 
+    metadata_cls: ClassVar[type[GpuMetadata]] = GpuMetadata
+
     def __init__(self, spec: AttentionSpec, *, graph_batch_size: int | None = None) -> None:
         """`graph_batch_size`: every batch is padded to so many decodes, and keeps its address."""
         super().__init__(spec)
@@ -185,7 +189,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, batch: AttentionBatch) -> GpuMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
-        return GpuMetadata(batch, self)
+        return self.metadata_cls(batch, self)
 
     def alike(self) -> "GpuMetadataBuilder":
         """Return another builder that plans in the same way, with buffers of its own."""
@@ -204,9 +208,15 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         width = -(-self._spec.max_seq_len // self._spec.block_size)
         return batch.padded(self._graph_batch_size, width)
 
-    def plan(self, batch: AttentionBatch) -> GpuBatch:
-        """Upload a step and plan it for every group."""
-        gpu_batch = self._uploader.upload(batch)
+    def plan(self, batch: AttentionBatch, *, after: GpuBatch | None) -> GpuBatch:
+        """Bring a step to the device and plan it for every group.
+
+        `after` is the step before, if this one is that with each sequence one token further.
+        """
+        if after is None:
+            gpu_batch = self._uploader.upload(batch)
+        else:
+            gpu_batch = self._uploader.advance(batch, after=after, block_size=self._spec.block_size)
         for group in self._groups:
             group.plan(gpu_batch)
         return gpu_batch
@@ -218,6 +228,26 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
             for part, server in group.servers.items():
                 counts[part][server] += 1
         return {part: dict(servers) for part, servers in counts.items()}
+
+    def servers_in_words(self) -> list[str]:
+        """Return a sentence for each server of some layers, with why it is not the library."""
+        sentences = []
+        for group in self._groups:
+            layers = [i for i, (_, other) in enumerate(self._layers) if other is group]
+            lacks = self._lacks(group.params)
+            parts: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+            for part, server in group.servers.items():
+                # Without a cache all is fresh.
+                if group.params.is_cached or part == "fresh":
+                    parts[server, lacks.get(part)].append(part)
+            for (server, reason), names in parts.items():
+                because = "" if reason is None else f": {reason}"
+                sentences.append(f"{server} serves {', '.join(names)} of layers {layers}{because}.")
+        return sentences
+
+    def _lacks(self, params: AttentionParams) -> dict[str, str]:
+        """Return why the shared kernels serve layers with these parameters, by part of a step."""
+        return {}
 
     def layer(self, layer_index: int) -> tuple[AttentionParams, GpuGroup]:
         """Return a layer's parameters and its group."""

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from attention.gpu_batch import GpuBatch, Rows
-from attention.gpu_group import GpuGroup, LayerCache
-from attention.params import AttentionParams, AttentionSpec, AttentionType
-from attention.shared_group import SharedGroup
-from attention.xformers_cells import why_decode_is_shared, why_prefill_is_shared
-from attention.xformers_decode import PagedDecodes
-from attention.xformers_ragged import RaggedAttention
+from attention.gpu.batch import GpuBatch, Rows
+from attention.gpu.group import GpuGroup, LayerCache
+from attention.gpu.shared_group import SharedGroup
+from attention.params import AttentionParams, AttentionSpec
+from attention.xformers.cells import why_decode_is_shared, why_prefill_is_shared
+from attention.xformers.decode import PagedDecodes
+from attention.xformers.ragged import RaggedAttention
 
 __all__ = ["XFormersGroup"]
 
@@ -54,7 +54,7 @@ class XFormersGroup(GpuGroup):
         if self._ragged is not None:
             self._ragged.forget_step()
         if self._decodes is not None:
-            tables = _get_seq_len_block_table_args(batch, self.params.attention_type)
+            tables = _get_seq_len_block_table_args(batch, self.params)
             if tables is not None:
                 self._decodes.plan(*tables)
 
@@ -88,21 +88,14 @@ class XFormersGroup(GpuGroup):
         return self._shared
 
 
-def _get_seq_len_block_table_args(
-    batch: GpuBatch, attention_type: AttentionType
-) -> _KeyTables | None:
+def _get_seq_len_block_table_args(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
     """Return where the decodes of a step find their keys; None if there is nothing to find.
 
     Decoders read their own sequences, cross attention those of the encoders, and encoders have no
     blocks.
     """
-    if attention_type is AttentionType.DECODER:
-        rows = batch.decodes
-    elif attention_type is AttentionType.ENCODER_DECODER:
-        rows = batch.cross_decodes
-    else:
-        rows = None
-    if rows is None:
+    _, decodes = batch.rows_of(params.attention_type)
+    if decodes is None or not params.is_cached:
         return None
-    assert rows.block_tables is not None
-    return _KeyTables(rows.seq_lens, rows.max_seq_len, rows.block_tables)
+    assert decodes.block_tables is not None
+    return _KeyTables(decodes.seq_lens, decodes.max_seq_len, decodes.block_tables)

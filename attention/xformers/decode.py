@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.gpu_group import LayerCache
+from attention.gpu.group import LayerCache
 from attention.params import AttentionParams, AttentionSpec
-from attention.xformers_library import attend, attn_bias, decode_op
+from attention.xformers.library import attend, attn_bias, decode_op
 
 __all__ = ["PagedDecodes"]
 

@@ -10,11 +10,11 @@ from flashinfer.prefill import (
     BatchPrefillWithRaggedKVCacheWrapper,
 )
 
-from attention.flashinfer_kernels import announce, plan_arguments
-from attention.flashinfer_memory import PlanMemory, SharedScratch
-from attention.flashinfer_pages import Pages, pinned
-from attention.gpu_batch import Rows
-from attention.gpu_group import LayerCache
+from attention.flashinfer.kernels import announce, plan_arguments
+from attention.flashinfer.memory import PlanMemory, SharedScratch
+from attention.flashinfer.pages import Pages, pinned
+from attention.gpu.batch import Rows
+from attention.gpu.group import LayerCache
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["FlashInferPrefill", "PagedPrefill", "RaggedPrefill"]

@@ -13,7 +13,7 @@ import torch
 
 from attention.fp8 import pair_table
 from attention.params import KV_CACHE_DTYPES, AttentionParams, AttentionSpec
-from attention.sdpa_buffers import Scratch, Staging
+from attention.sdpa.buffers import Scratch, Staging
 
 __all__ = ["Gather", "Gatherer"]
 

@@ -6,10 +6,10 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.gpu_batch import GpuBatch, Rows
-from attention.gpu_group import GpuGroup, LayerCache
+from attention.gpu.batch import GpuBatch, Rows
+from attention.gpu.group import GpuGroup, LayerCache
+from attention.gpu.shared_group import SharedGroup
 from attention.params import AttentionParams, AttentionSpec
-from attention.shared_group import SharedGroup
 
 __all__ = ["TorchSDPAGpuGroup"]
 

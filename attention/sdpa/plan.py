@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from attention.kernels.paged_decode import DecodeRows
-from attention.sdpa_decode import DecodeChunk
-from attention.sdpa_gather import Gather
-from attention.sdpa_write import WritePlan
+from attention.sdpa.decode import DecodeChunk
+from attention.sdpa.gather import Gather
+from attention.sdpa.write import WritePlan
 
 __all__ = ["GroupPlan", "Prompts", "Span", "Tile"]
 

@@ -14,7 +14,7 @@ from attention.abstract import (
     AttentionType,
     EncoderBatch,
 )
-from attention.gpu_metadata import GpuMetadata, GpuMetadataBuilder
+from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 
 __all__ = ["GpuState"]
 
@@ -74,13 +74,16 @@ class GpuState(AttentionState):
     def prepare_graph_input_buffers(
         self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
-        """Copy live metadata into a graph's input buffers, and plan for it, before a replay."""
+        """Bring live metadata to a graph's input buffers, and plan for it, before a replay."""
         if self._graph_builder is None:
             raise RuntimeError("This state belongs to no graph: ask its clone.")
         planned = self._graph_builder.build(metadata.batch)
-        for name, buffer in self.get_graph_input_buffers(planned).items():
-            # Equal shapes lie at equal addresses; were it not so, a replay would read garbage.
-            assert buffer.data_ptr() == input_buffers[name].data_ptr()
+        self.begin_forward(planned)
+        for name, live in self.get_graph_input_buffers(planned).items():
+            # The graph's builder uploads to where it did for the capture, so that its own buffers
+            # are filled already; buffers of anyone else are filled here.
+            if live.data_ptr() != input_buffers[name].data_ptr():
+                input_buffers[name].copy_(live)
 
     def begin_forward(self, metadata: AttentionMetadata) -> None:
         """Upload and plan a step before an eager forward."""

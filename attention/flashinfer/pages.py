@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.gpu_batch import Rows
+from attention.gpu.batch import Rows
 
 __all__ = ["GraphPages", "PageUploader", "Pages", "pinned"]
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from attention.params import AttentionParams, AttentionSpec
-from attention.sdpa_bias import Staircase
-from attention.sdpa_buffers import Staging
-from attention.sdpa_gather import Gather, Gatherer
+from attention.sdpa.bias import Staircase
+from attention.sdpa.buffers import Staging
+from attention.sdpa.gather import Gather, Gatherer
 
 __all__ = ["DecodeChunk", "DecodePlanner"]
 

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attention.params import AttentionParams, AttentionSpec
-from attention.sdpa_bias import Staircase
-from attention.sdpa_gather import Gatherer
-from attention.sdpa_plan import Prompts, Span, Tile
+from attention.sdpa.bias import Staircase
+from attention.sdpa.gather import Gatherer
+from attention.sdpa.plan import Prompts, Span, Tile
 
 __all__ = ["PromptRuns", "SpanPlanner"]
 

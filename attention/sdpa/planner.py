@@ -12,13 +12,13 @@ import torch
 from attention.batch import AttentionBatch, EncoderBatch
 from attention.kernels.paged_decode import DecodeRows
 from attention.params import AttentionParams, AttentionSpec, AttentionType
-from attention.sdpa_bias import Staircase
-from attention.sdpa_buffers import Scratch, Staging
-from attention.sdpa_decode import DecodePlanner
-from attention.sdpa_gather import Gatherer
-from attention.sdpa_plan import GroupPlan, Prompts, Span
-from attention.sdpa_span import PromptRuns, SpanPlanner
-from attention.sdpa_write import WritePlan
+from attention.sdpa.bias import Staircase
+from attention.sdpa.buffers import Scratch, Staging
+from attention.sdpa.decode import DecodePlanner
+from attention.sdpa.gather import Gatherer
+from attention.sdpa.plan import GroupPlan, Prompts, Span
+from attention.sdpa.span import PromptRuns, SpanPlanner
+from attention.sdpa.write import WritePlan
 
 __all__ = ["GroupPlanner", "PlanBuffers", "encoder_of", "make_planner"]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention.gpu_batch import GpuBatch, Rows
+from attention.gpu.batch import GpuBatch, Rows
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["GpuGroup", "LayerCache"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from attention.gpu_batch import GpuBatch, Rows
-from attention.gpu_group import GpuGroup, LayerCache
+from attention.gpu.batch import GpuBatch, Rows
+from attention.gpu.group import GpuGroup, LayerCache
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
@@ -16,7 +16,7 @@ from attention.kernels.triton.tuning import (
     default_num_splits,
     next_power_of_two,
 )
-from attention.params import AttentionParams, AttentionSpec, AttentionType
+from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["SharedGroup"]
 
@@ -49,10 +49,9 @@ class SharedGroup(GpuGroup):
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
-        is_cross = self.params.attention_type is AttentionType.ENCODER_DECODER
-        rows = batch.cross_decodes if is_cross else batch.decodes
-        if rows is not None and self.params.is_cached:
-            self._plan_decode(rows)
+        _, decodes = batch.rows_of(self.params.attention_type)
+        if decodes is not None and self.params.is_cached:
+            self._plan_decode(decodes)
 
     def prefill(
         self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 
-from attention.flashinfer_kernels import announce, plan_arguments
-from attention.flashinfer_memory import PlanMemory, SharedScratch
-from attention.flashinfer_pages import Pages
-from attention.gpu_batch import Rows
-from attention.gpu_group import LayerCache
+from attention.flashinfer.kernels import announce, plan_arguments
+from attention.flashinfer.memory import PlanMemory, SharedScratch
+from attention.flashinfer.pages import Pages
+from attention.gpu.batch import Rows
+from attention.gpu.group import LayerCache
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["FlashInferDecode"]

@@ -4,7 +4,7 @@ Equal shapes lie at equal addresses: that is all that a captured graph needs of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attention.batch import AttentionBatch
+from attention.params import AttentionType
 
 __all__ = ["GpuBatch", "GpuBatchUploader", "Rows"]
 
@@ -67,6 +68,19 @@ class GpuBatch:
     encoder_slot_mapping: torch.Tensor | None
     num_padding: int
 
+    def rows_of(self, kind: AttentionType) -> tuple[Rows | None, Rows | None]:
+        """Return the prefills and the decodes over the keys that layers of a type see."""
+        if kind is AttentionType.ENCODER_DECODER:
+            return self.cross_prefills, self.cross_decodes
+        return self.prefills, self.decodes
+
+    def slots_of(self, kind: AttentionType) -> torch.Tensor:
+        """Return where layers of a type write their keys and values."""
+        if kind is not AttentionType.ENCODER_DECODER:
+            return self.slot_mapping
+        assert self.encoder_slot_mapping is not None
+        return self.encoder_slot_mapping
+
 
 class GpuBatchUploader:
     """Two pinned buffers that take turns, and one on the GPU that all steps share."""
@@ -81,13 +95,14 @@ class GpuBatchUploader:
         self._pinned: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
+        self._latest: GpuBatch | None = None
 
     def upload(self, batch: AttentionBatch) -> GpuBatch:
         """Return the step's numbers on the device; waits for nothing."""
         parts = _Parts(batch)
         slots, encoder_slots, *tensors = self._copy(parts.arrays)
         rows = [None if part is None else self._rows(part, tensors) for part in parts.rows]
-        return GpuBatch(
+        self._latest = GpuBatch(
             prefills=rows[0],
             decodes=rows[1],
             cross_prefills=rows[2],
@@ -97,6 +112,32 @@ class GpuBatchUploader:
             encoder_slot_mapping=encoder_slots if batch.encoder is not None else None,
             num_padding=batch.num_padding,
         )
+        return self._latest
+
+    def advance(self, batch: AttentionBatch, *, after: GpuBatch, block_size: int) -> GpuBatch:
+        """Return the numbers of a batch of decodes that is `after`, each one token further.
+
+        They are brought forward where they lie, or uploaded if they were overwritten meanwhile.
+        """
+        rows = after.decodes
+        if self._latest is not after or rows is None:
+            return self.upload(batch)
+        # Imported where it is used: a backend can be asked for its refusals without Triton.
+        from attention.kernels.triton.advance import advance
+
+        assert rows.block_tables is not None
+        # What pads a graph has no keys, and stays.
+        advance(rows.seq_lens, after.slot_mapping, rows.block_tables, block_size=block_size)
+        longest = int(batch.seq_lens.max(initial=0))
+        decodes = replace(
+            rows,
+            host_seq_lens=batch.seq_lens,
+            max_seq_len=self._max_seq_len or longest,
+            # Whoever is a token further has keys of before.
+            is_fresh=False,
+        )
+        self._latest = replace(after, decodes=decodes)
+        return self._latest
 
     def _rows(self, part: "_Part", tensors: list[torch.Tensor]) -> Rows:
         starts, lens = tensors[part.index], tensors[part.index + 1]

@@ -1,0 +1,37 @@
+"""Copies of blocks within a cache on a GPU."""
+
+from collections.abc import Sequence
+
+import torch
+
+from attention.cache import check_pairs, runs_of
+from attention.cache import copy_blocks as copy_runs
+
+__all__ = ["copy_blocks"]
+
+
+def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy block `src` to block `dst` within a cache, all layers, for each pair, all at once.
+
+    What `attention.cache.copy_blocks` does, to the same result. Blocks that lie apart are one
+    launch of a kernel there; neighbours are one copy, for which no kernel is needed.
+    """
+    if not _is_served(cache, pairs):
+        copy_runs(cache, pairs)
+        return
+    # Imported where it is used: a backend can be asked for its refusals without Triton.
+    from attention.kernels.triton import copy_blocks as kernel
+
+    check_pairs(pairs, len(cache), len(cache))
+    # Torch gives pinned memory to nobody else before the copies from it are done.
+    host = torch.tensor(pairs, dtype=torch.int64)
+    if cache.is_cuda:
+        host = host.pin_memory()
+    kernel.copy_blocks(cache, host.to(cache.device, non_blocking=True))
+
+
+def _is_served(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the kernel is of use, which reads and writes in no order."""
+    sources, destinations = zip(*pairs, strict=True) if pairs else ((), ())
+    is_apart = len(runs_of(pairs)) > 1
+    return is_apart and set(sources).isdisjoint(destinations) and cache.is_contiguous()

@@ -1,0 +1,244 @@
+"""Norms, rotations and gates of token rows: what lies between the products of a layer.
+
+Each reads its rows once and computes in float32, where torch would run several kernels that read
+and round them in between.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.tuning import next_power_of_two
+
+__all__ = ["Gate", "add_norm", "gated", "norm_heads", "rotate_heads"]
+
+Gate = Literal["silu", "gelu", "gelu_tanh"]
+
+_HEADS_PER_PROGRAM = 8
+_GATE_TILE = 1024
+
+
+@triton.jit
+def _add_norm(
+    stream: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    stream_stride: tl.tensor,
+    delta_stride: tl.tensor,
+    eps: tl.tensor,
+    size: tl.constexpr,
+    has_delta: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_centred: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.arange(0, tile)
+    is_element = elements < size
+    kept = tl.load(stream + row * stream_stride + elements, mask=is_element, other=0.0)
+    if has_delta:
+        added = tl.load(delta + row * delta_stride + elements, mask=is_element, other=0.0)
+        kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
+        tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
+    x = kept.to(tl.float32)
+    if is_centred:
+        x = tl.where(is_element, x - tl.sum(x, axis=0) / size, 0.0)
+    normed = x / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
+    normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
+    if has_bias:
+        normed += tl.load(bias + elements, mask=is_element, other=0.0).to(tl.float32)
+    tl.store(out + row * size + elements, normed.to(out.dtype.element_ty), mask=is_element)
+
+
+def add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+) -> torch.Tensor:
+    """Return the norm of `stream + delta`, `[num_rows, size]`; `stream` becomes that sum.
+
+    The norm is the root-mean-square norm, or, centred, that of the rows less their means.
+    """
+    num_rows, size = stream.shape
+    assert stream.stride(1) == 1
+    assert delta is None or (delta.shape == stream.shape and delta.stride(1) == 1)
+    out = torch.empty((num_rows, size), dtype=stream.dtype, device=stream.device)
+    if num_rows:
+        tile = next_power_of_two(size)
+        _add_norm[(num_rows,)](
+            stream,
+            stream if delta is None else delta,
+            weight,
+            weight if bias is None else bias,
+            out,
+            stream.stride(0),
+            0 if delta is None else delta.stride(0),
+            eps,
+            size=size,
+            has_delta=delta is not None,
+            has_bias=bias is not None,
+            is_centred=is_centred,
+            tile=tile,
+            num_warps=min(16, max(4, tile // 512)),
+        )
+    return out
+
+
+@triton.jit
+def _norm_heads(
+    heads: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    token_stride: tl.tensor,
+    eps: tl.tensor,
+    num_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    head_tile: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
+    elements = tl.arange(0, tile)
+    mask = (head[:, None] < num_heads) & (elements[None, :] < head_size)
+    offsets = head[:, None] * head_size + elements[None, :]
+    x = tl.load(heads + token * token_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    normed = x / tl.sqrt(tl.sum(x * x, axis=1) / head_size + eps)[:, None]
+    normed *= tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    offsets += token * num_heads * head_size
+    tl.store(out + offsets, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the root-mean-square norm of each head, `[num_tokens, num_heads, head_size]`.
+
+    `weight` is `[num_heads, head_size]`; tokens may be strided, their heads not.
+    """
+    num_tokens, num_heads, head_size = heads.shape
+    assert heads.stride()[1:] == (head_size, 1)
+    assert weight.shape == (num_heads, head_size)
+    assert weight.is_contiguous()
+    out = torch.empty((num_tokens, num_heads, head_size), dtype=heads.dtype, device=heads.device)
+    if num_tokens:
+        _norm_heads[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
+            heads,
+            weight,
+            out,
+            heads.stride(0),
+            eps,
+            num_heads=num_heads,
+            head_size=head_size,
+            head_tile=_HEADS_PER_PROGRAM,
+            tile=next_power_of_two(head_size),
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _rotate_heads(
+    heads: tl.tensor,
+    positions: tl.tensor,
+    table: tl.tensor,
+    token_stride: tl.tensor,
+    num_heads: tl.constexpr,
+    half: tl.constexpr,
+    head_tile: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
+    pairs = tl.arange(0, tile)
+    is_pair = pairs < half
+    turns = table + tl.load(positions + token) * (2 * half) + pairs
+    cos = tl.load(turns, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(turns + half, mask=is_pair, other=0.0)[None, :]
+    mask = (head[:, None] < num_heads) & is_pair[None, :]
+    places = heads + token * token_stride + head[:, None] * (2 * half) + pairs[None, :]
+    first = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(places + half, mask=mask, other=0.0).to(tl.float32)
+    element_type = heads.dtype.element_ty
+    tl.store(places, (first * cos - second * sin).to(element_type), mask=mask)
+    tl.store(places + half, (second * cos + first * sin).to(element_type), mask=mask)
+
+
+def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
+    """Turn `[num_tokens, num_heads, head_size]` in place, pair i being (i, i + half).
+
+    `positions` is int64, `[num_tokens]`; `table` is `[num_positions, head_size]` float32:
+    cosines, then sines, of each pair. Tokens may be strided, their heads not.
+    """
+    num_tokens, num_heads, head_size = heads.shape
+    assert heads.stride()[1:] == (head_size, 1)
+    assert table.shape[1] == head_size
+    assert table.is_contiguous()
+    if num_tokens:
+        _rotate_heads[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
+            heads,
+            positions,
+            table,
+            heads.stride(0),
+            num_heads=num_heads,
+            half=head_size // 2,
+            head_tile=_HEADS_PER_PROGRAM,
+            tile=next_power_of_two(head_size // 2),
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _logistic(x: tl.tensor) -> tl.tensor:
+    # Beyond this the exponential overflows, and the quotient is zero either way.
+    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 80.0)))
+
+
+@triton.jit
+def _bent(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    if kind == "silu":
+        return x * _logistic(x)
+    if kind == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * _logistic(2.0 * inner)
+
+
+@triton.jit
+def _gated(
+    columns: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    size: tl.constexpr,
+    kind: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_element = elements < size
+    gate = tl.load(columns + row * row_stride + elements, mask=is_element, other=0.0)
+    other = tl.load(columns + row * row_stride + size + elements, mask=is_element, other=0.0)
+    product = _bent(gate.to(tl.float32), kind) * other.to(tl.float32)
+    tl.store(out + row * size + elements, product.to(out.dtype.element_ty), mask=is_element)
+
+
+def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
+    """Return `f(first half of the columns) * second half`, `[num_rows, size]`."""
+    num_rows, both = columns.shape
+    size = both // 2
+    assert columns.stride(1) == 1
+    out = torch.empty((num_rows, size), dtype=columns.dtype, device=columns.device)
+    if num_rows:
+        tile = min(_GATE_TILE, next_power_of_two(size))
+        _gated[(num_rows, triton.cdiv(size, tile))](
+            columns, out, columns.stride(0), size=size, kind=kind, tile=tile, num_warps=4
+        )
+    return out
