@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from workers.layers.activation import activation_function
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
+from workers.layers.row_kernels import gate_kernel
 from workers.layers.weight import Composite, part_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class MLP(Composite):
         )
         self._activation = activation
         self._function = activation_function(activation)
+        self._gate = gate_kernel(activation, device)
         self._down = RowParallelLinear(
             output_name,
             intermediate_size,
@@ -78,6 +80,8 @@ class GatedMLP(MLP):
     _num_inner = 2
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
+        if self._gate is not None:
+            return self._gate(self._inner(x))
         # Products know how to apply this one as they store.
         if self._activation == "silu":
             return self._inner.gated(x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from attention.kernels.token_rows import AddNorm
+from workers.layers.row_kernels import add_norm_kernel, head_norm_kernel
 from workers.layers.weight import WeightSlot
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RMSNorm(ResidualNorm):
         self._size = size
         self._eps = eps
         self._weight = torch.empty(size, dtype=dtype, device=device)
-        self._kernel = AddNorm.make(self._weight, eps)
+        self._kernel = add_norm_kernel(self._weight, None, eps, is_centred=False, dtype=dtype)
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
@@ -73,7 +73,7 @@ class OffsetRMSNorm(ResidualNorm):
         self._dtype = dtype
         # One plus a small weight would lose most of the weight's digits in bfloat16.
         self._weight = torch.empty(size, dtype=torch.float32, device=device)
-        self._kernel = AddNorm.make(self._weight, eps) if dtype == torch.float32 else None
+        self._kernel = add_norm_kernel(self._weight, None, eps, is_centred=False, dtype=dtype)
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
@@ -111,9 +111,12 @@ class LayerNorm(ResidualNorm):
         self._eps = eps
         self._weight = torch.empty(size, dtype=dtype, device=device)
         self._bias = torch.empty(size, dtype=dtype, device=device) if has_bias else None
+        self._kernel = add_norm_kernel(self._weight, self._bias, eps, is_centred=True, dtype=dtype)
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
+        if self._kernel is not None:
+            return self._kernel(stream, delta)
         if delta is not None:
             stream.add_(delta)
         return functional.layer_norm(stream, (self._size,), self._weight, self._bias, self._eps)
@@ -153,9 +156,12 @@ class RowNorm:
         self._weights = torch.empty(2, head_size, dtype=self._computed_dtype, device=device)
         self._repeats = torch.tensor([num_heads, num_kv_heads], device=device)
         self._weight = torch.empty(0)
+        self._kernel = head_norm_kernel(eps, device)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Return the norm of `[num_tokens, num_heads + num_kv_heads, head_size]`."""
+        if self._kernel is not None:
+            return self._kernel(heads, self._weight)
         heads = heads.to(self._computed_dtype)
         normed = functional.rms_norm(heads, (self._head_size,), None, self._eps)
         return normed.mul_(self._weight).to(self._dtype)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.token_rows import Rotate
+from workers.layers.row_kernels import rotate_kernel
 
 if TYPE_CHECKING:
     from pagedray.config import RopeConfig
+    from workers.layers.row_kernels import RotateKernel
 
 __all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]
 
@@ -75,12 +76,12 @@ class _GatheredRotation(Rotation):
 class _KernelRotation(Rotation):
     """By a kernel that looks turns up itself."""
 
-    def __init__(self, kernel: Rotate, positions: torch.Tensor) -> None:
+    def __init__(self, kernel: RotateKernel, positions: torch.Tensor) -> None:
         self._kernel = kernel
         self._positions = positions
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        self._kernel(heads, self._positions, heads.shape[1])
+        self._kernel(heads, self._positions)
         return heads
 
 
@@ -117,7 +118,7 @@ class RotaryEmbedding:
         angles = torch.outer(positions, frequencies)
         self._table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(rope.magnitude)
         self._dtype = dtype
-        self._kernel = Rotate.make(self._table, dtype)
+        self._kernel = rotate_kernel(self._table, dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the turns of tokens at these positions, `[num_tokens]` int64."""
