@@ -62,6 +62,11 @@ class InstantExecutor(Executor):
         return CacheSize(65536, 1024)
 
     @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        """There are no layers."""
+        return {}
+
+    @property
     def acknowledged_step(self) -> int:
         return self._step
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from cluster.duration_counts import DurationCounter
 from cluster.engine_stats import EngineStats
 from cluster.journal import Journal
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
@@ -41,6 +42,11 @@ _FATAL_DEATHS_IN_A_ROW = 3
 _MAX_RESTARTS = 3
 """Groups that are started, one after another, until one lives."""
 _RESTART_PAUSE_S = 1.0
+# Steps of a small model on a GPU take milliseconds, prompts of a large one on a CPU minutes.
+_STEP_BOUNDS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
 
 
 class EventSink(Protocol):
@@ -76,14 +82,18 @@ class Controller:
             enable_prefix_cache=config.cache.enable_prefix_cache,
         )
         self._journal = Journal()
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[float] = deque()
+        """When the plans that have no output yet were sent."""
         self._wake = threading.Condition()
         self._error: EngineError | None = None
         self._is_stopping = False
         self._is_replacing = False
         self._num_deaths = 0
+        self._num_replacements = 0
         self._num_steps = 0
+        self._step_ended_s = 0.0
         self._last_step_s = 0.0
+        self._step_times = DurationCounter(_STEP_BOUNDS_S)
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
         self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
@@ -128,6 +138,10 @@ class Controller:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
 
+    def check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
+        self._scheduler.check_room(num_tokens)
+
     def abort(self, request_id: str) -> None:
         """End a request; one that has ended or never was is left alone."""
         with self._wake:
@@ -153,6 +167,8 @@ class Controller:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 attention_servers=self._executor.attention_servers,
+                num_replacements=self._num_replacements,
+                step_times=self._step_times.counts(),
             )
 
     def _loop(self) -> None:
@@ -198,6 +214,7 @@ class Controller:
         self._start_ranks()
         with self._wake:
             self._scheduler.reset()
+            self._num_replacements += 1
         self._is_replacing = False
         logger.info("The ranks are ready again after %.1f s.", time.monotonic() - started_s)
 
@@ -225,12 +242,34 @@ class Controller:
         self._outlet.publish(expired)
         if plan is not None:
             self._executor.submit(plan)
-            self._in_flight.append(plan)
+            self._in_flight.append(time.perf_counter())
+            self._send_masks()
         if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
-            started_s = time.perf_counter()
             output = self._executor.collect()
-            self._in_flight.popleft()
-            self._take(output, time.perf_counter() - started_s)
+            # A step begins when it was sent, or else when the step before it ended.
+            began_s = max(self._in_flight.popleft(), self._step_ended_s)
+            self._step_ended_s = time.perf_counter()
+            self._take(output, self._step_ended_s - began_s)
+            self._send_masks()
+
+    def _send_masks(self) -> None:
+        """Send the masks of the plan in flight, if it is the only one and samples under masks.
+
+        They are made while the ranks run its forward pass, and without the lock, since a grammar
+        may take its time.
+        """
+        if len(self._in_flight) != 1:
+            return
+        with self._wake:
+            masked = self._scheduler.masked()
+        if masked is None:
+            return
+        masks, ends = masked.masks()
+        self._executor.send_masks(masks)
+        with self._wake:
+            events = self._scheduler.end(ends)
+            self._note(events)
+        self._outlet.publish(events)
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
         # Ranks are read outside the lock, which nothing slow may hold.
@@ -240,20 +279,21 @@ class Controller:
             now_s = time.monotonic()
             expired = self._scheduler.expire(now_s)
             self._note(expired)
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(now_s)
             if plan is None and not expired and not self._in_flight:
                 # Idle, or every sequence waits for a block copy on some rank.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, expired
 
-    def _take(self, output: StepOutput, collect_s: float) -> None:
+    def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:
             events = self._scheduler.update(output)
             self._note(events)
             self._num_steps += 1
             self._num_deaths = 0
-            self._last_step_s = collect_s
+            self._last_step_s = step_s
+            self._step_times.add(step_s)
             self._num_generated_tokens += len(output.token_ids)
         self._outlet.publish(events)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.duration_counts import DurationCounts
 from cluster.scheduling.scheduler import SchedulerStats
 
 __all__ = ["EngineStats"]
@@ -16,8 +17,11 @@ class EngineStats:
     scheduler: SchedulerStats
     num_steps: int
     last_step_s: float
-    """Seconds that the controller waited for the last step."""
+    """From when it was sent, or else from the end of the step before it, to its output."""
     num_prompt_tokens: int
     num_generated_tokens: int
     attention_servers: dict[str, dict[str, int]]
     """How many layers whose attention kernels serve, by part of a step and server."""
+    num_replacements: int = 0
+    """Times that all ranks were replaced because one of them died."""
+    step_times: DurationCounts = field(default_factory=DurationCounts)

@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import StartupError, WorkerError
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepPlan
+    from pagedray.batch import StepMasks, StepPlan
     from pagedray.config import EngineConfig
-    from workers.worker_kinds import AnyWorker
+    from workers.worker_kinds import AnyWorker, Pending
 
 __all__ = ["CacheSize", "Executor", "LocalExecutor", "ReportProgress", "make_executor"]
 
@@ -44,9 +45,9 @@ class Executor(ABC):
         """Blocks of the pools."""
 
     @property
+    @abstractmethod
     def attention_servers(self) -> dict[str, dict[str, int]]:
         """How many layers whose attention kernels serve, by part of a step and server."""
-        return {}
 
     @property
     @abstractmethod
@@ -56,6 +57,13 @@ class Executor(ABC):
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises WorkerError."""
+
+    def send_masks(self, masks: StepMasks) -> None:
+        """Send every rank the masks of the last plan, which it samples under. Raises WorkerError.
+
+        The outputs of all plans before it have been collected.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def collect(self) -> StepOutput:
@@ -86,7 +94,8 @@ class LocalExecutor(Executor):
         # All of a rank's work is done in one thread: each thread that computes has a team of
         # OpenMP threads, and with two teams there are more than cores and none may spin.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
-        self._running: deque[Future[StepOutput]] = deque()
+        self._running: deque[Future[Pending]] = deque()
+        self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
         self._is_given_up = False
         try:
@@ -113,8 +122,13 @@ class LocalExecutor(Executor):
     def submit(self, plan: StepPlan) -> None:
         self._running.append(self._thread.submit(self._run, plan))
 
+    def send_masks(self, masks: StepMasks) -> None:
+        self._masks.put(masks)
+
     def collect(self) -> StepOutput:
-        output = self._running.popleft().result()
+        # Read here, that the rank's thread may launch the next step while the device runs this one.
+        output = self._running.popleft().result().output()
+        assert isinstance(output, StepOutput)
         self._acknowledged_step = output.step
         return output
 
@@ -127,6 +141,8 @@ class LocalExecutor(Executor):
         raise WorkerError("A rank inside the serving process cannot be replaced.")
 
     def close(self) -> None:
+        # A step may wait for masks that nobody will send.
+        self._masks.put(None)
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
@@ -146,10 +162,14 @@ class LocalExecutor(Executor):
             raise StartupError("Nobody waits for the model any more.")
         self._report_progress("Loading weights", done / max(total, 1))
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        output = self._worker.launch(plan).output()
-        assert isinstance(output, StepOutput)
-        return output
+    def _run(self, plan: StepPlan) -> Pending:
+        pending = self._worker.launch(plan)
+        if pending.needs_masks:
+            masks = self._masks.get()
+            if masks is None:
+                raise WorkerError("The rank was closed.")
+            pending.take_masks(masks)
+        return pending
 
 
 def make_executor(config: EngineConfig, report_progress: ReportProgress) -> Executor:

@@ -22,7 +22,7 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 
 if TYPE_CHECKING:
-    from pagedray.batch import StepPlan
+    from pagedray.batch import StepMasks, StepPlan
     from pagedray.config import EngineConfig
 
 __all__ = ["RayExecutor"]
@@ -33,16 +33,28 @@ _PLACEMENT_TIMEOUT_S = 15.0
 class RayExecutor(Executor):
     """A tensor-parallel group of Ray actors in one placement group."""
 
-    def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        report_progress: ReportProgress,
+        *,
+        placement: PlacementGroup | None = None,
+    ) -> None:
+        """Start the ranks in the last bundles of `placement`, or in a group of their own.
+
+        A group that is given stays when the ranks end.
+        """
         self._config = config
         self._report_progress = report_progress
         self._folder = Path(tempfile.mkdtemp(prefix="pagedray-"))
-        self._placement: PlacementGroup | None = None
+        self._placement = placement
+        self._owns_placement = placement is None
         self._ranks: RayRanks | None = None
         self._owns_ray = False
         try:
             self._owns_ray = _connect_to_ray(config, report_progress)
-            self._placement = _placement(config)
+            if self._placement is None:
+                self._placement = _placement(config)
             self._ranks = self._started()
         except WorkerError as error:
             self.close()
@@ -67,6 +79,9 @@ class RayExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> None:
         self._live_ranks().submit(plan)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self._live_ranks().submit(masks)
 
     def collect(self) -> StepOutput:
         output = self._live_ranks().collect()
@@ -93,7 +108,7 @@ class RayExecutor(Executor):
 
     def close(self) -> None:
         self._end_ranks()
-        if self._placement is not None:
+        if self._placement is not None and self._owns_placement:
             remove_placement_group(self._placement)
         if self._owns_ray:
             ray.shutdown()

@@ -23,6 +23,7 @@ from pagedray.batch import (
     EmbedOutput,
     EmbedPlan,
     Shutdown,
+    StepMasks,
     StepOutput,
     StepPlan,
     WorkerFailure,
@@ -92,11 +93,11 @@ class RayRanks:
         self._read()
         return min(self._acknowledged)
 
-    def submit(self, plan: StepPlan | EmbedPlan) -> None:
-        """Send a plan to every rank. Raises WorkerError."""
+    def submit(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+        """Send a plan, or the masks of the last one, to every rank. Raises WorkerError."""
         try:
             for channel in self._channels:
-                channel.send(plan)
+                channel.send(message)
         except ChannelClosedError as error:
             raise self._death(error) from error
 
@@ -126,6 +127,8 @@ class RayRanks:
         self._channels, self._running, self._actors = [], [], []
 
     def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
+        # Bundles before the last ones hold what is not a rank, such as the controller.
+        first_bundle = placement.bundle_count - self._size
         # Two threads: one serves steps, the other answers Ray.
         return (
             ray.remote(GpuWorker)
@@ -135,7 +138,7 @@ class RayRanks:
                 max_concurrency=2,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placement, placement_group_bundle_index=rank
+                    placement_group=placement, placement_group_bundle_index=first_bundle + rank
                 ),
             )
             .remote(self._config, rank)

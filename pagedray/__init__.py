@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.llm import LLM, Completion, Generation
+    from cluster.serving.deployment import build_app
     from pagedray.errors import PagedRayError
     from pagedray.request import FinishReason, SamplingParams
 
-__all__ = ["LLM", "Completion", "FinishReason", "Generation", "PagedRayError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "FinishReason",
+    "Generation",
+    "PagedRayError",
+    "SamplingParams",
+    "build_app",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +35,7 @@ _HOMES = {
     "FinishReason": "pagedray.request",
     "PagedRayError": "pagedray.errors",
     "SamplingParams": "pagedray.request",
+    "build_app": "cluster.serving.deployment",
 }
 _NEIGHBOURS = ("attention", "cluster", "workers")
 

@@ -30,6 +30,7 @@ __all__ = [
     "SequenceStart",
     "Shutdown",
     "StepAck",
+    "StepMasks",
     "StepOutput",
     "StepPlan",
     "TokenLogprobs",
@@ -61,6 +62,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Its index among the sequences of its request."""
     eos_token_ids: tuple[int, ...] = ()
     """Forbidden while fewer than `min_tokens` were sampled."""
+    is_masked: bool = False
+    """Whether a mask says at each step which tokens it may sample; `min_tokens` is in the mask."""
 
 
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +97,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
+    """Which tokens the masked sequences of a step may sample.
+
+    They follow the plan of a step that samples for such a sequence, before any other plan, and
+    as soon as the tokens of all earlier steps are known; the forward pass does not wait for them.
+    """
+
+    step: int
+    words: bytes
+    """int32 of this machine's order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
+    bit `i % 32` of word `i // 32` is set where token `i` may be sampled."""
 
 
 Pooling = Literal["mean", "cls", "last"]
@@ -159,5 +175,5 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """The rank is to end its loop."""
 
 
-ControllerMessage = StepPlan | EmbedPlan | Shutdown
+ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown
 WorkerMessage = StepOutput | EmbedOutput | StepAck | WorkerFailure

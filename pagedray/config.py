@@ -209,12 +209,19 @@ class SchedulerConfig:
     """Tokens of a sequence, prompt and continuation; None is what the model was made for."""
     max_queued_requests: int = 1024
     """Requests that may wait; one more is refused."""
+    max_queued_tokens: int = 2**20
+    """Prompt tokens that may wait, unless it is one request alone that has more."""
     preemption: Preemption = "auto"
     """How a sequence makes room: swapped to the CPU pool, recomputed later, or swapped while
     there is room."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_queued_requests",
+            "max_queued_tokens",
+        ):
             value = getattr(self, name)
             if value < 1:
                 raise StartupError(
@@ -262,6 +269,15 @@ class EngineConfig:
     """Whether decode steps on a GPU go without CUDA graphs, slower and with less memory."""
     load_seed: int = 0
     """Seed of dummy weights."""
+    structure_compile_s: float = 5.0
+    """CPU time that one schema, expression or grammar of a client may take to compile."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.structure_compile_s <= 60.0:
+            raise StartupError(
+                f"structure compile s {self.structure_compile_s} is not allowed; "
+                "use above 0, at most 60."
+            )
 
     @property
     def max_model_len(self) -> int:

@@ -6,7 +6,8 @@
     |   `-- DeviceError         a device, port or other resource is not to be had
     |-- RequestError            a client's mistake or misfortune
     |   |-- InvalidRequestError 400 INVALID_ARGUMENT
-    |   |   `-- CapacityError   it can never fit, however long it waits
+    |   |   |-- CapacityError   it can never fit, however long it waits
+    |   |   `-- ContextLengthError prompt and output are longer than the context
     |   |-- AuthenticationError 401 UNAUTHENTICATED
     |   |-- ForbiddenError      403 PERMISSION_DENIED
     |   |-- UnknownModelError   404 NOT_FOUND
@@ -27,6 +28,7 @@ __all__ = [
     "AuthenticationError",
     "CapacityError",
     "CheckpointError",
+    "ContextLengthError",
     "DeadlineError",
     "DeviceError",
     "EngineError",
@@ -48,6 +50,12 @@ class PagedRayError(Exception):
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
     openai_type: ClassVar[str] = "server_error"
+    openai_code: ClassVar[str | None] = None
+    """What OpenAI calls it beside the type, where it has a name for it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross processes; their constructors take other things than the message.
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class StartupError(PagedRayError):
@@ -89,12 +97,19 @@ class CapacityError(InvalidRequestError):
         )
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or what is to follow it, does not fit the context."""
+
+    openai_code = "context_length_exceeded"
+
+
 class AuthenticationError(RequestError):
     """A call without a key, or with one that nobody has."""
 
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
     openai_type = "invalid_request_error"
+    openai_code = "invalid_api_key"
 
 
 class ForbiddenError(RequestError):
@@ -111,6 +126,7 @@ class UnknownModelError(RequestError):
     http_status = 404
     grpc_status = "NOT_FOUND"
     openai_type = "invalid_request_error"
+    openai_code = "model_not_found"
 
     def __init__(self, given: str, served: str) -> None:
         super().__init__(f"The model {given!r} is not served here; served is {served!r}.")
@@ -123,6 +139,7 @@ class OverloadedError(RequestError):
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
     openai_type = "rate_limit_error"
+    openai_code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -158,3 +175,11 @@ class ShuttingDownError(EngineError):
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down and takes no new requests.")
+
+
+def _restored(
+    kind: type[PagedRayError], args: tuple[object, ...], state: dict[str, object]
+) -> PagedRayError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

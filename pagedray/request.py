@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import msgspec
 
@@ -15,6 +15,8 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_N",
     "FinishReason",
+    "Grammar",
+    "Matcher",
     "Request",
     "SamplingParams",
     "Structure",
@@ -133,6 +135,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
+class Matcher(Protocol):
+    """Where one sequence is in its grammar. For one thread; never raises."""
+
+    def mask(self, token_ids: Sequence[int]) -> bytes | FinishReason:
+        """Return which tokens may follow, or how the sequence ends if none may.
+
+        `token_ids` are all of the sequence's, the prompt included: those of the call before and
+        what came since. Bit `i % 32` of the int32 at `i // 32` stands for token `i`.
+        """
+
+
+class Grammar(Protocol):
+    """A compiled structure; any number of sequences may follow it."""
+
+    @property
+    def num_mask_bytes(self) -> int:
+        """Bytes of a mask."""
+
+    def matcher(self, request: Request) -> Matcher:
+        """Return a matcher for a continuation of the request, which is yet to begin."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request, as the controller takes it."""
 
@@ -146,10 +170,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that end a continuation unless `ignore_eos`."""
     tenant: str = ""
     """Whom the request is billed to; prefixes are shared within a tenant only."""
+    weight: float = 1.0
+    """The tenant's share of steps beside other tenants."""
     priority: int = 0
     """Lower is served earlier."""
     deadline_s: float | None = None
     """When it is given up, on the monotonic clock."""
+    grammar: Grammar | None = None
+    """What continuations are held to: `sampling.structure`, compiled."""
 
 
 def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> None:

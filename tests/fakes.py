@@ -45,6 +45,10 @@ class FakeExecutor(Executor):
         return CacheSize(self._num_blocks, 0)
 
     @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        return {"decode": {"fake": 1}}
+
+    @property
     def acknowledged_step(self) -> int:
         return self._acknowledged_step
 

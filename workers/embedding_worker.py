@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,19 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from workers.models.bert import Bert, encoder_spec
 from workers.pooling import pooled
 from workers.weights import load_weights
-from workers.worker import backend_of, device_of, num_threads_of
+from workers.worker import backend_of, device_of, num_threads_of, release_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attention.abstract import AttentionMetadataBuilder
+    from pagedray.batch import StepMasks
     from pagedray.config import EngineConfig
     from workers.parallel import ParallelGroup
 
 __all__ = ["EmbeddingWorker", "PendingVectors"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +36,15 @@ class PendingVectors:
     step: int
     vectors: torch.Tensor
     """`[num_texts, hidden_size]` float32, on the device."""
+
+    @property
+    def needs_masks(self) -> bool:
+        """An encoder samples nothing."""
+        return False
+
+    def take_masks(self, masks: StepMasks) -> None:
+        """Never called."""
+        raise AssertionError
 
     @property
     def is_ready(self) -> bool:
@@ -55,11 +69,12 @@ class EmbeddingWorker:
             config.model, group, block_size=config.cache.block_size, device=self._device
         )
         backend = backend_of(config.attention_backend, spec)
-        self._model = Bert(config.model, group, backend=backend, device=self._device)
-        self._builder = backend.make_metadata_builder(spec)
+        self._model: Bert | None = Bert(config.model, group, backend=backend, device=self._device)
+        self._builder: AttentionMetadataBuilder | None = backend.make_metadata_builder(spec)
 
     def load(self, report_progress: Callable[[int, int], None]) -> None:
         """Fill the weights, telling (tensors done, tensors in all) as it goes."""
+        assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
     def fitting_blocks(self) -> tuple[int, int]:
@@ -69,11 +84,18 @@ class EmbeddingWorker:
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         """Allocate nothing; return how many layers whose attention kernels serve."""
         assert num_blocks == num_cpu_blocks == 0
+        assert self._builder is not None
+        if self._group.rank == 0:
+            # The layers of all ranks are alike.
+            for sentence in self._builder.servers_in_words():
+                logger.info("Attention: %s", sentence)
         return self._builder.servers()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
         """Carry out one plan, which for an encoder is always to embed."""
         assert isinstance(plan, EmbedPlan)
+        assert self._model is not None
+        assert self._builder is not None
         lengths = np.array([len(ids) for ids in plan.token_ids], dtype=np.int32)
         num_tokens = int(lengths.sum())
         starts = np.cumsum(lengths) - lengths
@@ -101,5 +123,8 @@ class EmbeddingWorker:
         return PendingVectors(step=plan.step, vectors=vectors)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Release the device and leave the group."""
+        self._model = self._builder = None
+        if self._device.type == "cuda":
+            release_memory()
         self._group.close()

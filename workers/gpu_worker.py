@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pagedray.batch import Shutdown, StepAck, WorkerFailure
+from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
 
@@ -26,6 +27,8 @@ __all__ = ["GpuWorker"]
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 30.0
+_POLL_S = 5e-5
+"""How late a step may be seen to be done while no plan comes."""
 
 
 class GpuWorker:
@@ -111,14 +114,34 @@ def serve_steps(worker: AnyWorker, channel: WorkerChannel, *, is_first: bool) ->
     """Carry out plans in order until a Shutdown arrives.
 
     A step's output is sent as soon as it is there; while it is not, the next plan is
-    launched behind it.
+    launched behind it, however late it comes. A step that needs masks gets them before the next
+    plan, but not before the outputs of all earlier steps are sent: the masks are made of them.
     """
     pending: deque[Pending] = deque()
+
+    def send(finished: Pending) -> None:
+        output = finished.output()
+        channel.send(output if is_first else StepAck(output.step))
+
     while True:
-        while pending and (pending[0].is_ready or len(pending) > 1 or not channel.has_message()):
-            output = pending.popleft().output()
-            channel.send(output if is_first else StepAck(output.step))
+        if pending and (pending[0].is_ready or len(pending) > 1):
+            send(pending.popleft())
+            continue
+        # Who waited for the step alone would launch the next one after it, and the device be idle.
+        if pending and not channel.has_message():
+            time.sleep(_POLL_S)
+            continue
         message = channel.receive()
         if isinstance(message, Shutdown):
             return
-        pending.append(worker.launch(message))
+        assert not isinstance(message, StepMasks)
+        launched = worker.launch(message)
+        if launched.needs_masks:
+            while pending:
+                send(pending.popleft())
+            masks = channel.receive()
+            if isinstance(masks, Shutdown):
+                return
+            assert isinstance(masks, StepMasks)
+            launched.take_masks(masks)
+        pending.append(launched)

@@ -6,53 +6,88 @@ beyond the collectives inside the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.batch import StepOutput, StepPlan
+from pagedray.batch import StepMasks, StepOutput, StepPlan
 from workers.moment import Moment, mark_moment
-from workers.sampler import Sampled, Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.cuda_graphs import DecodeGraphs
     from workers.input_batch import InputBatch, StepInputs
     from workers.kv_cache import KVCache
     from workers.models.decoder import Decoder
+    from workers.sampler import Sampled, Sampler
 
 __all__ = ["ModelRunner", "PendingStep"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingStep:
-    """A step that was launched; its tokens may still be in the making on the device."""
+    """A step that was launched; its tokens may still be in the making on the device.
 
-    step: int
-    sampled: Sampled | None
-    """Its tokens lie on the host, and are there once the step is done."""
-    started: Moment
-    swapped: Moment
-    """After the copies between the pools."""
-    done: Moment
+    One that samples under masks has them in the making only when the masks are there.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        sample: Callable[[bytes], Sampled] | None,
+        *,
+        needs_masks: bool,
+        started: Moment,
+        swapped: Moment,
+        device: torch.device,
+    ) -> None:
+        """`sample` takes the masks; the step was swapped after the copies between the pools."""
+        self.step = step
+        self.needs_masks = needs_masks
+        self._sample = sample
+        self._sampled: Sampled | None = None
+        self._started = started
+        self._swapped = swapped
+        self._device = device
+        self._done: Moment | None = None
+        if not needs_masks:
+            self._finish(b"")
+
+    def take_masks(self, masks: StepMasks) -> None:
+        """Sample under the masks that it waits for; not twice."""
+        assert self.needs_masks
+        assert masks.step == self.step
+        self.needs_masks = False
+        self._finish(masks.words)
 
     @property
     def is_ready(self) -> bool:
         """Whether `output` returns at once."""
-        return self.done.query()
+        return self._done is not None and self._done.query()
 
     def output(self) -> StepOutput:
-        """Return what was sampled, waiting for the device."""
-        self.done.synchronize()
-        tokens = [] if self.sampled is None else self.sampled.token_ids.tolist()
+        """Return what was sampled, waiting for the device, but not for masks."""
+        assert self._done is not None
+        self._done.synchronize()
+        sampled = self._sampled
         return StepOutput(
             step=self.step,
-            token_ids=tokens,
-            logprobs=[] if self.sampled is None else self.sampled.logprobs,
-            forward_s=self.swapped.elapsed_time(self.done) / 1e3,
-            swap_s=self.started.elapsed_time(self.swapped) / 1e3,
+            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            logprobs=[] if sampled is None else sampled.logprobs,
+            forward_s=self._swapped.elapsed_time(self._done) / 1e3,
+            swap_s=self._started.elapsed_time(self._swapped) / 1e3,
         )
+
+    @torch.inference_mode()
+    def _finish(self, masks: bytes) -> None:
+        if self._sample is not None:
+            # The tokens lie on the host, and are there once the step is done.
+            self._sampled = self._sample(masks)
+            self._sample = None
+        self._done = mark_moment(self._device)
 
 
 class ModelRunner:
@@ -83,6 +118,11 @@ class ModelRunner:
         """How many layers whose attention kernels serve, by part of a step and server."""
         return self._builder.servers()
 
+    @property
+    def attention_servers_in_words(self) -> list[str]:
+        """Who serves which layers, and why, in sentences."""
+        return self._builder.servers_in_words()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Carry a plan out; on a GPU, return before its kernels have run."""
@@ -95,19 +135,21 @@ class ModelRunner:
         self._cache.swap_in(plan.swap_ins)
         swapped = mark_moment(device) if plan.swap_outs or plan.swap_ins else started
         self._cache.copy(plan.copies)
-        sampled = self._run(plan) if plan.sequences else None
+        sample, needs_masks = None, False
+        if plan.sequences:
+            inputs = self._batch.inputs(plan.sequences)
+            hidden = self._hidden(inputs)
+            if inputs.sampled_rows:
+                needs_masks = self._sampler.has_masked(inputs.sampled_rows)
+                sample = partial(self._sample, inputs, self._model.logits(hidden))
         return PendingStep(
-            step=plan.step,
-            sampled=sampled,
+            plan.step,
+            sample,
+            needs_masks=needs_masks,
             started=started,
             swapped=swapped,
-            done=mark_moment(device),
+            device=device,
         )
-
-    def _run(self, plan: StepPlan) -> Sampled | None:
-        inputs = self._batch.inputs(plan.sequences)
-        hidden = self._hidden(inputs)
-        return self._sample(inputs, hidden) if inputs.sampled_rows else None
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Return the normed hidden states of the sampled tokens."""
@@ -123,10 +165,8 @@ class ModelRunner:
             inputs.sampled,
         )
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
-        sampled = self._sampler.sample(
-            self._model.logits(hidden), inputs.sampled_rows, inputs.sampled_positions
-        )
+    def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: bytes) -> Sampled:
+        sampled = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions, masks)
         self._batch.append_sampled(inputs, sampled.token_ids)
         # Asked for later, they would come behind the next step. The copy goes to pinned memory.
         return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))

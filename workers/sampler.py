@@ -1,6 +1,6 @@
 """The sampler of a rank: from logits to the next token of every sampled row.
 
-The order is: bias and min_tokens, penalties, choice (`workers.sampling.choice` defines it).
+The order is: bias and min_tokens, penalties, masks, choice (`workers.sampling.choice` defines it).
 Log-probabilities are those of the logits before all that. What a token becomes depends only on
 the logits, the request and the position: not on the batch, the row or an earlier preemption.
 The sampler does not know blocks, plans, or when a sequence ends.
@@ -19,6 +19,7 @@ from pagedray.batch import SequenceStart, TokenLogprobs
 from workers.sampling.arrays import IntArray, upload
 from workers.sampling.edits import LogitEdits
 from workers.sampling.logprobs import RawLogprobs
+from workers.sampling.masks import apply_masks
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
 from workers.sampling.rows import Need, SamplingRows
@@ -75,11 +76,18 @@ class Sampler:
         if needs & Need.PENALTY:
             self._penalties.start(start)
 
+    def has_masked(self, rows: Sequence[int]) -> bool:
+        """Whether any of these rows samples under a mask."""
+        return bool((self._rows.needs(np.array(rows, dtype=np.int64)) & Need.MASK).any())
+
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: bytes = b""
+    ) -> Sampled:
         """Return the tokens at these positions of these rows; may overwrite the logits.
 
         `logits` is `[num_rows, vocab_size or more]`; what is beyond the vocabulary is ignored.
+        `masks` are those of the masked rows among them, in order.
         """
         logits = logits[:, : self._vocab_size]
         row_ids = np.array(rows, dtype=np.int64)
@@ -90,7 +98,7 @@ class Sampler:
         reported = np.flatnonzero(needs & Need.LOGPROBS)
         # Their log-probabilities are taken from the logits while these are whole.
         raw_logprobs = self._raw_logprobs(logits, row_ids, reported)
-        scores = self._edited(logits, row_ids, row_positions, needs)
+        scores = self._edited(logits, row_ids, row_positions, needs, masks)
         token_ids = self._chosen(scores, row_ids, row_positions, needs)
         self._count(token_ids, row_ids, needs)
         if raw_logprobs is None:
@@ -110,17 +118,20 @@ class Sampler:
         return RawLogprobs(logits, indices, num_likeliest, self._choice)
 
     def _edited(
-        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray
+        self, logits: Tensor, rows: IntArray, positions: IntArray, needs: IntArray, masks: bytes
     ) -> Tensor:
         edited = np.flatnonzero(needs & Need.EDIT)
         penalized = np.flatnonzero(needs & Need.PENALTY)
-        if not len(edited) and not len(penalized):
+        masked = np.flatnonzero(needs & Need.MASK)
+        if not len(edited) and not len(penalized) and not len(masked):
             return logits
         scores = logits.float()
         if len(edited):
             self._edits.apply(scores, edited, rows[edited], positions[edited])
         if len(penalized):
             self._penalties.apply(scores, penalized, rows[penalized])
+        if len(masked):
+            apply_masks(scores, masked, masks)
         return scores
 
     def _chosen(

@@ -6,13 +6,14 @@ Whether it runs inside the controller's process or inside a Ray actor is not kno
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from attention.selector import select_backend
-from pagedray.batch import EmbedPlan, SequencePlan, SequenceStart, StepPlan
+from pagedray.batch import EmbedPlan, SequencePlan, SequenceStart, StepMasks, StepPlan
 from pagedray.errors import DeviceError, StartupError
 from pagedray.request import MAX_LOGPROBS, SamplingParams
 from workers.cuda_graphs import DecodeGraphs, batch_sizes
@@ -22,6 +23,7 @@ from workers.model_runner import ModelRunner, PendingStep
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
 from workers.sampler import Sampler
+from workers.sampling.masks import num_mask_bytes
 from workers.weights import load_weights
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from workers.parallel import ParallelGroup
 
-__all__ = ["Worker", "backend_of", "device_of", "num_threads_of"]
+__all__ = ["Worker", "backend_of", "device_of", "num_threads_of", "release_memory"]
+
+logger = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 4 * 2**30
 """Most that a pool takes when its size is left to us and memory is the CPU's."""
@@ -55,11 +59,14 @@ class Worker:
             max_seq_len=config.max_model_len,
         )
         self._backend = backend_of(config.attention_backend, self._spec)
-        self._model = Decoder(config.model, group, backend=self._backend, device=self._device)
+        self._model: Decoder | None = Decoder(
+            config.model, group, backend=self._backend, device=self._device
+        )
         self._runner: ModelRunner | None = None
 
     def load(self, report_progress: Callable[[int, int], None]) -> None:
         """Fill the weights, telling (tensors done, tensors in all) as it goes."""
+        assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
     def fitting_blocks(self) -> tuple[int, int]:
@@ -88,6 +95,10 @@ class Worker:
         Return how many layers whose attention kernels serve, by part of a step and server.
         """
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        if self._group.rank == 0:
+            # The layers of all ranks are alike.
+            for sentence in self._runner.attention_servers_in_words:
+                logger.info("Attention: %s", sentence)
         return self._runner.attention_servers
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
@@ -98,14 +109,16 @@ class Worker:
 
     def close(self) -> None:
         """Release the device and leave the group."""
-        self._runner = None
+        # Whoever closed an engine may still hold it, and wants its memory for another one.
+        self._runner = self._model = None
         if self._device.type == "cuda":
-            _release_memory()
+            release_memory()
         self._group.close()
 
     def _make_runner(
         self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]
     ) -> ModelRunner:
+        assert self._model is not None
         scheduler = self._config.scheduler
         cache = KVCache(
             self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
@@ -162,10 +175,12 @@ class Worker:
         before = torch.cuda.memory_reserved(self._device)
         runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=[])
         for plan in _largest_steps(self._config):
-            runner.launch(plan).output()
+            pending = runner.launch(plan)
+            pending.take_masks(_everything(plan, self._config.model.vocab_size))
+            pending.output()
         step_bytes = torch.cuda.max_memory_reserved(self._device) - before
         del runner
-        _release_memory()
+        release_memory()
         return step_bytes
 
     def _graph_bytes(self) -> int:
@@ -185,11 +200,12 @@ class Worker:
         runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
         after, _ = torch.cuda.mem_get_info(self._device)
         del runner
-        _release_memory()
+        release_memory()
         return before - after
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
+    """Give back what a GPU holds for nobody."""
     # Captured graphs hold memory and the group's collectives, and must not live on in some cycle.
     gc.collect()
     torch.cuda.empty_cache()
@@ -245,7 +261,10 @@ def _largest_steps(config: EngineConfig) -> list[StepPlan]:
     return [
         StepPlan(
             step=step,
-            starts=[SequenceStart(row, [0], 1, [], sampling, row, 0) for row in range(num_rows)],
+            starts=[
+                SequenceStart(row, [0], 1, [], sampling, row, 0, is_masked=True)
+                for row in range(num_rows)
+            ],
             sequences=[
                 SequencePlan(row, first_position, num_tokens[row], is_sampled=True)
                 for row, first_position in enumerate(first_positions)
@@ -253,3 +272,9 @@ def _largest_steps(config: EngineConfig) -> list[StepPlan]:
         )
         for step, first_positions in enumerate(([0] * num_rows, contexts))
     ]
+
+
+def _everything(plan: StepPlan, vocab_size: int) -> StepMasks:
+    """Return masks that allow every sequence of a plan every token."""
+    size = num_mask_bytes(vocab_size)
+    return StepMasks(plan.step, b"\xff" * size * len(plan.sequences))

@@ -10,7 +10,7 @@ from workers.worker import Worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput, StepPlan
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
     from workers.parallel import ParallelGroup
 
@@ -19,6 +19,13 @@ __all__ = ["AnyWorker", "Pending", "make_worker"]
 
 class Pending(Protocol):
     """A step that was launched."""
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether it waits to be told which tokens it may sample."""
+
+    def take_masks(self, masks: StepMasks) -> None:
+        """Sample under the masks that it waits for; not twice."""
 
     @property
     def is_ready(self) -> bool:

@@ -26,3 +26,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache spared."""
     num_prompt_tokens: int = 0
+    started_s: float = 0.0
+    """When the request was first planned, on the clock that the scheduler is told; 0 if never."""

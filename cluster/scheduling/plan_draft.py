@@ -64,6 +64,7 @@ class PlanDraft:
                 request.seed,
                 sequence.index,
                 () if request.sampling.ignore_eos else request.eos_token_ids,
+                request.grammar is not None,
             )
         )
 

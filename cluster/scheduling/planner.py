@@ -146,12 +146,16 @@ class Planner:
         return not swapped
 
     def _start_waiting(self, draft: PlanDraft) -> None:
-        """Start sequences in the order of their rank while there are budget, rows and blocks."""
+        """Start sequences in the order of their turn while there are budget, rows and blocks."""
         waiting = self._roster.waiting
         while waiting and draft.budget and self._roster.has_free_row:
-            sequence = waiting[0]
+            sequence = waiting.first
             if sequence.num_pending or not self._admit(sequence, draft):
                 return
+            if not sequence.num_preemptions:
+                # What others made it do twice is not its tenant's to pay for.
+                num_tokens = sequence.length - sequence.num_computed
+                waiting.charge(sequence.share, num_tokens * sequence.active.token_cost)
             self._roster.start(sequence, SequenceState.RUNNING)
             draft.add_start(sequence)
             self._plan_chunk(sequence, draft)

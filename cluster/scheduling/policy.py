@@ -1,8 +1,9 @@
 """Who is served first, and who makes room.
 
-Sequences are ranked by priority, then arrival, then index. Room is taken from the last
-in rank. A sequence that made room often enough is spared from then on: it starts again
-only with all the blocks it can ever need, so that it ends whatever the others do.
+Sequences are ranked by priority, then arrival, then index; what waits is also shared out among
+tenants, by `fair_queue`. Room is taken from the last in rank of the tenant most served. A sequence
+that made room often enough is spared from then on: it starts again only with all the blocks it can
+ever need, so that it ends whatever the others do.
 """
 
 from bisect import bisect_left, insort
@@ -60,10 +61,13 @@ def is_spared(sequence: Sequence) -> bool:
 
 def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
     """Return the sequence that makes room for `needy`, or None if all behind it are spared."""
+    victim: Sequence | None = None
     for sequence in reversed(running):
         if sequence is needy:
-            return None
+            break
         # One whose last token is being sampled makes room by itself.
-        if not is_spared(sequence) and sequence.length < sequence.max_length:
-            return sequence
-    return None
+        if is_spared(sequence) or sequence.length == sequence.max_length:
+            continue
+        if victim is None or sequence.share.time > victim.share.time:
+            victim = sequence
+    return victim

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.policy import SequenceQueue
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
@@ -16,25 +18,27 @@ class Roster:
         "_free_rows",
         "_kv",
         "_num_rows",
+        "_started",
         "arriving",
-        "num_queued",
+        "backlog",
         "requests",
         "running",
         "swapped",
         "waiting",
     )
 
-    def __init__(self, kv: KvManager, *, num_rows: int) -> None:
+    def __init__(self, kv: KvManager, *, num_rows: int, backlog: Backlog) -> None:
         self._kv = kv
         self.requests: dict[str, ActiveRequest] = {}
-        self.waiting = SequenceQueue()
+        self.backlog = backlog
+        """The requests of which no sequence has started."""
+        self.waiting = FairQueue[Sequence]()
         self.running = SequenceQueue()
         self.swapped = SequenceQueue()
         self.arriving = SequenceQueue()
-        self.num_queued = 0
-        """Requests of which no sequence has started."""
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._started: list[ActiveRequest] = []
 
     @property
     def num_held(self) -> int:
@@ -56,7 +60,8 @@ class Roster:
     def join(self, active: ActiveRequest) -> None:
         """Queue a request; its sequences but the first are held."""
         self.requests[active.request.id] = active
-        self.num_queued += 1
+        active.share = self.waiting.open(active.request.tenant)
+        self.backlog.enter(len(active.request.prompt_token_ids))
         self.waiting.add(active.sequences[0])
 
     def start(self, sequence: Sequence, state: SequenceState) -> None:
@@ -67,7 +72,13 @@ class Roster:
         self._queue_of(sequence).add(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
-            self.num_queued -= 1
+            self.backlog.start(sequence.num_prompt_tokens)
+            self._started.append(sequence.active)
+
+    def take_started(self) -> list[ActiveRequest]:
+        """Return the requests that started since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def arrive(self, step: int) -> list[Sequence]:
         """Return the sequences that were swapped in up to `step`, which run from here on."""
@@ -102,8 +113,9 @@ class Roster:
             self.let_siblings_go(sequence)
             return
         del self.requests[sequence.request_id]
+        self.waiting.close(active.share)
         if active.is_queued:
-            self.num_queued -= 1
+            self.backlog.drop(sequence.num_prompt_tokens)
 
     def let_siblings_go(self, sequence: Sequence) -> None:
         """Queue the siblings that waited for a sequence's prompt."""
@@ -136,7 +148,7 @@ class Roster:
         self._free_rows.append(sequence.row)
         sequence.row = -1
 
-    def _queue_of(self, sequence: Sequence) -> SequenceQueue:
+    def _queue_of(self, sequence: Sequence) -> SequenceQueue | FairQueue[Sequence]:
         match sequence.state:
             case SequenceState.WAITING:
                 return self.waiting

@@ -13,8 +13,10 @@ import secrets
 from collections import deque
 from typing import NamedTuple
 
+from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.masked_step import MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.roster import Roster
@@ -23,7 +25,7 @@ from cluster.scheduling.stats import SchedulerStats
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.config import SchedulerConfig
-from pagedray.errors import CapacityError, InvalidRequestError, OverloadedError, WorkerError
+from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
@@ -64,7 +66,10 @@ class Scheduler:
             num_cpu_blocks=num_cpu_blocks,
             prefix_cache=prefix_cache,
         )
-        self._roster = Roster(self._kv, num_rows=config.max_num_seqs)
+        self._backlog = Backlog(
+            max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
+        )
+        self._roster = Roster(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
         self._swap_costs = SwapCosts()
         self._planner = Planner(self._kv, self._roster, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
@@ -74,6 +79,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
+        self._num_swapped_out_blocks = 0
+        self._num_swapped_in_blocks = 0
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +114,13 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
             self._drop_stale_deadlines()
 
+    def check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many prompt tokens could not wait as well.
+
+        Any thread may ask, at any time.
+        """
+        self._backlog.check(num_tokens)
+
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End what has not ended of a request, which may be nothing."""
         return [
@@ -131,7 +145,8 @@ class Scheduler:
         ]
 
     def expire(self, now_s: float) -> list[TokenEvent]:
-        """End the requests whose deadline has passed."""
+        """End the requests whose deadline has passed; to be called every now and then."""
+        self._backlog.tick(now_s)
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._deadlines)
@@ -139,8 +154,11 @@ class Scheduler:
                 events += self.abort(request_id)
         return events
 
-    def schedule(self) -> StepPlan | None:
-        """Return the next plan, or None if nothing can run before an output or acknowledgement."""
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        """Return the next plan, or None if nothing can run before an output or acknowledgement.
+
+        `now_s` becomes the start of the requests that it starts.
+        """
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             return None
         draft = self._planner.plan(self._step, acknowledged_step=self._acknowledged_step)
@@ -151,6 +169,10 @@ class Scheduler:
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
+        self._num_swapped_out_blocks += len(plan.swap_outs)
+        self._num_swapped_in_blocks += len(plan.swap_ins)
+        for active in self._roster.take_started():
+            active.started_s = now_s
         return plan
 
     def update(self, output: StepOutput) -> list[TokenEvent]:
@@ -163,6 +185,23 @@ class Scheduler:
         return [
             self._take(sequence, token_id, () if found is None else (found,))
             for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
+            if sequence.state is not SequenceState.FINISHED
+        ]
+
+    def masked(self) -> MaskedStep | None:
+        """Return what the only plan in flight samples under masks; None if that is nothing.
+
+        The tokens of all earlier steps are known then, which masks depend on.
+        """
+        (flight,) = self._in_flight
+        sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
+        return MaskedStep(flight.plan.step, sequences) if sequences else None
+
+    def end(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
+        """End sequences, without a token, that have not ended."""
+        return [
+            self._end(sequence, reason)
+            for sequence, reason in ends
             if sequence.state is not SequenceState.FINISHED
         ]
 
@@ -192,7 +231,8 @@ class Scheduler:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_swapped=self.num_swapped,
-            num_queued_requests=self._roster.num_queued,
+            num_queued_requests=self._backlog.num_requests,
+            num_queued_tokens=self._backlog.num_tokens,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_idle,
@@ -204,6 +244,8 @@ class Scheduler:
             num_hit_tokens=self._kv.num_hit_tokens,
             num_swap_preemptions=self._planner.num_swap_preemptions,
             num_recompute_preemptions=self._planner.num_recompute_preemptions,
+            num_swapped_out_blocks=self._num_swapped_out_blocks,
+            num_swapped_in_blocks=self._num_swapped_in_blocks,
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
         )
@@ -226,10 +268,7 @@ class Scheduler:
         needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:
             raise CapacityError(needed, capacity)
-        if self._roster.num_queued >= self._config.max_queued_requests:
-            raise OverloadedError(
-                f"{self._roster.num_queued} requests are waiting, which is all that may wait."
-            )
+        self._backlog.check(len(prompt))
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise if an output is not that of the oldest plan in flight."""
@@ -273,11 +312,13 @@ class Scheduler:
             return self._end(sequence, FinishReason.ERROR)
         token_ids = sequence.token_ids
         token_ids.append(token_id)
+        active = sequence.active
+        active.share.time += active.token_cost
         length = len(token_ids)
         if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
             self._kv.register(sequence)
         reason = stop_token_id = None
-        if token_id in sequence.stop_token_ids and length > sequence.min_length:
+        if token_id in sequence.stop_token_ids and sequence.may_end_with(token_id):
             reason, stop_token_id = FinishReason.STOP, token_id
             self._roster.leave(sequence)
         elif length == sequence.max_length:
@@ -292,6 +333,7 @@ class Scheduler:
             stop_token_id,
             sequence.active.num_cached_tokens,
             sequence.num_prompt_tokens,
+            sequence.active.started_s,
         )
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
@@ -303,4 +345,5 @@ class Scheduler:
             finish_reason=reason,
             num_cached_tokens=sequence.active.num_cached_tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
+            started_s=sequence.active.started_s,
         )

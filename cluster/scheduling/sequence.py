@@ -2,8 +2,9 @@
 
 from enum import Enum, auto
 
+from cluster.scheduling.fair_queue import Share
 from cluster.scheduling.prefix_cache import BlockKey
-from pagedray.request import Request
+from pagedray.request import Matcher, Request
 
 __all__ = ["ActiveRequest", "Sequence", "SequenceState"]
 
@@ -34,7 +35,10 @@ class ActiveRequest:
         "num_unfinished",
         "request",
         "sequences",
+        "share",
+        "started_s",
         "stop_token_ids",
+        "token_cost",
     )
 
     def __init__(self, request: Request, *, arrival: int, max_model_len: int) -> None:
@@ -42,8 +46,14 @@ class ActiveRequest:
         eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.request = request
         self.stop_token_ids = frozenset((*eos_token_ids, *sampling.stop_token_ids))
+        self.share = Share[Sequence](request.tenant)
+        """Its tenant's; of its own until it joins a queue."""
+        self.token_cost = 1.0 / request.weight
+        """What a token adds to its tenant's clock."""
         self.is_queued = True
         """Whether none of its sequences has started."""
+        self.started_s = 0.0
+        """When the first of its sequences was first planned; 0 before."""
         self.num_cached_tokens = 0
         self.num_unfinished = sampling.n
         self.sequences = [
@@ -69,6 +79,7 @@ class Sequence:
         "is_prefill",
         "keys",
         "length",
+        "matcher",
         "max_length",
         "min_length",
         "next_full",
@@ -121,6 +132,8 @@ class Sequence:
         self.ready_step = -1
         """The step that must be acknowledged before the sequence moves on."""
         self.num_preemptions = 0
+        self.matcher: Matcher | None = None
+        """Where it is in its request's grammar, once its first token was to be sampled."""
 
         self.block_ids: list[int] = []
         """The block table, as the worker knows it."""
@@ -135,6 +148,21 @@ class Sequence:
         """Leading blocks that were offered to the prefix cache."""
         self.next_full = 0
         """Tokens at which the next block can be offered."""
+
+    def may_end_with(self, token_id: int) -> bool:
+        """Whether the last token, which is this one, may end the sequence."""
+        if token_id not in self.stop_token_ids:
+            return False
+        request = self.active.request
+        # A mask allows an end-of-sequence token before `min_tokens` only where nothing else may
+        # follow; then there is no way to go on.
+        is_told_by_mask = request.grammar is not None and token_id in request.eos_token_ids
+        return len(self.token_ids) > self.min_length or is_told_by_mask
+
+    @property
+    def share(self) -> "Share[Sequence]":
+        """The share of its tenant."""
+        return self.active.share
 
     @property
     def num_pending(self) -> int:

@@ -16,6 +16,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences whose blocks are in the CPU pool, or on their way there or back."""
     num_queued_requests: int
     """Requests of which no sequence has started."""
+    num_queued_tokens: int = 0
+    """Prompt tokens of these."""
 
     num_blocks: int
     num_free_blocks: int
@@ -36,3 +38,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recompute_preemptions: int
     num_scheduled_tokens: int
     num_steps: int
+    num_swapped_out_blocks: int = 0
+    """Blocks copied to the CPU pool, and back in the next field."""
+    num_swapped_in_blocks: int = 0

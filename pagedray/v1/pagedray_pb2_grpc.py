@@ -26,11 +26,19 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text with the one model that a server holds.
+    """Generates text, or vectors of texts, with the one model that a server holds.
+
+    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
+    Requests, their ids and the prefixes that they share belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    RESOURCE_EXHAUSTED when the queue is full, DEADLINE_EXCEEDED when the deadline of the call passed,
-    UNAUTHENTICATED and PERMISSION_DENIED for credentials, UNAVAILABLE while the server drains.
+    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
+    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
+    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
+    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
+    where a later try may succeed.
+
+    A message with a field that is not written here is refused, never understood in part.
     """
 
     def __init__(self, channel):
@@ -44,34 +52,97 @@ class GenerationServiceStub:
                 request_serializer=pagedray_dot_v1_dot_pagedray__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/pagedray.v1.GenerationService/Abort',
-                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.SerializeToString,
-                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.FromString,
+        self.Chat = channel.unary_stream(
+                '/pagedray.v1.GenerationService/Chat',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.ChatRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pagedray.v1.GenerationService/Embed',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagedray.v1.GenerationService/Tokenize',
                 request_serializer=pagedray_dot_v1_dot_pagedray__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
-        self.GetModelInfo = channel.unary_unary(
-                '/pagedray.v1.GenerationService/GetModelInfo',
-                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoResponse.FromString,
+        self.Detokenize = channel.unary_unary(
+                '/pagedray.v1.GenerationService/Detokenize',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/pagedray.v1.GenerationService/Abort',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/pagedray.v1.GenerationService/ListModels',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/pagedray.v1.GenerationService/GetServerInfo',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/pagedray.v1.GenerationService/GetLoads',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
 
 
 class GenerationServiceServicer:
-    """Generates text with the one model that a server holds.
+    """Generates text, or vectors of texts, with the one model that a server holds.
+
+    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
+    Requests, their ids and the prefixes that they share belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    RESOURCE_EXHAUSTED when the queue is full, DEADLINE_EXCEEDED when the deadline of the call passed,
-    UNAUTHENTICATED and PERMISSION_DENIED for credentials, UNAVAILABLE while the server drains.
+    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
+    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
+    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
+    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
+    where a later try may succeed.
+
+    A message with a field that is not written here is refused, never understood in part.
     """
 
     def Generate(self, request, context):
         """Streams the continuations of a prompt. The first message holds PromptInfo, the last one Usage.
         Cancelling the call aborts the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Streams the assistant's next turn of a conversation. The first message holds PromptInfo, the last
+        one Usage. Cancelling the call aborts the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the vectors of texts. Only a server of an encoder model has them; others answer
+        INVALID_ARGUMENT, as an encoder does to Generate and Chat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Returns the token ids of a text or a conversation, without generating anything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,15 +156,22 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Tokenize(self, request, context):
-        """Returns the token ids of a text, without generating anything.
+    def ListModels(self, request, context):
+        """Returns the models that can be named in requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetModelInfo(self, request, context):
-        """Returns what the server runs and how much it can hold.
+    def GetServerInfo(self, request, context):
+        """Returns what the server runs and how much it can hold: what does not change while it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """Returns what the server has to do at this moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,20 +185,45 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GenerateRequest.FromString,
                     response_serializer=pagedray_dot_v1_dot_pagedray__pb2.GenerateResponse.SerializeToString,
             ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.FromString,
-                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.SerializeToString,
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ChatRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.ChatResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.TokenizeRequest.FromString,
                     response_serializer=pagedray_dot_v1_dot_pagedray__pb2.TokenizeResponse.SerializeToString,
             ),
-            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetModelInfo,
-                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoResponse.SerializeToString,
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ListModelsRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.GetLoadsRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,11 +234,19 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text with the one model that a server holds.
+    """Generates text, or vectors of texts, with the one model that a server holds.
+
+    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
+    Requests, their ids and the prefixes that they share belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    RESOURCE_EXHAUSTED when the queue is full, DEADLINE_EXCEEDED when the deadline of the call passed,
-    UNAUTHENTICATED and PERMISSION_DENIED for credentials, UNAVAILABLE while the server drains.
+    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
+    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
+    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
+    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
+    where a later try may succeed.
+
+    A message with a field that is not written here is refused, never understood in part.
     """
 
     @staticmethod
@@ -166,7 +277,34 @@ class GenerationService:
             _registered_method=True)
 
     @staticmethod
-    def Abort(request,
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/Chat',
+            pagedray_dot_v1_dot_pagedray__pb2.ChatRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
             target,
             options=(),
             channel_credentials=None,
@@ -179,9 +317,9 @@ class GenerationService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pagedray.v1.GenerationService/Abort',
-            pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.SerializeToString,
-            pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.FromString,
+            '/pagedray.v1.GenerationService/Embed',
+            pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,7 +358,7 @@ class GenerationService:
             _registered_method=True)
 
     @staticmethod
-    def GetModelInfo(request,
+    def Detokenize(request,
             target,
             options=(),
             channel_credentials=None,
@@ -233,9 +371,117 @@ class GenerationService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pagedray.v1.GenerationService/GetModelInfo',
-            pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoRequest.SerializeToString,
-            pagedray_dot_v1_dot_pagedray__pb2.GetModelInfoResponse.FromString,
+            '/pagedray.v1.GenerationService/Detokenize',
+            pagedray_dot_v1_dot_pagedray__pb2.DetokenizeRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/Abort',
+            pagedray_dot_v1_dot_pagedray__pb2.AbortRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/ListModels',
+            pagedray_dot_v1_dot_pagedray__pb2.ListModelsRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/GetServerInfo',
+            pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/GetLoads',
+            pagedray_dot_v1_dot_pagedray__pb2.GetLoadsRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

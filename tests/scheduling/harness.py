@@ -74,6 +74,7 @@ class Harness:
         prompt: Sequence[int],
         *,
         tenant: str = "",
+        weight: float = 1.0,
         priority: int = 0,
         deadline_s: float | None = None,
         bad_length: int | None = None,
@@ -98,6 +99,7 @@ class Harness:
             seed=seed,
             eos_token_ids=(EOS,),
             tenant=tenant,
+            weight=weight,
             priority=priority,
             deadline_s=deadline_s,
         )
@@ -295,7 +297,11 @@ class Harness:
         for state, sequences in places.items():
             assert len(sequences) == len(set(map(id, sequences)))
             assert {id(s) for s in sequences} == {id(s) for s in holders if s.state is state}
-            if state is not SequenceState.HELD:
+            if state is SequenceState.WAITING:
+                for tenant in {s.active.request.tenant for s in sequences}:
+                    own = [s for s in sequences if s.active.request.tenant == tenant]
+                    assert own == sorted(own, key=lambda s: s.rank)
+            elif state is not SequenceState.HELD:
                 assert sequences == sorted(sequences, key=lambda s: s.rank)
         for sequence in holders:
             has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
@@ -304,7 +310,13 @@ class Harness:
         rows = [s.row for s in holders if s.row >= 0]
         rows += roster._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs))
-        assert roster.num_queued == sum(a.is_queued for a in roster.requests.values())
+        queued = [a.request for a in roster.requests.values() if a.is_queued]
+        assert roster.backlog.num_requests == len(queued)
+        assert roster.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
+        for active in roster.requests.values():
+            tenant = active.request.tenant
+            num_open = sum(a.request.tenant == tenant for a in roster.requests.values())
+            assert active.share.num_open == num_open
 
     def _check_cache(self) -> None:
         kv = self.scheduler._kv
@@ -351,7 +363,7 @@ class Harness:
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs
-        # Within a class, who came first starts first.
+        # Within a class of one tenant, who came first starts first.
         for start in plan.starts:
             request = next(r for r in self.requests.values() if r.seed == start.seed)
             is_first = start.index == 0 and request.seed not in self._first_starts
@@ -359,7 +371,8 @@ class Harness:
                 earlier = [
                     seed
                     for seed in self._first_starts
-                    if self.requests[f"request-{seed}"].priority == request.priority
+                    if (one := self.requests[f"request-{seed}"]).priority == request.priority
+                    and one.tenant == request.tenant
                 ]
                 assert all(seed < request.seed for seed in earlier)
                 self._first_starts[request.seed] = plan.step

@@ -49,6 +49,9 @@ class LogitEdits:
         ending_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ending_ids |= set(start.eos_token_ids)
+        if start.is_masked:
+            # Its masks know when it may end, and that it must where nothing else may follow.
+            ending_ids = set()
         # A tokenizer may know more tokens than the model has logits: nothing is to be done there,
         # and an index beyond the row would reach into another one.
         biases = {i: bias for i, bias in sampling.logit_bias.items() if self._is_known(i)}

@@ -28,6 +28,7 @@ class Need(IntFlag):
     EDIT = 4
     PENALTY = 8
     LOGPROBS = 16
+    MASK = 32
 
 
 class SamplingRows:
@@ -88,4 +89,6 @@ class SamplingRows:
             need |= Need.PENALTY
         if sampling.logprobs is not None:
             need |= Need.LOGPROBS
+        if start.is_masked:
+            need |= Need.MASK
         return need

@@ -1,0 +1,117 @@
+"""What waits, how much may, and how fast it becomes less.
+
+It has no clock: the time is handed in. The rate is measured only while something waits, since
+otherwise it would be that of the arrivals.
+"""
+
+from pagedray.errors import OverloadedError
+
+__all__ = ["Backlog"]
+
+_WINDOW_S = 0.25
+_WEIGHT_OF_NEWS = 0.3
+_UNMEASURED_RETRY_S = 1.0
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
+
+
+class _Rate:
+    """A moving average of how many a second."""
+
+    __slots__ = ("_count", "per_s")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.per_s: float | None = None
+        """None before the first window with a backlog."""
+
+    def add(self, count: int) -> None:
+        """Count within the window."""
+        self._count += count
+
+    def end_window(self, elapsed_s: float, *, is_valid: bool) -> None:
+        """Take the window's count into the average, if it says something."""
+        found = self._count / elapsed_s
+        self._count = 0
+        if not is_valid:
+            return
+        old = found if self.per_s is None else self.per_s
+        self.per_s = old + _WEIGHT_OF_NEWS * (found - old)
+
+    def half_of(self, amount: int) -> float:
+        """Return the seconds in which half of an amount has gone."""
+        if self.per_s is None:
+            return _UNMEASURED_RETRY_S
+        wait_s = amount / 2 / self.per_s if self.per_s else _MAX_RETRY_S
+        return min(max(wait_s, _MIN_RETRY_S), _MAX_RETRY_S)
+
+
+class Backlog:
+    """Counts the requests that have not started, and refuses more than may wait."""
+
+    __slots__ = (
+        "_max_requests",
+        "_max_tokens",
+        "_request_rate",
+        "_token_rate",
+        "_was_busy",
+        "_window_s",
+        "num_requests",
+        "num_tokens",
+    )
+
+    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._request_rate = _Rate()
+        self._token_rate = _Rate()
+        self._window_s: float | None = None
+        self._was_busy = False
+        self.num_requests = 0
+        self.num_tokens = 0
+        """Prompt tokens of these requests."""
+
+    def check(self, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many prompt tokens may not wait as well.
+
+        One alone may, whatever its length. Any thread may ask: nothing is changed.
+        """
+        if self.num_requests >= self._max_requests:
+            raise OverloadedError(
+                f"{self.num_requests} requests are waiting, which is all that may wait.",
+                retry_after_s=self._request_rate.half_of(self.num_requests),
+            )
+        if self.num_requests and self.num_tokens + num_tokens > self._max_tokens:
+            raise OverloadedError(
+                f"Requests of {self.num_tokens} prompt tokens are waiting; with {num_tokens} more "
+                f"they would be more than the {self._max_tokens} that may wait.",
+                retry_after_s=self._token_rate.half_of(self.num_tokens),
+            )
+
+    def enter(self, num_tokens: int) -> None:
+        """Count a request that waits."""
+        self.num_requests += 1
+        self.num_tokens += num_tokens
+
+    def start(self, num_tokens: int) -> None:
+        """Count a request as started."""
+        self.drop(num_tokens)
+        self._request_rate.add(1)
+        self._token_rate.add(num_tokens)
+
+    def drop(self, num_tokens: int) -> None:
+        """Forget a request that has ended before it started."""
+        self.num_requests -= 1
+        self.num_tokens -= num_tokens
+
+    def tick(self, now_s: float) -> None:
+        """Note that time has passed; to be called every now and then."""
+        if self._window_s is None:
+            self._window_s = now_s
+        elapsed_s = now_s - self._window_s
+        if elapsed_s < _WINDOW_S:
+            return
+        is_busy = self.num_requests > 0
+        for rate in (self._request_rate, self._token_rate):
+            rate.end_window(elapsed_s, is_valid=is_busy and self._was_busy)
+        self._window_s, self._was_busy = now_s, is_busy

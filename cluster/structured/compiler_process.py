@@ -1,0 +1,168 @@
+"""The process that compiles grammars, and may be killed over any of them.
+
+It imports xgrammar and learns the vocabulary once, and then forks for each structure: a fork has a
+limit of time and of memory, kept by the kernel, and what it does cannot harm the next one. A
+structure comes with a socket of its own, on which its fork answers; one that was killed says
+nothing. Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from cluster.structured.frames import read_frame, write_frame
+from cluster.structured.grammar_text import grammar_text
+from cluster.structured.vocabulary import Vocabulary
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+
+__all__ = ["Compiled", "Limits", "Refused", "Start", "limits_of", "main"]
+
+_TRIAL_S = 0.1
+_NUM_TRIAL_TOKENS = 64
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one compilation may take."""
+
+    compile_s: float = 5.0
+    """CPU time, of which a busy machine takes no more than an idle one."""
+    wait_s: float = 50.0
+    """Time for all of it, on a machine that is busy with other things."""
+    memory_bytes: int = 512 * 2**20
+    answer_bytes: int = 32 * 2**20
+    mask_s: float = 0.1
+    """CPU time in which a token is taken and the mask after it is made, when that is tried."""
+
+
+def limits_of(compile_s: float) -> Limits:
+    """Return the limits that go with so much CPU time for a compilation."""
+    return Limits(compile_s=compile_s, wait_s=10 * compile_s, mask_s=compile_s / 50)
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process is told first."""
+
+    vocabulary: Vocabulary
+    limits: Limits
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    """A compiled grammar, as xgrammar writes it in JSON."""
+
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why a structure was not compiled, in words for its client."""
+
+    message: str
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the program's argument, until its other end closes."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # Forks are nobody's to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.msgpack.decode(read_frame(control), type=Start)
+    # Imports take seconds, once.
+    from cluster.structured.xgrammar_library import Library
+
+    library = Library(start.vocabulary)
+    write_frame(control, b"")
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if os.fork():
+                continue
+            control.close()
+            _answer(connection, library, start.limits)
+            # No clean-up of what is the parent's.
+            os._exit(0)
+
+
+def _answer(connection: socket.socket, library: object, limits: Limits) -> None:
+    from cluster.structured.xgrammar_library import Library
+
+    assert isinstance(library, Library)
+    structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
+    _limit(limits)
+    try:
+        text = library.compile(grammar_text(structure))
+        _try_out(library, text, limits)
+    except InvalidRequestError as error:
+        answer: Compiled | Refused = Refused(str(error))
+    except (RuntimeError, MemoryError, RecursionError) as error:
+        answer = Refused(f"structure cannot be compiled: {_in_short(error)}.")
+    else:
+        answer = Compiled(text)
+    body = msgspec.msgpack.encode(answer)
+    if len(body) > limits.answer_bytes:
+        body = msgspec.msgpack.encode(Refused("structure has a grammar that is too large."))
+    # The rest depends on the reader.
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    connection.settimeout(5.0)
+    write_frame(connection, body)
+
+
+def _limit(limits: Limits) -> None:
+    """Have the kernel end this process when it takes too much."""
+    # Not handled by Python, which a library that computes would keep waiting.
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, limits.compile_s)
+    signal.setitimer(signal.ITIMER_REAL, limits.wait_s)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = num_pages * resource.getpagesize() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _try_out(library: object, text: str, limits: Limits) -> None:
+    """Follow the grammar for some random tokens; raise InvalidRequestError if that goes badly."""
+    from cluster.structured.xgrammar_library import Library
+
+    assert isinstance(library, Library)
+    walk = library.walk(text)
+    generator = random.Random(0)
+    until_s = time.thread_time() + _TRIAL_S
+    for index in range(_NUM_TRIAL_TOKENS):
+        started_s = time.thread_time()
+        allowed = walk.allowed_ids()
+        if not len(allowed):
+            if index == 0 and not walk.is_complete:
+                raise InvalidRequestError(
+                    "structure allows no text that the model's tokens can write.",
+                    param="structure",
+                )
+            return
+        walk.take(int(allowed[generator.randrange(len(allowed))]))
+        if time.thread_time() - started_s > limits.mask_s:
+            raise InvalidRequestError(
+                "structure is too ambiguous: to follow it takes too long.", param="structure"
+            )
+        if walk.has_ended or time.thread_time() > until_s:
+            return
+
+
+def _in_short(error: BaseException) -> str:
+    # Behind the place in the library's sources.
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line.rpartition(".cc:")[2].partition(": ")[2][:200].rstrip(".") or line[:200].rstrip(".")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Whether no value fits two of some schemas, as far as that is plain to see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+
+__all__ = ["are_disjoint"]
+
+
+def are_disjoint(branches: Sequence[object], resolve: Callable[[object], object]) -> bool:
+    """Return whether types, values or a property's values tell all branches apart.
+
+    `resolve` returns what a `$ref` refers to.
+    """
+    schemas = [_resolved(branch, resolve) for branch in branches]
+    return all(_differ(a, b) for a, b in combinations(schemas, 2))
+
+
+def _resolved(branch: object, resolve: Callable[[object], object]) -> Mapping[str, object]:
+    if isinstance(branch, Mapping) and "$ref" in branch:
+        branch = resolve(branch["$ref"])
+    return branch if isinstance(branch, Mapping) else {}
+
+
+def _differ(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
+    values_a, values_b = _values(a), _values(b)
+    if values_a is not None and values_b is not None:
+        return not values_a & values_b
+    types_a, types_b = _types(a), _types(b)
+    if types_a and types_b and not types_a & types_b:
+        return True
+    if types_a != {"object"} or types_b != {"object"}:
+        return False
+    properties_a, properties_b = a.get("properties"), b.get("properties")
+    if not isinstance(properties_a, Mapping) or not isinstance(properties_b, Mapping):
+        return False
+    required_a, required_b = a.get("required"), b.get("required")
+    if not isinstance(required_a, list) or not isinstance(required_b, list):
+        return False
+    # A property that both must have and that cannot be the same in both.
+    for name in properties_a:
+        if name in properties_b and name in required_a and name in required_b:
+            of_a, of_b = _values(properties_a[name]), _values(properties_b[name])
+            if of_a is not None and of_b is not None and not of_a & of_b:
+                return True
+    return False
+
+
+def _values(schema: object) -> set[str] | None:
+    if not isinstance(schema, Mapping):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        # Whether two numbers are one value is a question of its own.
+        return None
+    return {json.dumps(one) for one in values}
+
+
+def _types(schema: Mapping[str, object]) -> set[str]:
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return set()
+    # An integer is a number.
+    return {"number" if name == "integer" else name for name in names}

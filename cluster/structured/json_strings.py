@@ -1,0 +1,46 @@
+"""JSON strings whose content a pattern or a format describes."""
+
+from __future__ import annotations
+
+from cluster.structured.expressions import Choice, Expression, Sequence
+from cluster.structured.json_text import CONTENT, as_json_string
+from cluster.structured.regex import read_regex
+
+__all__ = ["FORMATS", "string_of_pattern"]
+
+_DATE = (
+    r"[0-9]{3}[1-9]-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"
+    r"|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+)
+_ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{_ZONE}"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
+_ATOM = "[A-Za-z0-9_%+-]"
+_HEX = "[0-9a-fA-F]"
+
+FORMATS = {
+    "date": rf"^{_DATE}$",
+    "time": rf"^{_TIME}$",
+    "date-time": rf"^{_DATE}T{_TIME}$",
+    "email": rf"^{_ATOM}{{1,32}}(?:\.{_ATOM}{{1,16}}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,4}}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,4}}$",
+    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
+    "uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+}
+"""Regular expressions of strings that have the format, if not of all of them."""
+
+
+def string_of_pattern(pattern: str) -> Expression:
+    """Return JSON strings in which a regular expression matches. Raises InvalidRequestError."""
+    expression = read_regex(pattern)
+    # Without an anchor it may match anywhere.
+    before = () if pattern.startswith("^") else (CONTENT,)
+    after = () if pattern.endswith("$") else (CONTENT,)
+    string = as_json_string(expression)
+    assert isinstance(string, Sequence)
+    left, content, right = string.parts
+    if isinstance(expression, Choice) and (before or after) and not (before and after):
+        # An anchor belongs to one of the alternatives only.
+        before = after = ()
+    return Sequence((left, *before, content, *after, right))

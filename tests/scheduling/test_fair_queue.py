@@ -1,0 +1,135 @@
+"""Shares of tenants that wait at the same time, whatever they send and whenever they come."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from cluster.scheduling.fair_queue import FairQueue, Share
+
+MAX_COST = 50
+FEW = settings(deadline=None, max_examples=50)
+COSTS = st.lists(st.integers(1, MAX_COST), min_size=1, max_size=20)
+
+
+@dataclass(eq=False)
+class Item:
+    rank: tuple[int, ...]
+    share: "Share[Item]"
+    cost: int
+
+
+class Server:
+    """Serves one item after another, and remembers what each tenant got."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self.queue = FairQueue[Item]()
+        self.weights = weights
+        self.served = dict.fromkeys(weights, 0.0)
+        self.order: list[Item] = []
+        self._num_arrivals = 0
+
+    def send(self, tenant: str, cost: int, priority: int = 0) -> None:
+        self._num_arrivals += 1
+        share = self.queue.open(tenant)
+        self.queue.add(Item((priority, self._num_arrivals), share, cost))
+
+    def serve(self) -> str:
+        item = self.queue.first
+        self.queue.charge(item.share, item.cost / self.weights[item.share.tenant])
+        self.queue.remove(item)
+        self.queue.close(item.share)
+        self.served[item.share.tenant] += item.cost
+        self.order.append(item)
+        return item.share.tenant
+
+
+@FEW
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(1, MAX_COST)), max_size=40))
+def test_a_tenant_alone_is_served_by_rank(sent: list[tuple[int, int]]) -> None:
+    server = Server({"a": 0.3})
+    for priority, cost in sent:
+        server.send("a", cost, priority)
+    while server.queue:
+        server.serve()
+    ranks = [item.rank for item in server.order]
+    assert ranks == sorted(ranks)
+    assert server.queue.num_shares <= 1
+
+
+@FEW
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=4),
+    before=COSTS,
+    costs=st.lists(COSTS, min_size=4, max_size=4),
+    num_rounds=st.integers(1, 60),
+)
+def test_tenants_that_wait_together_get_their_shares(
+    weights: list[float], before: list[int], costs: list[list[int]], num_rounds: int
+) -> None:
+    names = [f"t{number}" for number in range(len(weights))]
+    server = Server(dict(zip(names, weights, strict=True)))
+    # One of them has been there for a while, which neither helps nor harms it afterwards.
+    for cost in before:
+        server.send(names[0], cost)
+        server.serve()
+    begun = dict(server.served)
+    position = 0
+    num_waiting = dict.fromkeys(names, 0)
+    for _ in range(num_rounds):
+        for name, own in zip(names, costs, strict=False):
+            # Two, so that no tenant's queue runs empty when its last item is served.
+            while num_waiting[name] < 2:
+                server.send(name, own[position % len(own)])
+                num_waiting[name] += 1
+                position += 1
+        num_waiting[server.serve()] -= 1
+        for one in names:
+            for other in names:
+                gap = (server.served[one] - begun[one]) / server.weights[one] - (
+                    server.served[other] - begun[other]
+                ) / server.weights[other]
+                assert gap <= MAX_COST / server.weights[one] + MAX_COST / server.weights[other]
+
+
+@FEW
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from("abc"), st.integers(1, MAX_COST)),
+            st.none(),
+        ),
+        max_size=80,
+    )
+)
+def test_every_item_is_served_once_and_idle_tenants_are_forgotten(
+    events: list[tuple[str, int] | None],
+) -> None:
+    server = Server({"a": 1.0, "b": 2.0, "c": 0.5})
+    num_sent = 0
+    for event in events:
+        if event is not None:
+            server.send(*event)
+            num_sent += 1
+        elif server.queue:
+            server.serve()
+        assert len(server.queue) + len(server.order) == num_sent
+    while server.queue:
+        server.serve()
+    assert len(set(map(id, server.order))) == num_sent
+    for number in range(3 * MAX_COST):
+        # Whoever is served more than the others have been owes nothing beside it any more.
+        server.send(f"d{number}", 2)
+        server.weights[f"d{number}"] = 1.0
+        server.served[f"d{number}"] = 0.0
+        server.serve()
+    assert server.queue.num_shares <= 5
+
+
+def test_one_request_does_not_wait_for_a_flood_of_another_tenant() -> None:
+    server = Server({"many": 1.0, "one": 1.0})
+    for _ in range(100):
+        server.send("many", 10)
+    server.serve()
+    server.send("one", 10)
+    assert "one" in (server.serve(), server.serve())

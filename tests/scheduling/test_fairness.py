@@ -1,0 +1,77 @@
+"""Tenants share a scheduler: a flood of one is no wait of another, and weights count."""
+
+import pytest
+
+from tests.scheduling.harness import Harness
+
+
+def make_harness(**changes: int) -> Harness:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64} | changes
+    return Harness(block_size=4, num_cpu_blocks=16, max_model_len=64, **limits)  # type: ignore[arg-type]  # the stubs are narrower than the library
+
+
+def num_steps_until_started(harness: Harness, request_id: str) -> int:
+    for num_steps in range(1, 2000):
+        harness.step()
+        if harness.tokens[request_id, 0]:
+            return num_steps
+    raise AssertionError("The request never starts.")
+
+
+def test_one_request_does_not_wait_for_a_hundred_of_another_tenant() -> None:
+    alone = make_harness()
+    flooded, crowded = make_harness(), make_harness()
+    for _ in range(100):
+        flooded.add([1] * 8, tenant="many", max_tokens=8)
+        crowded.add([1] * 8, tenant="one", max_tokens=8)
+    for harness in (flooded, crowded):
+        harness.step()
+    prompt = [2] * 8
+    expected = num_steps_until_started(alone, alone.add(prompt, tenant="one"))
+    fair = num_steps_until_started(flooded, flooded.add(prompt, tenant="one"))
+    in_line = num_steps_until_started(crowded, crowded.add(prompt, tenant="one"))
+    # It waits for one row of the four, which is given back after 8 tokens at most.
+    assert fair <= expected + 10
+    # Where the flood is its own tenant's, it waits for all of it.
+    assert in_line > 150
+    flooded.drain()
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_tenants_get_tokens_by_weight(weight: float) -> None:
+    harness = make_harness(max_num_seqs=2)
+    ids: dict[str, list[str]] = {"light": [], "heavy": []}
+    for number in range(60):
+        tenant = ("light", "heavy")[number % 2]
+        # The heavy tenant's requests are longer, which is not to its advantage.
+        length = 4 if tenant == "light" else 8
+        ids[tenant].append(
+            harness.add(
+                [number] * length,
+                tenant=tenant,
+                max_tokens=length,
+                weight=weight if tenant == "heavy" else 1.0,
+            )
+        )
+    for _ in range(75):
+        harness.step()
+    served = {
+        tenant: sum(len(harness.tokens[one, 0]) for one in own) for tenant, own in ids.items()
+    }
+    assert all(served.values())
+    assert served["heavy"] / served["light"] == pytest.approx(weight, rel=0.2)
+    harness.drain()
+
+
+def test_room_is_taken_from_the_tenant_that_was_served_most() -> None:
+    harness = make_harness(num_blocks=12, max_num_seqs=3)
+    first = harness.add([1] * 8, tenant="many", max_tokens=30)
+    second = harness.add([2] * 8, tenant="many", max_tokens=30)
+    last = harness.add([3] * 8, tenant="one", max_tokens=12)
+    for _ in range(60):
+        harness.step()
+        preemptions = {s.request_id: s.num_preemptions for s in harness.sequences}
+        if any(preemptions.values()):
+            break
+    assert preemptions == {first: 0, second: 1, last: 0}
+    harness.drain()

@@ -1,0 +1,36 @@
+"""Small models that generate, and one compiler for all tests of a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.tokenizer import Tokenizer
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.compiler_process import Limits
+from cluster.structured.vocabulary import vocabulary_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+VOCAB_SIZE = 3072
+EOS = 0
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(TINY_LLAMA)
+
+
+@pytest.fixture(scope="session")
+def compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
+    """A compiler that minds no busy machine."""
+    vocabulary = vocabulary_of(tokenizer.token_bytes, size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    compiler = StructureCompiler(
+        lambda: vocabulary, limits=Limits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
+    )
+    yield compiler
+    compiler.close()

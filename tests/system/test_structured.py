@@ -1,0 +1,244 @@
+"""Structured output holds whatever the schedule, the ranks and the neighbours do."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from pagedray import LLM, SamplingParams
+from pagedray.errors import InvalidRequestError
+from pagedray.request import FinishReason, Structure
+from tests.system.test_rank_death import ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.llm import Completion, Generation
+
+TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+PROMPT = "Some things are"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 10, "maximum": 99},
+        "names": {"type": "array", "items": {"enum": ["left", "right"]}, "maxItems": 3},
+        "kind": {"anyOf": [{"const": "a"}, {"type": "null"}]},
+    },
+    "required": ["id", "names", "kind"],
+}
+REGEX = r"[a-f]{2,6}-(?:\d{3}|none)\."
+OPTIONS: dict[str, Any] = {  # Any: options of any type
+    "device": "cpu",
+    # In bfloat16 the number of rows of a step decides some of the tokens.
+    "dtype": "float32",
+    "num_threads": 1,
+    "show_progress": False,
+    "max_model_len": 512,
+    # A busy machine refuses nothing.
+    "structure_compile_s": 20.0,
+}
+CHOICES = ["north", "north east", "south"]
+GRAMMAR = 'root ::= "(" ("x" | root)? ")"'
+
+
+def is_balanced(text: str) -> bool:
+    while "()" in text or "(x)" in text:
+        text = text.replace("(x)", "").replace("()", "")
+    return text == ""
+
+
+def holds(structure: Structure, text: str) -> bool:
+    """Whether a text is what a structure asks for, by means that are not ours."""
+    match structure.kind:
+        case "json_schema":
+            jsonschema.validate(json.loads(text), json.loads(structure.text))
+            return True
+        case "json_object":
+            return isinstance(json.loads(text), dict)
+        case "regex":
+            return re.fullmatch(structure.text, text) is not None
+        case "choice":
+            return text in json.loads(structure.text)
+    return is_balanced(text)
+
+
+STRUCTURES = [
+    Structure(kind="json_schema", text=json.dumps(SCHEMA)),
+    Structure(kind="regex", text=REGEX),
+    Structure(kind="choice", text=json.dumps(CHOICES)),
+    Structure(kind="grammar", text=GRAMMAR),
+    Structure(kind="json_object"),
+]
+
+
+def params_of(structure: Structure | None, **changes: Any) -> SamplingParams:  # Any: any field
+    fields: dict[str, Any] = {"max_tokens": 120, "temperature": 1.5, "seed": 3}
+    return SamplingParams(structure=structure, **(fields | changes))
+
+
+def local_llm(**options: Any) -> LLM:  # Any: engine options of any type
+    return LLM(TINY_LLAMA, executor="local", **(OPTIONS | options))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with local_llm() as llm:
+        yield llm
+
+
+def completions(generations: list[Generation]) -> list[Completion]:
+    return [completion for one in generations for completion in one.completions]
+
+
+def check(structure: Structure, completion: Completion) -> bool:
+    """Check a continuation; return whether it came to its end."""
+    assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    if completion.finish_reason is FinishReason.LENGTH:
+        return False
+    assert holds(structure, completion.text), completion.text
+    return True
+
+
+def check_all(llm: LLM, **changes: Any) -> list[Completion]:  # Any: any sampling parameter
+    """Generate for all structures with a neighbour that has none; return what came."""
+    given = [*STRUCTURES, None]
+    generations = llm.generate(
+        [PROMPT] * len(given), [params_of(s, **changes) for s in given], show_progress=False
+    )
+    num_ended = 0
+    for structure, generation in zip(given, generations, strict=True):
+        for completion in generation.completions:
+            if structure is not None:
+                num_ended += check(structure, completion)
+    assert num_ended >= 3
+    return completions(generations)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_structures_hold(llm: LLM, temperature: float) -> None:
+    check_all(llm, temperature=temperature, n=1 if temperature == 0.0 else 3)
+
+
+def test_a_stream_holds(llm: LLM) -> None:
+    text = "".join(llm.stream(PROMPT, params_of(STRUCTURES[0])))
+    assert holds(STRUCTURES[0], text)
+
+
+def test_penalties_bias_and_logprobs_do_not_beat_a_mask(llm: LLM) -> None:
+    ids = range(300, 500)
+    params = params_of(
+        STRUCTURES[1],
+        logit_bias=dict.fromkeys(ids, 100.0),
+        frequency_penalty=2.0,
+        repetition_penalty=5.0,
+        logprobs=2,
+        top_p=0.9,
+    )
+    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    assert check(STRUCTURES[1], completion)
+    assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_the_grammar_ends_before_min_tokens_where_it_must(llm: LLM) -> None:
+    params = params_of(STRUCTURES[2], min_tokens=50)
+    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    assert check(STRUCTURES[2], completion)
+    # Where it may go on it does.
+    params = params_of(Structure(kind="regex", text="(?:ab)*"), min_tokens=50)
+    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    assert len(completion.token_ids) > 50
+
+
+def test_a_finished_grammar_ends_what_ignores_the_end_of_sequence(llm: LLM) -> None:
+    params = params_of(Structure(kind="regex", text="a{7}"), ignore_eos=True)
+    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    assert completion.text == "aaaaaaa"
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_neighbours_of_masked_sequences_get_the_tokens_they_would_have_got(llm: LLM) -> None:
+    plain = [params_of(None, seed=seed, temperature=t) for seed, t in [(1, 0.0), (2, 1.5)]]
+    alone = llm.generate([PROMPT] * 2, plain, show_progress=False)
+    mixed = llm.generate([PROMPT] * 7, [*map(params_of, STRUCTURES), *plain], show_progress=False)[
+        5:
+    ]
+    assert [c.token_ids for c in completions(mixed)] == [c.token_ids for c in completions(alone)]
+
+
+def test_chunks_and_preemption_change_nothing(llm: LLM) -> None:
+    undisturbed = check_all(llm, n=2)
+    for preemption in ("swap", "recompute"):
+        with local_llm(
+            block_size=4,
+            num_blocks=70,
+            num_cpu_blocks=200,
+            max_model_len=200,
+            max_num_batched_tokens=7,
+            preemption=preemption,
+            enable_prefix_cache=False,
+        ) as small:
+            disturbed = check_all(small, n=2)
+            stats = small.stats().scheduler
+        assert stats.num_swap_preemptions + stats.num_recompute_preemptions > 0
+        assert [c.token_ids for c in disturbed] == [c.token_ids for c in undisturbed]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> None:
+    long = Structure(kind="regex", text=r"(?:[a-z]{1,8} )*\.")
+    structures = [STRUCTURES[0], long]
+    params = [params_of(s, min_tokens=60, max_tokens=80) for s in structures]
+    prompts = [PROMPT] * len(params)
+    with LLM(
+        TINY_LLAMA,
+        tensor_parallel_size=2,
+        enable_prefix_cache=False,
+        **OPTIONS,
+    ) as llm:
+        undisturbed = completions(llm.generate(prompts, params, show_progress=False))
+        for structure, completion in zip(structures, undisturbed, strict=True):
+            check(structure, completion)
+        before = llm.stats().num_generated_tokens
+        victim = ranks()[-1]
+        is_over, was_killed = threading.Event(), threading.Event()
+
+        def kill() -> None:
+            while not is_over.wait(0.002):
+                if llm.stats().num_generated_tokens >= before + 20:
+                    victim.kill()
+                    was_killed.set()
+                    return
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            disturbed = completions(llm.generate(prompts, params, show_progress=False))
+        finally:
+            is_over.set()
+            killer.join()
+        assert was_killed.is_set()
+        assert [c.token_ids for c in disturbed] == [c.token_ids for c in undisturbed]
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure(kind="regex", text="(?=a)"),
+        Structure(kind="json_schema", text="{"),
+        Structure(kind="json_schema", text='{"type": "array", "contains": {}}'),
+        Structure(kind="choice", text="[]"),
+        Structure(kind="grammar", text="root ::= missing"),
+        Structure(kind="regex", text="a" * 5000),
+        Structure(kind="grammar", text="a" * 70000),
+    ],
+)
+def test_a_bad_structure_is_refused(llm: LLM, structure: Structure) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate([PROMPT], params_of(structure), show_progress=False)
+    assert caught.value.param == "structure"

@@ -1,0 +1,39 @@
+"""A rank by itself: what it says of its attention, and what it keeps when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+
+import pytest
+
+from cluster.options import EngineOptions, engine_config
+from tests.system.server_process import TINY_LLAMA
+from workers.models.decoder import Decoder
+from workers.parallel import SoloGroup
+from workers.worker import Worker
+
+
+@pytest.fixture
+def worker() -> Worker:
+    options = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
+    return Worker(engine_config(TINY_LLAMA, options), SoloGroup())
+
+
+def test_worker_says_once_who_serves(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="workers"):
+        worker.allocate_cache(8, 0)
+    said = [line for line in caplog.messages if line.startswith("Attention:")]
+    assert len(said) == 2
+    assert said[0].startswith("Attention: torch serves prefill of ")
+    assert " serves decode of " in said[1]
+
+
+def test_closed_worker_holds_no_weights(worker: Worker) -> None:
+    worker.allocate_cache(8, 0)
+    models = [weakref.ref(one) for one in gc.get_objects() if type(one) is Decoder]
+    assert models
+    worker.close()
+    gc.collect()
+    assert [model() for model in models] == [None] * len(models)

@@ -1,0 +1,58 @@
+"""The masks of a step: which tokens a row may sample at all.
+
+They are applied after everything else that changes scores, so that nothing can bring a forbidden
+token back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from workers.sampling.arrays import IntArray, upload
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = ["apply_masks", "num_mask_bytes"]
+
+# What is added to the score of a forbidden and of an allowed token. Adding -inf, rather than
+# writing it, keeps a NaN visible.
+_ADDED = np.array([-np.inf, 0.0], dtype=np.float32)
+
+
+def num_mask_bytes(vocab_size: int) -> int:
+    """Return the bytes of one mask: a bit a token, in whole words of 32."""
+    return -(-vocab_size // 32) * 4
+
+
+def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
+    """Forbid `scores[indices]` what the masks, one for each index, do not allow; in place.
+
+    `scores` is `[num_scores, vocab_size]` float32; of the masks `pagedray.batch.StepMasks` tells.
+    """
+    # On a little-endian machine bit i % 32 of word i // 32 is bit i % 8 of byte i // 8.
+    masks = np.frombuffer(words, dtype=np.uint8).reshape(len(indices), -1)
+    assert masks.shape[1] == num_mask_bytes(scores.shape[1])
+    if scores.device.type == "cpu":
+        _apply_on_cpu(scores, indices, masks)
+        return
+    bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    # A copy, since the bytes of a message cannot be written, which torch wants.
+    is_allowed = (upload(masks.copy(), scores.device).unsqueeze(-1) >> bits) & 1
+    is_forbidden = is_allowed.flatten(1)[:, : scores.shape[1]] == 0
+    index = upload(indices, scores.device)
+    added = torch.zeros(is_forbidden.shape, device=scores.device)
+    scores.index_add_(0, index, added.masked_fill_(is_forbidden, -torch.inf))
+
+
+def _apply_on_cpu(scores: Tensor, indices: IntArray, masks: NDArray[np.uint8]) -> None:
+    rows = scores.numpy()
+    for index, mask in zip(indices.tolist(), masks, strict=True):
+        is_allowed = np.unpackbits(mask, count=rows.shape[1], bitorder="little")
+        # An infinite score becomes a NaN, hence a broken row.
+        with np.errstate(invalid="ignore"):
+            rows[index] += _ADDED[is_allowed]
