@@ -1,12 +1,12 @@
-"""The command `pagedray`: serve, generate, chat."""
+"""The command `pagedray`: serve, generate, chat, keys, top."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cluster.flags import add_engine_flags, engine_options
@@ -20,6 +20,9 @@ __all__ = ["main"]
 _USAGE_EXIT = 2
 _FAILURE_EXIT = 1
 _INTERRUPT_EXIT = 130
+_MAX_DRAIN_S = 86400.0
+_MIN_PERIOD_S = 0.1
+_MAX_PERIOD_S = 60.0
 _RAY_DEATH = "^A worker died or was killed while executing a task"
 
 
@@ -65,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
+    _add_keys(commands)
+    _add_top(commands)
     return parser
 
 
@@ -75,9 +80,57 @@ def _add_serve(commands: _Commands) -> None:
     group.add_argument("--grpc-port", type=int, default=9000, help="0 chooses one (%(default)s)")
     group.add_argument("--http-port", type=int, default=8000, help="0 chooses one (%(default)s)")
     group.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="refuse calls without one of these keys; `pagedray keys new` makes one",
+    )
+    group.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="speak TLS with this certificate, in PEM; renewed files are taken as they come",
+    )
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, in PEM")
+    group.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="turn away clients without a certificate of this authority",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time that SIGTERM leaves running requests (%(default)s)",
+    )
+    group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call it (the folder's name)"
     )
+    _add_observation(serve)
     add_engine_flags(serve, executor="ray")
+
+
+def _add_observation(serve: _OneLineParser) -> None:
+    group = serve.add_argument_group("log and traces")
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines for people, or objects for programs (%(default)s)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning"),
+        default="info",
+        help="warning leaves the line of each call out (%(default)s)",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send traces to this OpenTelemetry collector (OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
+    )
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -92,6 +145,39 @@ def _add_chat(commands: _Commands) -> None:
     chat = _command(commands, "chat", "Talk with a model in the terminal.", _chat)
     _add_sampling(chat, max_tokens=256)
     add_engine_flags(chat, executor=None)
+
+
+def _add_keys(commands: _Commands) -> None:
+    what = "Make API keys for `serve --api-keys`."
+    keys = commands.add_parser("keys", help=what, description=what)
+    verbs = keys.add_subparsers(required=True, metavar="new", parser_class=_OneLineParser)
+    what = "Print a new key, and the lines for the file of keys."
+    new = verbs.add_parser("new", help=what, description=what)
+    new.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
+    new.set_defaults(run=_new_key)
+
+
+def _add_top(commands: _Commands) -> None:
+    what = "Show what a server does, live: requests, blocks, tokens per second."
+    top = commands.add_parser("top", help=what, description=what)
+    top.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server's HTTP port (%(default)s)"
+    )
+    top.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="its key (the variable PAGEDRAY_API_KEY)"
+    )
+    top.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="whose certificates to trust (the system's)"
+    )
+    top.add_argument(
+        "--every-s",
+        type=_period,
+        default=1.0,
+        metavar="S",
+        help="how often to look, 0.1 to 60 (%(default)s)",
+    )
+    top.add_argument("--once", action="store_true", help="print one picture")
+    top.set_defaults(run=_top)
 
 
 def _command(commands: _Commands, name: str, what: str, run: object) -> _OneLineParser:
@@ -135,18 +221,28 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 def _serve(parsed: argparse.Namespace) -> int:
     # Ray forks its daemons beside the running gRPC server; they never use its channels.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("cluster").setLevel(logging.INFO)
     # Fronts and engine are loaded by the commands that need them: --help is quick.
+    from cluster.log_lines import logging_to
     from cluster.server import Server
+    from cluster.serving.authenticator import Authenticator
+    from cluster.serving.tls import certificate_store
+    from cluster.serving.tracing import otlp_tracer
 
     config = engine_config(parsed.model, engine_options(parsed))
     if parsed.served_model_name:
         config = replace(config, model=replace(config.model, name=parsed.served_model_name))
-    server = Server(
-        config, host=parsed.host, grpc_port=parsed.grpc_port, http_port=parsed.http_port
-    )
-    return server.run()
+    with logging_to(form=parsed.log_format, level=parsed.log_level):
+        server = Server(
+            config,
+            host=parsed.host,
+            grpc_port=parsed.grpc_port,
+            http_port=parsed.http_port,
+            authenticator=Authenticator(parsed.api_keys),
+            certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
+            tracer=otlp_tracer(parsed.otlp_endpoint),
+            drain_s=parsed.drain_s,
+        )
+        return server.run()
 
 
 def _generate(parsed: argparse.Namespace) -> int:
@@ -161,6 +257,38 @@ def _chat(parsed: argparse.Namespace) -> int:
     from cluster.terminal import chat
 
     return chat(parsed.model, engine_options(parsed), _sampling(parsed))
+
+
+def _new_key(parsed: argparse.Namespace) -> int:
+    from cluster.keys import print_new_key
+
+    return print_new_key(parsed.tenant)
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    from cluster.top import read_key, top
+
+    return top(
+        parsed.url,
+        key=read_key(parsed.api_key_file),
+        ca_file=parsed.tls_ca,
+        every_s=parsed.every_s,
+        is_once=parsed.once,
+    )
+
+
+def _period(text: str) -> float:
+    seconds = float(text)
+    if not _MIN_PERIOD_S <= seconds <= _MAX_PERIOD_S:
+        raise ValueError(text)
+    return seconds
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 <= seconds <= _MAX_DRAIN_S:
+        raise ValueError(text)
+    return seconds
 
 
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:

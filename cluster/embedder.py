@@ -1,129 +1,374 @@
 """Texts to vectors: an encoder over an executor.
 
 An encoder's texts share nothing with one another and end in the step they begin in, so that all
-there is to schedule is how many of them fit a step.
+there is to schedule is whose texts come first and how many of them fit a step. A step holds
+texts of several requests. One thread steps; any thread may submit.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from array import array
-from typing import TYPE_CHECKING, get_args
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from cluster.duration_counts import DurationCounter
+from cluster.engine_stats import EngineStats
+from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.fair_queue import FairQueue, Share
+from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import EmbedPlan, Pooling
-from pagedray.errors import EngineError, InvalidRequestError, StartupError, WorkerError
-from pagedray.request import check_token_ids
+from pagedray.errors import (
+    DeadlineError,
+    EngineError,
+    PagedRayError,
+    ShuttingDownError,
+    StartupError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import tokenizers
+    from numpy.typing import NDArray
 
     from cluster.executor import Executor
     from pagedray.batch import EmbedOutput
     from pagedray.config import EngineConfig
 
-__all__ = ["Embedder"]
+__all__ = ["Embedder", "EmbeddingRequest"]
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
+_FATAL_DEATHS_IN_A_ROW = 6
+"""So many groups that die without a step between them end the engine."""
+_STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest:
+    """Validated texts that are to become vectors."""
+
+    texts: tuple[tuple[int, ...], ...]
+    """The token ids of each, at least one."""
+    pooling: Pooling
+    is_normalized: bool = True
+    size: int
+    """The first so many numbers of each vector."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share of steps beside other tenants."""
+    deadline_s: float | None = None
+    """When it is given up, on the monotonic clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(map(len, self.texts))
+
+
+class _Job:
+    """A request on its way: which of its texts are still to be computed."""
+
+    __slots__ = ("answer", "has_started", "rank", "request", "share", "undone", "vectors")
+
+    def __init__(self, request: EmbeddingRequest, arrival: int, share: Share[_Job]) -> None:
+        self.request = request
+        self.rank = (arrival,)
+        self.share = share
+        self.answer: Future[NDArray[np.float32]] = Future()
+        self.vectors = np.zeros((len(request.texts), request.size), dtype=np.float32)
+        # Texts of equal length stand side by side, for those are computed as one.
+        texts = request.texts
+        self.undone = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
+        self.has_started = False
+
+    @property
+    def kind(self) -> tuple[Pooling, bool]:
+        """What the texts of one step have in common."""
+        return self.request.pooling, self.request.is_normalized
+
+    def end(self, error: PagedRayError | None) -> None:
+        """Answer, unless nobody waits any more."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.answer.set_result(self.vectors)
+        else:
+            self.answer.set_exception(error)
+
 
 class Embedder:
-    """Runs the texts of one call after another; any thread may call."""
+    """An encoder behind a queue."""
 
-    def __init__(
-        self, config: EngineConfig, executor: Executor, tokenizer: tokenizers.Tokenizer
-    ) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
-        self._tokenizer = tokenizer
-        self._vocab_size = config.model.vocab_size
-        self._context = config.max_model_len
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
         self._hidden_size = config.model.hidden_size
+        self._backlog = Backlog(
+            max_requests=config.scheduler.max_queued_requests,
+            max_tokens=config.scheduler.max_queued_tokens,
+        )
+        self._waiting = FairQueue[_Job]()
+        self._jobs: dict[_Job, None] = {}
+        self._wake = threading.Condition()
+        self._error: EngineError | None = None
+        self._is_stopping = False
+        self._is_replacing = False
+        self._is_broken = False
+        self._num_arrivals = 0
+        self._num_deaths = 0
+        self._num_replacements = 0
         self._next_step = 0
-        self._lock = threading.Lock()
+        self._num_steps = 0
+        self._num_running = 0
+        self._num_prompt_tokens = 0
+        self._last_step_s = 0.0
+        self._step_times = DurationCounter(_STEP_BOUNDS_S)
+        self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
 
-    def embed(
-        self, prompts: Sequence[str | Sequence[int]], pooling: Pooling, *, is_normalized: bool
-    ) -> list[list[float]]:
-        """Return the vector of each prompt, a text or its token ids.
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
 
-        Raises InvalidRequestError before anything runs, and EngineError if the engine fails.
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        """End every request, take no more, and end the loop."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._fail(ShuttingDownError())
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether steps are run: not while ranks are being replaced."""
+        return (
+            self._error is None
+            and not self._is_stopping
+            and not self._is_replacing
+            and self._thread.is_alive()
+        )
+
+    @property
+    def error(self) -> EngineError | None:
+        """What ended the engine for good, if anything has."""
+        return self._error
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many tokens could not wait as well."""
+        self._backlog.check(num_tokens)
+
+    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        """Accept a request; its answer is `[num_texts, size]`, and cancelling it gives it up.
+
+        Raises OverloadedError or EngineError.
         """
-        if pooling not in get_args(Pooling):
-            raise InvalidRequestError(
-                f"pooling must be one of {', '.join(get_args(Pooling))}, not {pooling!r:.60}.",
-                param="pooling",
+        with self._wake:
+            if self._error is not None:
+                raise self._error
+            if self._is_stopping:
+                raise ShuttingDownError
+            self._backlog.check(request.num_tokens)
+            self._backlog.enter(request.num_tokens)
+            share = self._waiting.open(request.tenant)
+            job = _Job(request, self._num_arrivals, share)
+            self._num_arrivals += 1
+            self._num_prompt_tokens += request.num_tokens
+            self._jobs[job] = None
+            self._waiting.add(job)
+            self._wake.notify()
+        return job.answer
+
+    def stats(self) -> EngineStats:
+        """Return the counts of this moment; a text in a step counts as a running sequence."""
+        with self._wake:
+            scheduler = SchedulerStats(
+                num_running=self._num_running,
+                num_waiting=sum(len(job.undone) for job in self._jobs),
+                num_swapped=0,
+                num_queued_requests=self._backlog.num_requests,
+                num_queued_tokens=self._backlog.num_tokens,
+                num_blocks=0,
+                num_free_blocks=0,
+                num_cached_blocks=0,
+                num_transit_blocks=0,
+                num_cpu_blocks=0,
+                num_free_cpu_blocks=0,
+                num_transit_cpu_blocks=0,
+                num_queried_tokens=0,
+                num_hit_tokens=0,
+                num_swap_preemptions=0,
+                num_recompute_preemptions=0,
+                num_scheduled_tokens=self._num_prompt_tokens,
+                num_steps=self._num_steps,
             )
-        texts = [self._token_ids(prompt) for prompt in prompts]
-        vectors: list[list[float]] = [[] for _ in texts]
-        for ids in self._steps(texts):
-            batch = [texts[i] for i in ids]
-            for i, vector in zip(ids, self._run(batch, pooling, is_normalized), strict=True):
-                vectors[i] = vector
-        return vectors
-
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return those of a prompt that an encoder can take."""
-        if isinstance(prompt, str):
-            if not prompt.isascii() and any("\ud800" <= one <= "\udfff" for one in prompt):
-                raise InvalidRequestError("prompt holds half of a character.", param="prompt")
-            ids = self._tokenizer.encode(prompt).ids
-        else:
-            check_token_ids(prompt, self._vocab_size, "prompt")
-            ids = list(prompt)
-        if not 1 <= len(ids) <= self._context:
-            raise InvalidRequestError(
-                f"prompt has {len(ids)} tokens, but an encoder reads 1 to {self._context}.",
-                param="prompt",
+            return EngineStats(
+                scheduler=scheduler,
+                num_steps=self._num_steps,
+                last_step_s=self._last_step_s,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=0,
+                attention_servers=self._executor.attention_servers,
+                num_replacements=self._num_replacements,
+                step_times=self._step_times.counts(),
             )
-        return ids
 
-    def _steps(self, texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the texts of each step: as many as its token budget holds, or else one.
+    def _loop(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._step()
+        except Exception as error:
+            # While it stops, the ranks may be taken from under a step or a replacement.
+            if not self._is_stopping:
+                self._break_down(error)
 
-        Texts of equal length stand side by side, for those are computed as one.
-        """
-        step: list[int] = []
+    def _break_down(self, error: Exception) -> None:
+        if isinstance(error, StartupError | WorkerError):
+            logger.error("The engine stops: %s", error)
+            self._fail(EngineError(f"The engine has stopped: {error}"))
+            return
+        logger.error("The engine stops after a defect of its own.", exc_info=error)
+        self._fail(EngineError("The engine failed; its log says why."))
+
+    def _step(self) -> None:
+        with self._wake:
+            self._backlog.tick(time.monotonic())
+            self._drop_ended(time.monotonic())
+            batch = self._next_batch()
+            self._num_running = len(batch)
+            if not batch:
+                self._wake.wait(_POLL_S)
+                return
+        try:
+            vectors = self._run_twice(batch)
+        except (WorkerError, StartupError) as error:
+            self._is_broken = True
+            if self._num_deaths >= _FATAL_DEATHS_IN_A_ROW:
+                raise
+            refusal = EngineError(f"The texts could not be embedded: {error}")
+            with self._wake:
+                for job in {job: None for job, _ in batch}:
+                    self._leave(job, refusal)
+            return
+        with self._wake:
+            for (job, index), vector in zip(batch, vectors, strict=True):
+                job.vectors[index] = _cut(vector, job.request)
+            for job in {job: None for job, _ in batch}:
+                if not job.undone:
+                    self._leave(job, None)
+
+    def _drop_ended(self, now_s: float) -> None:
+        """Forget those whom nobody waits for, and end those that are late."""
+        for job in tuple(self._jobs):
+            deadline_s = job.request.deadline_s
+            if job.answer.cancelled():
+                self._leave(job, None)
+            elif deadline_s is not None and deadline_s <= now_s:
+                self._leave(
+                    job, DeadlineError("The deadline passed before the texts were embedded.")
+                )
+
+    def _next_batch(self) -> list[tuple[_Job, int]]:
+        """Return the texts of the next step: as many as its token budget holds, or else one."""
+        batch: list[tuple[_Job, int]] = []
         num_tokens = 0
-        for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-            num_tokens += len(texts[i])
-            if step and (num_tokens > self._max_num_tokens or len(step) == self._max_num_seqs):
-                yield step
-                step, num_tokens = [], len(texts[i])
-            step.append(i)
-        if step:
-            yield step
+        while self._waiting:
+            job = self._waiting.first
+            if batch and job.kind != batch[0][0].kind:
+                break
+            num_taken = 0
+            while job.undone:
+                length = len(job.request.texts[job.undone[-1]])
+                if batch and (
+                    num_tokens + num_taken + length > self._max_num_tokens
+                    or len(batch) == self._max_num_seqs
+                ):
+                    break
+                batch.append((job, job.undone.pop()))
+                num_taken += length
+            num_tokens += num_taken
+            if num_taken:
+                self._start(job, num_taken)
+            if job.undone:
+                break
+            self._waiting.remove(job)
+        batch.sort(key=lambda entry: len(entry[0].request.texts[entry[1]]))
+        return batch
 
-    def _run(
-        self, token_ids: list[list[int]], pooling: Pooling, is_normalized: bool
-    ) -> list[list[float]]:
-        with self._lock:
-            try:
-                output = self._launch(token_ids, pooling, is_normalized)
-            except WorkerError as error:
-                output = self._run_again(error, token_ids, pooling, is_normalized)
-        numbers = array("f", output.vectors).tolist()
-        size = self._hidden_size
-        return [numbers[first : first + size] for first in range(0, len(numbers), size)]
+    def _start(self, job: _Job, num_tokens: int) -> None:
+        self._waiting.charge(job.share, num_tokens / job.request.weight)
+        if not job.has_started:
+            job.has_started = True
+            self._backlog.start(job.request.num_tokens)
 
-    def _launch(
-        self, token_ids: list[list[int]], pooling: Pooling, is_normalized: bool
-    ) -> EmbedOutput:
+    def _leave(self, job: _Job, error: PagedRayError | None) -> None:
+        """Take a job out of everything, and answer it."""
+        del self._jobs[job]
+        if job.undone:
+            self._waiting.remove(job)
+        if not job.has_started:
+            self._backlog.drop(job.request.num_tokens)
+        self._waiting.close(job.share)
+        job.end(error)
+
+    def _run_twice(self, batch: list[tuple[_Job, int]]) -> NDArray[np.float32]:
+        """Return the vectors of texts, from new ranks if the old ones die with them; only once."""
+        try:
+            if self._is_broken:
+                self._replace_ranks()
+            return self._run(batch)
+        except WorkerError as error:
+            self._num_deaths += 1
+            logger.warning("%s The ranks are replaced.", error)
+        self._replace_ranks()
+        try:
+            return self._run(batch)
+        except WorkerError:
+            self._num_deaths += 1
+            raise
+
+    def _replace_ranks(self) -> None:
+        self._is_replacing = True
+        self._num_replacements += 1
+        self._executor.restart()
+        self._next_step = 0
+        self._is_replacing = self._is_broken = False
+
+    def _run(self, batch: list[tuple[_Job, int]]) -> NDArray[np.float32]:
+        began_s = time.perf_counter()
+        output = self._launch(batch)
+        self._last_step_s = time.perf_counter() - began_s
+        self._step_times.add(self._last_step_s)
+        self._num_steps += 1
+        self._num_deaths = 0
+        return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._hidden_size)
+
+    def _launch(self, batch: list[tuple[_Job, int]]) -> EmbedOutput:
+        pooling, is_normalized = batch[0][0].kind
+        token_ids = [list(job.request.texts[index]) for job, index in batch]
         plan = EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
         self._next_step += 1
         return self._executor.embed(plan)
 
-    def _run_again(
-        self, error: WorkerError, token_ids: list[list[int]], pooling: Pooling, is_normalized: bool
-    ) -> EmbedOutput:
-        """Return what new ranks make of texts that the old ones died with; only once."""
-        logger.warning("%s The ranks are replaced.", error)
-        try:
-            self._executor.restart()
-            self._next_step = 0
-            return self._launch(token_ids, pooling, is_normalized)
-        except (WorkerError, StartupError) as second:
-            raise EngineError(f"The texts could not be embedded: {second}") from second
+    def _fail(self, error: EngineError) -> None:
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error = error
+            for job in tuple(self._jobs):
+                del self._jobs[job]
+                job.end(error)
+
+
+def _cut(vector: NDArray[np.float32], request: EmbeddingRequest) -> NDArray[np.float32]:
+    """Return the first numbers of a vector, of length 1 again if they are to be."""
+    if request.size == len(vector):
+        return vector
+    part = vector[: request.size]
+    length = float(np.linalg.norm(part))
+    return part / length if request.is_normalized and length > 0.0 else part

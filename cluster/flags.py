@@ -55,7 +55,14 @@ _GROUPS = {
         _Flag("max_num_batched_tokens", "tokens in a step (%(default)s)", int),
         _Flag("max_model_len", "tokens in a sequence (what the model allows)", int),
         _Flag("max_queued_requests", "requests that may wait (%(default)s)", int),
+        _Flag("max_queued_tokens", "prompt tokens that may wait (%(default)s)", int),
         _Flag("preemption", "how a sequence makes room (%(default)s)", get_args(Preemption)),
+        _Flag(
+            "structure_compile_s",
+            "CPU time to compile a schema or grammar (%(default)s)",
+            float,
+            "S",
+        ),
     ),
 }
 

@@ -42,11 +42,13 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 2**20
     preemption: Preemption = "auto"
     load_format: LoadFormat = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
     load_seed: int = 0
+    structure_compile_s: float = 5.0
 
 
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
@@ -88,6 +90,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=options.max_model_len,
             max_queued_requests=options.max_queued_requests,
+            max_queued_tokens=options.max_queued_tokens,
             preemption=options.preemption,
         ),
         parallel=parallel,
@@ -95,6 +98,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         attention_backend=options.attention_backend,
         enforce_eager=options.enforce_eager,
         load_seed=options.load_seed,
+        structure_compile_s=options.structure_compile_s,
     )
 
 

@@ -9,6 +9,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from cluster.controller import Controller
+from cluster.embedder import Embedder
 from cluster.executor import Executor, make_executor
 from cluster.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
@@ -17,42 +18,66 @@ from cluster.serving.tokenizer import Tokenizer
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
+    from cluster.serving.authenticator import Authenticator
+    from cluster.serving.tls import CertificateStore
+    from cluster.serving.tracing import Tracer
     from pagedray.config import EngineConfig
 
 __all__ = ["Server"]
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0
+_INTERRUPT_DRAIN_S = 2.0
+"""Who presses Ctrl-C waits for it."""
 _LOADING_GRACE_S = 2.5
-_HEALTH_POLL_S = 0.5
+_POLL_S = 0.5
+_LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 
 
 class Server:
     """One replica with its fronts in this process."""
 
-    def __init__(self, config: EngineConfig, *, host: str, grpc_port: int, http_port: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str,
+        grpc_port: int,
+        http_port: int,
+        authenticator: Authenticator,
+        certificates: CertificateStore | None = None,
+        tracer: Tracer | None = None,
+        drain_s: float,
+    ) -> None:
+        """`drain_s` is what SIGTERM leaves running requests to end."""
         self._config = config
         self._host = host
         self._grpc_port = grpc_port
         self._http_port = http_port
+        self._authenticator = authenticator
+        self._certificates = certificates
+        self._tracer = tracer
+        self._drain_s = drain_s
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit code. Raises StartupError."""
-        if self._config.model.is_encoder:
-            raise StartupError(
-                f"{self._config.model.name} is an encoder, which generates nothing to serve; "
-                "`pagedray.LLM(...).embed` runs it."
-            )
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGTERM, self._end, self._drain_s)
+        loop.add_signal_handler(signal.SIGINT, self._end, min(self._drain_s, _INTERRUPT_DRAIN_S))
+        if self._authenticator.asks_for_keys:
+            loop.add_signal_handler(signal.SIGHUP, self._authenticator.reload)
+        elif self._host not in _LOOPBACKS:
+            logger.warning(
+                "Whoever reaches %s may use the model: no --api-keys are asked for.", self._host
+            )
         client = EngineClient(loop)
-        tokenizer = Tokenizer.from_folder(self._config.model.folder)
+        model = self._config.model
+        tokenizer = Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder)
         fronts = Fronts(
             client,
             tokenizer,
@@ -60,6 +85,9 @@ class Server:
             host=self._host,
             grpc_port=self._grpc_port,
             http_port=self._http_port,
+            authenticator=self._authenticator,
+            certificates=self._certificates,
+            tracer=self._tracer,
         )
         # The ports are taken first: a busy one is told before a model is loaded.
         await fronts.start()
@@ -67,23 +95,41 @@ class Server:
             return await self._run_engine(client, fronts)
         finally:
             await fronts.stop(0.0)
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
+
+    def _end(self, drain_s: float) -> None:
+        """Begin to stop; the second time, wait for nothing more."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._drain_s = drain_s
+        self._stop.set()
 
     async def _run_engine(self, client: EngineClient, fronts: Fronts) -> int:
         try:
             executor = await self._executor_or_stop()
         except _StoppedError:
             return 0
-        controller = Controller(self._config, executor, client)
+        engine = self._attached(client, executor)
         try:
-            controller.start()
-            client.attach(controller)
+            engine.start()
             await fronts.set_ready()
             self._announce(fronts)
-            await self._until_stopped(controller)
-            await fronts.stop(_GRACE_S)
+            await self._until_stopped(engine)
+            await self._drain(fronts)
         finally:
-            await asyncio.to_thread(_close, controller, executor)
+            await asyncio.to_thread(_close, engine, executor)
         return 0
+
+    def _attached(self, client: EngineClient, executor: Executor) -> Controller | Embedder:
+        """Return the engine that the model asks for, which `client` sends requests to."""
+        if self._config.model.is_encoder:
+            embedder = Embedder(self._config, executor)
+            client.attach_encoder(embedder)
+            return embedder
+        controller = Controller(self._config, executor, client)
+        client.attach(controller)
+        return controller
 
     async def _executor_or_stop(self) -> Executor:
         """Return the executor. Raises _StoppedError if the user ends the server meanwhile."""
@@ -114,26 +160,42 @@ class Server:
 
     def _announce(self, fronts: Fronts) -> None:
         model = self._config.model
+        s = "" if self._certificates is None else "s"
         print(
-            f"Ready: {model.name} at http://{self._host}:{fronts.http_port}/v1 "
-            f"and grpc://{self._host}:{fronts.grpc_port}. Ctrl-C ends it.",
+            f"Ready: {model.name} at http{s}://{self._host}:{fronts.http_port}/v1 "
+            f"and grpc{s}://{self._host}:{fronts.grpc_port}. Ctrl-C ends it.",
             flush=True,
         )
 
-    async def _until_stopped(self, controller: Controller) -> None:
+    async def _until_stopped(self, engine: Controller | Embedder) -> None:
         while not self._stop.is_set():
-            if controller.error is not None:
-                raise controller.error
+            if engine.error is not None:
+                raise engine.error
+            self._authenticator.reload_if_changed()
             try:
-                await asyncio.wait_for(self._stop.wait(), _HEALTH_POLL_S)
+                await asyncio.wait_for(self._stop.wait(), _POLL_S)
             except TimeoutError:
                 continue
+
+    async def _drain(self, fronts: Fronts) -> None:
+        """Let running requests end, unless a second signal comes."""
+        num_running = fronts.servicer.num_running
+        if num_running:
+            logger.info("Draining %d calls for %g s at most.", num_running, self._drain_s)
+        draining = asyncio.create_task(fronts.stop(self._drain_s))
+        hurrying = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not draining.done():
+            draining.cancel()
+            await asyncio.wait((draining,))
+            await fronts.stop(0.0)
 
 
 class _StoppedError(StartupError):
     """The user ended the server before it was ready."""
 
 
-def _close(controller: Controller, executor: Executor) -> None:
-    controller.stop()
+def _close(engine: Controller | Embedder, executor: Executor) -> None:
+    engine.stop()
     executor.close()

@@ -6,7 +6,9 @@ A template is the checkpoint's, never a request's. It runs in a sandbox.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,13 +20,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from jinja2.parser import Parser
 
-__all__ = ["ChatMessage", "ChatTemplate"]
+__all__ = ["ChatMessage", "ChatTemplate", "MessageToolCall"]
 
 _MAX_REASON_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageToolCall:
+    """A call that an assistant has made in an earlier turn."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,12 @@ class ChatMessage:
 
     role: str
     content: str
+    tool_calls: tuple[MessageToolCall, ...] = ()
+    """What an assistant's turn has called."""
+    tool_call_id: str | None = None
+    """Which call a tool's turn answers."""
+    name: str | None = None
+    """Which tool a tool's turn is of."""
 
 
 class _GenerationBlock(Extension):
@@ -63,17 +80,49 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{origin} has a broken chat template: {error}.") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        """The template as the checkpoint writes it."""
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt that asks the assistant for the next turn.
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        adds_generation_prompt: bool = True,
+        continues_final_message: bool = False,
+    ) -> str:
+        """Return the prompt that asks for the next turn, or for the rest of the last one.
 
         Raises InvalidRequestError if the template refuses the messages.
         """
+        written = [_for_template(message) for message in messages]
+        mark = secrets.token_hex(16) if continues_final_message and written else None
+        if mark is not None:
+            written[-1]["content"] = f"{written[-1]['content']}{mark}"
+        text = self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
+        if mark is None:
+            return text
+        end = text.find(mark)
+        if end < 0:
+            raise InvalidRequestError(
+                "The model's chat template does not write the last message, so that it cannot be "
+                "continued.",
+                param="messages",
+            )
+        return text[:end]
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        *,
+        adds_generation_prompt: bool,
+    ) -> str:
         try:
             return self._template.render(
-                messages=[asdict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
+                messages=messages,
+                add_generation_prompt=adds_generation_prompt,
+                tools=list(tools) or None,
                 documents=None,
                 **self._special_tokens,
             )
@@ -82,10 +131,28 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The model's chat template refuses the messages: {reason}", param="messages"
             ) from error
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 "The model's chat template cannot write these messages.", param="messages"
             ) from error
+
+
+def _for_template(message: ChatMessage) -> dict[str, object]:
+    written: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        written["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        written["name"] = message.name
+    return written
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

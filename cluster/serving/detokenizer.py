@@ -17,18 +17,25 @@ class IncrementalDetokenizer:
     """The text of one growing sequence; no piece of it ever splits a character.
 
     The pieces together are what the tokenizer gives for the whole list. Special tokens
-    have no text.
+    have no text unless they are wanted.
     """
 
-    def __init__(self, token_bytes: TokenBytes, *, is_continuation: bool) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        *,
+        is_continuation: bool,
+        skips_special_tokens: bool = True,
+    ) -> None:
         """`is_continuation` says that text stands before it, which keeps its leading space."""
         self._token_bytes = token_bytes
+        self._skips_special_tokens = skips_special_tokens
         self._decoder = _new_decoder(errors="replace")
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain with this token, often that of the token."""
-        if self._token_bytes.is_special(token_id):
+        if self._skips_special_tokens and self._token_bytes.is_special(token_id):
             return ""
         return self._stripped(self._decoder.decode(self._token_bytes.of(token_id)))
 

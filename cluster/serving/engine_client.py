@@ -15,24 +15,24 @@ from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cluster.embedder import EmbeddingRequest
     from cluster.engine_stats import EngineStats
+    from pagedray.errors import PagedRayError
 
-__all__ = ["Engine", "EngineClient", "EngineStream"]
+__all__ = ["Encoder", "Engine", "EngineClient", "EngineStream", "Replica"]
 
 
-class Engine(Protocol):
-    """What the fronts need of a replica; any thread may call it."""
+class Replica(Protocol):
+    """What the fronts need of a replica, whatever its model does; any thread may call it."""
 
-    def submit(self, request: Request) -> None:
-        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request; one that has ended or never was is left alone."""
-
-    def finish(self, request_id: str, index: int) -> None:
-        """End one sequence of a request whose reader has enough; no event follows."""
+    def check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
 
     def stats(self) -> EngineStats:
         """Return the counts of this moment."""
@@ -43,6 +43,32 @@ class Engine(Protocol):
         """Whether requests are taken and steps are run."""
         ...
 
+    @property
+    def error(self) -> EngineError | None:
+        """What ended it for good, if anything has."""
+        ...
+
+
+class Encoder(Replica, Protocol):
+    """A replica whose model makes vectors of texts."""
+
+    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        """Accept a request. Raises OverloadedError or EngineError."""
+        ...
+
+
+class Engine(Replica, Protocol):
+    """A replica whose model generates."""
+
+    def submit(self, request: Request) -> None:
+        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that has ended or never was is left alone."""
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence of a request whose reader has enough; no event follows."""
+
 
 class EngineClient:
     """Hands the engine's events to the streams that wait for them.
@@ -52,17 +78,37 @@ class EngineClient:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._replica: Replica | None = None
         self._engine: Engine | None = None
+        self._encoder: Encoder | None = None
         self._streams: dict[str, EngineStream] = {}
 
     def attach(self, engine: Engine) -> None:
         """Send requests to `engine`, which publishes here."""
-        self._engine = engine
+        self._replica = self._engine = engine
+
+    def attach_encoder(self, encoder: Encoder) -> None:
+        """Send texts to `encoder`, which answers each by itself."""
+        self._replica = self._encoder = encoder
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is an engine."""
-        return self._engine is not None
+        """Whether there is an engine or an encoder."""
+        return self._replica is not None
+
+    @property
+    def replica(self) -> Replica:
+        """The engine or encoder. Raises EngineError while there is none."""
+        if self._replica is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._replica
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder. Raises EngineError while there is none."""
+        if self._encoder is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._encoder
 
     @property
     def engine(self) -> Engine:
@@ -73,8 +119,13 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is an engine and it makes progress."""
-        return self._engine is not None and self._engine.is_healthy
+        """Whether there is an engine or an encoder, and it makes progress."""
+        return self._replica is not None and self._replica.is_healthy
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there was an engine or an encoder, and it has ended for good."""
+        return self._replica is not None and self._replica.error is not None
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Hand on the events of one step."""
@@ -137,7 +188,7 @@ class EngineStream:
         self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
         self._pending: list[TokenEvent] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineError | None = None
+        self._error: PagedRayError | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -198,7 +249,7 @@ class EngineStream:
         self._pending.append(event)
         self._wake()
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: PagedRayError) -> None:
         """End with `error` once the pending events are read."""
         for request_id in self._unfinished:
             self._client.forget(request_id)

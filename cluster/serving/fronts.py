@@ -11,9 +11,12 @@ from cluster.serving.http_server import HttpServer
 from cluster.serving.servicer import Servicer
 
 if TYPE_CHECKING:
+    from cluster.serving.authenticator import Authenticator
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.text_pool import TextPool
+    from cluster.serving.tls import CertificateStore
     from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.tracing import Tracer
     from pagedray.config import EngineConfig
 
 __all__ = ["Fronts"]
@@ -35,14 +38,31 @@ class Fronts:
         grpc_port: int | None,
         http_port: int | None,
         text_pool: TextPool | None = None,
+        authenticator: Authenticator | None = None,
+        certificates: CertificateStore | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Port 0 lets the system choose; None leaves the front out."""
-        self.servicer = Servicer(client, tokenizer, config, text_pool=text_pool)
+        """Port 0 lets the system choose; None leaves the front out.
+
+        Without certificates no front speaks TLS.
+        """
+        self.servicer = Servicer(
+            client,
+            tokenizer,
+            config,
+            text_pool=text_pool,
+            authenticator=authenticator,
+            tracer=tracer,
+        )
         self._grpc = (
-            None if grpc_port is None else GrpcServer(self.servicer, host=host, port=grpc_port)
+            None
+            if grpc_port is None
+            else GrpcServer(self.servicer, host=host, port=grpc_port, certificates=certificates)
         )
         self._http = (
-            None if http_port is None else HttpServer(self.servicer, host=host, port=http_port)
+            None
+            if http_port is None
+            else HttpServer(self.servicer, host=host, port=http_port, certificates=certificates)
         )
         self._health_task: asyncio.Task[None] | None = None
 
@@ -78,7 +98,11 @@ class Fronts:
             self._health_task = asyncio.create_task(self._follow_health(self._grpc))
 
     async def stop(self, grace_s: float) -> None:
-        """Say so, let running requests end for `grace_s`, then close the ports."""
+        """Say so, let running requests end for `grace_s`, then close the ports.
+
+        May be called again, with less patience, when it was cancelled.
+        """
+        self.servicer.stop_taking()
         if self._health_task is not None:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

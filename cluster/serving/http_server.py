@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.servicer import Servicer
+    from cluster.serving.tls import CertificateStore
 
 __all__ = ["HttpServer"]
 
@@ -33,12 +34,17 @@ class HttpServer:
         host: str,
         port: int,
         read_timeout_s: float = _READ_TIMEOUT_S,
+        certificates: CertificateStore | None = None,
     ) -> None:
-        """`read_timeout_s` is what the head, and then the body, of a request may take to arrive."""
+        """`read_timeout_s` is what the head, and then the body, of a request may take to arrive.
+
+        Without certificates the port speaks no TLS.
+        """
         self._servicer = servicer
         self._host = host
         self._wanted_port = port
         self._read_timeout_s = read_timeout_s
+        self._certificates = certificates
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = 0
@@ -48,6 +54,7 @@ class HttpServer:
         """Bind the port and answer. Raises DeviceError if the port is not to be had."""
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
+        certificates = self._certificates
         config = uvicorn.Config(
             build_app(self._servicer, read_timeout_s=self._read_timeout_s),
             http=connection_kind(self._read_timeout_s),
@@ -57,6 +64,9 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            ssl_context_factory=None
+            if certificates is None
+            else lambda _config, _default: certificates.server_context,
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cluster.serving.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
-__all__ = ["ChatPrompt", "EmbeddingInput", "GenerationInput", "Prompt", "TokenizeInput"]
+__all__ = [
+    "CallOrigin",
+    "ChatPrompt",
+    "EmbeddingInput",
+    "Front",
+    "GenerationInput",
+    "Prompt",
+    "TokenizeInput",
+]
+
+Front = Literal["http", "grpc", "ray", "none"]
+"""Where a call came in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOrigin:
+    """Where a call came in, and which trace of its client's it is part of."""
+
+    front: Front = "none"
+    traceparent: str | None = None
+    """The header of W3C Trace Context, as the client sent it."""
+    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +40,10 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, object], ...] = ()
     """Tools as the model's chat template takes them: `{"type": "function", "function": ...}`."""
+    adds_generation_prompt: bool = True
+    """Whether the text ends with what begins an assistant's turn."""
+    continues_final_message: bool = False
+    """Whether the last message is open: its text is gone on with, as its own role."""
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -40,6 +66,13 @@ class GenerationInput:
     deadline_s: float | None = None
     """On the monotonic clock."""
     tenant: str = ""
+    lease_s: float | None = None
+    """The call ends if nobody takes an output for so long; None is never."""
+    skips_special_tokens: bool = True
+    """Whether special tokens have no text."""
+    includes_stop: bool = False
+    """Whether a stop string or stop token that ends a continuation is part of its text."""
+    origin: CallOrigin = CallOrigin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +89,7 @@ class EmbeddingInput:
     deadline_s: float | None = None
     """On the monotonic clock."""
     tenant: str = ""
+    origin: CallOrigin = CallOrigin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,217 +1,192 @@
 """What the server tells Prometheus: counts of the engine, times of the calls.
 
-Labels have few, fixed values; nothing that a client sends becomes one.
+Every label has few values, whatever clients send: tenants are those of the key file, up to a
+bound, and all else is one of our own words. docs/observability.md lists all names.
 """
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from pagedray.errors import (
-    DeadlineError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    PagedRayError,
-    UnknownModelError,
-)
+from cluster.duration_counts import DurationCounter
+from cluster.serving.call_report import outcome_of
+from cluster.serving.engine_metrics import EngineCollector, duration_family
+from cluster.serving.router_metrics import RouterCollector
+from pagedray import __version__
+from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.serving.engine_client import EngineClient
+    from prometheus_client.core import Metric
 
-__all__ = ["CallTiming", "Metrics"]
+    from cluster.serving.call_report import CallReport
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.inputs import Front
+    from pagedray.config import EngineConfig
+    from pagedray.request import StructureKind
+
+__all__ = ["Metrics"]
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 _CALL_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
-_OUTCOME_OF: tuple[tuple[type[PagedRayError], str], ...] = (
-    (InvalidRequestError, "invalid"),
-    (UnknownModelError, "invalid"),
-    (OverloadedError, "overloaded"),
-    (DeadlineError, "deadline"),
-    (EngineError, "unavailable"),
-)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+_WORK_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
+_LENGTH_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
+_MAX_TENANTS = 256
+_OTHER_TENANTS = "(other)"
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a registry of their own. Used from the event loop only."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(client))
-        self._calls = Counter(
-            "pagedray_requests_total",
-            "Requests that ended, by how they ended",
-            ["outcome"],
-            registry=self._registry,
+    def __init__(self, client: EngineClient, config: EngineConfig) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(client, config))
+        self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
+        self._refusals = self._counter(
+            "refusals", "Calls that never reached the engine", "front", "reason"
+        )
+        self._tenant_calls = self._counter("tenant_requests", "Calls that ended", "tenant")
+        self._tenant_tokens = self._counter(
+            "tenant_tokens", "Tokens of calls that ended", "tenant", "kind"
+        )
+        self._tokens_in_flight = Gauge(
+            "pagedray_tokens_in_flight",
+            "Prompt tokens and tokens to generate at most of the calls that are open",
+            registry=self.registry,
         )
         self.first_token = self._histogram(
-            "time_to_first_token", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
+            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
-        self.per_token = self._histogram(
-            "time_per_output_token", "Between two tokens, mean of a request", _TOKEN_BUCKETS
+        self.between_tokens = DurationCounter(_TOKEN_BUCKETS)
+        """Times between two outputs of a call."""
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds", "Between two tokens, mean of a call", _TOKEN_BUCKETS
         )
-        self.call = self._histogram("request_duration", "From arrival to the end", _CALL_BUCKETS)
+        self._duration = self._histogram(
+            "request_duration_seconds", "From arrival to the end", _CALL_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "queue_time_seconds", "From when a call was in order to its first step", _QUEUE_BUCKETS
+        )
+        self._validation = self._histogram(
+            "validation_seconds", "What a call took to be tokenized and checked", _WORK_BUCKETS
+        )
+        self._prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a call", _LENGTH_BUCKETS
+        )
+        self._generated_length = self._histogram(
+            "request_generated_tokens", "Tokens generated for a call", _LENGTH_BUCKETS
+        )
+        self._compiling = Histogram(
+            "pagedray_structure_compile_seconds",
+            "What calls waited for a structure to be compiled",
+            ["kind"],
+            buckets=_WORK_BUCKETS,
+            registry=self.registry,
+        )
+        info = Gauge(
+            "pagedray_info",
+            "What is served; always 1",
+            ["version", "model"],
+            registry=self.registry,
+        )
+        info.labels(__version__, config.model.name).set(1)
+        self.registry.register(_GapCollector(self.between_tokens))
+        self._tenants: set[str] = set()
+        # Apart, since it reads the other.
+        self._router_registry = CollectorRegistry()
+        self._router_registry.register(RouterCollector(client, config, self.registry))
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry) + generate_latest(self._router_registry)
 
-    def timing(self, started_s: float) -> CallTiming:
-        """Return the clock of a call that arrived at `started_s`, on the monotonic clock."""
-        return CallTiming(self, started_s)
+    def count_call(self, report: CallReport) -> None:
+        """Count a call that ended."""
+        self._count(report.outcome, report.origin.front, is_refused=report.is_refused)
+        tenant = self._tenant(report.tenant)
+        self._tenant_calls.labels(tenant).inc()
+        if report.validated_s is not None:
+            self._validation.observe(report.validated_s - report.arrived_s)
+        if report.is_refused:
+            return
+        self._duration.observe(report.ended_s - report.arrived_s)
+        self._prompt_length.observe(report.num_prompt_tokens)
+        self._tenant_tokens.labels(tenant, "prompt").inc(report.num_prompt_tokens)
+        if report.started_s is not None and report.validated_s is not None:
+            self._queue_time.observe(max(0.0, report.started_s - report.validated_s))
+        if report.operation == "embeddings":
+            return
+        self._generated_length.observe(report.num_generated_tokens)
+        self._tenant_tokens.labels(tenant, "generated").inc(report.num_generated_tokens)
+        num_gaps = report.num_generated_tokens / max(report.num_sequences, 1) - 1
+        if num_gaps > 0 and report.first_token_s is not None and report.last_token_s is not None:
+            self._per_token.observe((report.last_token_s - report.first_token_s) / num_gaps)
 
-    def count_refusal(self, error: PagedRayError) -> None:
-        """Count a call that was not started."""
-        self.count(_outcome(error))
+    def hold_tokens(self, num_tokens: int) -> None:
+        """Count tokens of a call that opens; less than none, of one that ends."""
+        self._tokens_in_flight.inc(num_tokens)
+
+    def count_compile(self, kind: StructureKind, duration_s: float) -> None:
+        """Count what a call waited for its structure, which may be known or be found to be none."""
+        self._compiling.labels(kind).observe(duration_s)
+
+    def count_refusal(self, error: Exception, front: Front = "none") -> None:
+        """Count a call that ended before it was one: unread, unknown, or without a key."""
+        self._count(outcome_of(error), front, is_refused=True)
 
     @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self, front: Front = "none") -> Iterator[None]:
         """Count a call that is refused while its message is read."""
         try:
             yield
         except PagedRayError as error:
-            self.count_refusal(error)
+            self.count_refusal(error, front)
             raise
 
-    def count(self, outcome: str) -> None:
-        """Count a call that ended."""
-        self._calls.labels(outcome).inc()
+    def count(self, outcome: str, front: Front = "none") -> None:
+        """Count a call that a front refused for a reason of its protocol."""
+        self._count(outcome, front, is_refused=True)
+
+    def _count(self, outcome: str, front: Front, *, is_refused: bool) -> None:
+        self._calls.labels(front, outcome).inc()
+        if is_refused:
+            self._refusals.labels(front, outcome).inc()
+
+    def _tenant(self, name: str) -> str:
+        """Return a tenant's label: its name, unless there are too many."""
+        if name not in self._tenants:
+            if len(self._tenants) >= _MAX_TENANTS:
+                return _OTHER_TENANTS
+            self._tenants.add(name)
+        return name
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pagedray_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"pagedray_{name}_seconds", text, buckets=buckets, registry=self._registry)
+        return Histogram(f"pagedray_{name}", text, buckets=buckets, registry=self.registry)
 
 
-class CallTiming:
-    """When the tokens of one call came."""
+class _GapCollector(Collector):
+    """The times between tokens, which are counted too often for a histogram of the library."""
 
-    def __init__(self, metrics: Metrics, started_s: float) -> None:
-        self._metrics = metrics
-        self._started_s = started_s
-        self._first_s: float | None = None
-        self._last_s = started_s
-        self._num_first_tokens = 0
-        self._num_tokens = 0
-        self._is_ended = False
-
-    def add_tokens(self, num_tokens: int) -> None:
-        """Note tokens that came at this moment."""
-        if num_tokens == 0:
-            return
-        self._last_s = time.monotonic()
-        self._num_tokens += num_tokens
-        if self._first_s is None:
-            self._first_s = self._last_s
-            self._num_first_tokens = num_tokens
-            self._metrics.first_token.observe(self._first_s - self._started_s)
-
-    def end(self, outcome: str | PagedRayError) -> None:
-        """Note the end; only the first one counts."""
-        if self._is_ended:
-            return
-        self._is_ended = True
-        self._metrics.count(outcome if isinstance(outcome, str) else _outcome(outcome))
-        self._metrics.call.observe(time.monotonic() - self._started_s)
-        num_later_tokens = self._num_tokens - self._num_first_tokens
-        if self._first_s is not None and num_later_tokens > 0:
-            self._metrics.per_token.observe((self._last_s - self._first_s) / num_later_tokens)
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's counts when they are asked for."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, counter: DurationCounter) -> None:
+        self._counter = counter
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        is_healthy = self._client.is_healthy
-        yield _gauge("healthy", "Whether the engine makes progress", float(is_healthy))
-        if not self._client.is_attached:
-            return
-        stats = self._client.engine.stats()
-        scheduler = stats.scheduler
-        yield _labelled_gauge(
-            "sequences",
-            "Sequences by state",
-            "state",
-            {
-                "running": scheduler.num_running,
-                "waiting": scheduler.num_waiting,
-                "swapped": scheduler.num_swapped,
-            },
+        yield duration_family(
+            "inter_token_latency_seconds",
+            "Between two outputs of a call, each of which has tokens",
+            self._counter.counts(),
         )
-        yield _gauge("queued_requests", "Requests not started", scheduler.num_queued_requests)
-        yield _labelled_gauge(
-            "blocks",
-            "KV blocks of each pool",
-            "pool",
-            {"device": scheduler.num_blocks, "cpu": scheduler.num_cpu_blocks},
-        )
-        yield _labelled_gauge(
-            "free_blocks",
-            "KV blocks of each pool that are free",
-            "pool",
-            {"device": scheduler.num_free_blocks, "cpu": scheduler.num_free_cpu_blocks},
-        )
-        yield _gauge("cached_blocks", "Free blocks with known content", scheduler.num_cached_blocks)
-        yield _gauge(
-            "last_step_seconds",
-            "What the last step took",
-            stats.last_step_s,
-        )
-        yield _counter("steps", "Steps run", stats.num_steps)
-        yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
-        yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
-        yield _counter(
-            "prefix_queried_tokens",
-            "Tokens looked up in the prefix cache",
-            scheduler.num_queried_tokens,
-        )
-        yield _counter(
-            "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
-        )
-        layers = GaugeMetricFamily(
-            "pagedray_attention_layers",
-            "Layers by part of a step and whose attention kernels serve it",
-            labels=["part", "server"],
-        )
-        for part, servers in stats.attention_servers.items():
-            for server, num_layers in servers.items():
-                layers.add_metric([part, server], num_layers)
-        yield layers
-        preemptions = CounterMetricFamily(
-            "pagedray_preemptions", "Sequences that made room, by how", labels=["kind"]
-        )
-        preemptions.add_metric(["swap"], scheduler.num_swap_preemptions)
-        preemptions.add_metric(["recompute"], scheduler.num_recompute_preemptions)
-        yield preemptions
-
-
-def _outcome(error: PagedRayError) -> str:
-    return next((outcome for kind, outcome in _OUTCOME_OF if isinstance(error, kind)), "error")
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"pagedray_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"pagedray_{name}", text, value=value)
-
-
-def _labelled_gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"pagedray_{name}", text, labels=[label])
-    for value, count in values.items():
-        family.add_metric([value], count)
-    return family

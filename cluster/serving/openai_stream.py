@@ -1,4 +1,7 @@
-"""What OpenAI clients are sent: whole answers, and the chunks of streamed ones."""
+"""What OpenAI clients are sent: whole answers, and the chunks of streamed ones.
+
+A stream's chunks differ in little but their text. What is the same in all of them is encoded once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from cluster.serving.openai_error import Json, refusal_body
 from cluster.serving.text_stream import SequenceOutput
+from cluster.serving.turn_reader import TurnReader
 from pagedray.errors import PagedRayError
 from pagedray.request import FinishReason
 
@@ -20,28 +25,40 @@ if TYPE_CHECKING:
     from cluster.serving.token_bytes import TokenBytes
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "error_body"]
+__all__ = ["Answer", "AnswerOptions", "Choice", "finite"]
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
+_BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
-Json = dict[str, object]
 _encode = msgspec.json.Encoder().encode
 
 
-def error_body(message: str, kind: str, param: str | None = None) -> Json:
-    """Return an error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a call wants told beside the text."""
+
+    model: str
+    created_s: int
+    num_per_prompt: int
+    has_logprobs: bool
+    includes_usage: bool
 
 
 @dataclass(slots=True)
-class _Choice:
-    """One sequence of a whole answer, while it grows."""
+class Choice:
+    """One sequence of an answer, while it grows."""
 
+    index: int
+    bare_begin: bytes
+    """All of an event that stands before its text, if it tells of nothing else."""
     texts: list[str] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     num_characters: int = 0
     """Of the tokens whose log-probabilities were written."""
+    is_new: bool = True
+    reader: TurnReader | None = None
+    """What finds tool calls in its text."""
 
 
 class Answer(ABC):
@@ -50,30 +67,21 @@ class Answer(ABC):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    bare_begin: ClassVar[bytes]
+    """What stands between a choice's index and its text."""
+    bare_end: ClassVar[bytes]
 
     def __init__(
-        self,
-        generation: Generation,
-        token_bytes: TokenBytes,
-        *,
-        model: str,
-        created_s: int,
-        num_per_prompt: int,
-        has_logprobs: bool,
-        includes_usage: bool,
+        self, generation: Generation, token_bytes: TokenBytes, options: AnswerOptions
     ) -> None:
         self._generation = generation
         self._token_bytes = token_bytes
-        self._num_per_prompt = num_per_prompt
-        self._has_logprobs = has_logprobs
-        self._includes_usage = includes_usage
-        self._head: Json = {
-            "id": f"{self.id_prefix}-{generation.id}",
-            "object": self.kind,
-            "created": created_s,
-            "model": model,
-        }
-        self._choices: dict[int, _Choice] = {}
+        self._options = options
+        self._choices: dict[int, Choice] = {}
+        chunk_head = _encode(self._head(self.chunk_kind))[:-1]
+        self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
+        self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
+        self._bare_end = self.bare_end + _BARE + self._end
 
     async def whole(self) -> bytes:
         """Return the answer when it is finished. Raises PagedRayError."""
@@ -87,68 +95,82 @@ class Answer(ABC):
                     choice.texts.append(sequence.text)
                     choice.outputs.append(sequence)
         assert usage is not None
-        choices = [self._whole_choice(index) for index in sorted(self._choices)]
-        return _encode({**self._head, "choices": choices, "usage": _usage(usage)})
+        choices = [self._whole_choice(self._choices[index]) for index in sorted(self._choices)]
+        return _encode({**self._head(self.kind), "choices": choices, "usage": _usage(usage)})
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error after the first becomes the last."""
-        self._head["object"] = self.chunk_kind
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
-                    written = b"".join([_event(chunk) for chunk in self._chunks(output)])
+                    written = b"".join(self._events(output))
                     if written:
                         yield written
         except PagedRayError as error:
-            yield _event(error_body(str(error), error.openai_type))
+            yield b"data: " + _encode(refusal_body(error)) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    def _chunks(self, output: GenerationOutput) -> Iterator[Json]:
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": f"{self.id_prefix}-{self._generation.id}",
+            "object": kind,
+            "created": self._options.created_s,
+            "model": self._options.model,
+        }
+
+    def _events(self, output: GenerationOutput) -> Iterator[bytes]:
         for sequence in output.sequences:
-            _check_failed(sequence)
-            is_new = self._index(sequence) not in self._choices
             choice = self._choice(sequence)
-            # A chunk without text says something only at the start, at the end, or with
-            # log-probabilities.
-            if sequence.text or is_new or sequence.finish_reason or sequence.logprobs:
-                yield self._chunk(self._chunk_choice(sequence, choice, is_new=is_new))
-        if output.is_last and self._includes_usage:
-            yield {**self._head, "choices": [], "usage": _usage(output.usage)}
+            if not (
+                choice.is_new
+                or choice.reader is not None
+                or sequence.finish_reason is not None
+                or sequence.logprobs
+            ):
+                if sequence.text:
+                    yield choice.bare_begin + _encode(sequence.text) + self._bare_end
+                continue
+            _check_failed(sequence)
+            yield self._full_event(sequence, choice)
+        if output.is_last and self._options.includes_usage:
+            head = _encode(self._head(self.chunk_kind))[:-1]
+            yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
 
-    def _chunk(self, choice: Json) -> Json:
-        chunk = {**self._head, "choices": [choice]}
-        if self._includes_usage:
-            chunk["usage"] = None
-        return chunk
+    def _full_event(self, sequence: SequenceOutput, choice: Choice) -> bytes:
+        delta = self._delta(sequence, choice)
+        reason = self._reason(sequence, choice)
+        if not (delta or choice.is_new or reason or sequence.logprobs):
+            return b""
+        told = {
+            **self._wrapped(delta),
+            "logprobs": self._logprobs([sequence], choice),
+            "finish_reason": reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        choice.is_new = False
+        # The first brace is that of the choice, which begins with its index.
+        return self._begin + b"%d," % choice.index + _encode(told)[1:] + b"]" + self._end
 
-    def _index(self, sequence: SequenceOutput) -> int:
-        return sequence.prompt_index * self._num_per_prompt + sequence.index
+    def _choice(self, sequence: SequenceOutput) -> Choice:
+        index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
+        choice = self._choices.get(index)
+        if choice is None:
+            bare_begin = self._begin + b"%d" % index + self.bare_begin
+            choice = self._choices[index] = Choice(index, bare_begin, reader=self._reader())
+        return choice
 
-    def _choice(self, sequence: SequenceOutput) -> _Choice:
-        return self._choices.setdefault(self._index(sequence), _Choice())
-
-    def _whole_choice(self, index: int) -> Json:
-        choice = self._choices[index]
+    def _whole_choice(self, choice: Choice) -> Json:
         last = choice.outputs[-1]
         return {
-            "index": index,
-            **self._content("".join(choice.texts)),
+            "index": choice.index,
+            **self._content("".join(choice.texts), choice),
             "logprobs": self._logprobs(choice.outputs, choice),
-            "finish_reason": _reason(last),
+            "finish_reason": self._reason(last, choice),
             "stop_reason": last.stop_reason,
         }
 
-    def _chunk_choice(self, sequence: SequenceOutput, choice: _Choice, *, is_new: bool) -> Json:
-        return {
-            "index": self._index(sequence),
-            **self._delta(sequence.text, is_new=is_new),
-            "logprobs": self._logprobs([sequence], choice),
-            "finish_reason": _reason(sequence),
-            "stop_reason": sequence.stop_reason,
-        }
-
-    def _logprobs(self, outputs: list[SequenceOutput], choice: _Choice) -> Json | None:
-        if not self._has_logprobs:
+    def _logprobs(self, outputs: list[SequenceOutput], choice: Choice) -> Json | None:
+        if not self._options.has_logprobs:
             return None
         return self._token_logprobs(
             [
@@ -159,101 +181,37 @@ class Answer(ABC):
             choice,
         )
 
+    def _reader(self) -> TurnReader | None:
+        return None
+
+    def _reason(self, sequence: SequenceOutput, choice: Choice) -> str | None:
+        return None if sequence.finish_reason is None else sequence.finish_reason.value
+
     @abstractmethod
-    def _content(self, text: str) -> Json:
+    def _content(self, text: str, choice: Choice) -> Json:
         """Return the part of a whole choice that holds its text."""
 
     @abstractmethod
-    def _delta(self, text: str, *, is_new: bool) -> Json:
-        """Return the part of a streamed choice that holds its text."""
+    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+        """Return what a streamed choice gained; nothing if that is nothing."""
 
     @abstractmethod
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: _Choice) -> Json:
+    def _wrapped(self, delta: Json) -> Json:
+        """Return the part of a streamed choice that holds what it gained."""
+
+    @abstractmethod
+    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
         """Return log-probabilities in the endpoint's shape."""
 
 
-class CompletionAnswer(Answer):
-    """An answer of /v1/completions."""
-
-    id_prefix = "cmpl"
-    kind = "text_completion"
-    chunk_kind = "text_completion"
-
-    def _content(self, text: str) -> Json:
-        return {"text": text}
-
-    def _delta(self, text: str, *, is_new: bool) -> Json:
-        return {"text": text}
-
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: _Choice) -> Json:
-        texts = [self._token_bytes.text_of(token_id) for token_id, _ in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(logprobs.chosen) for _, logprobs in tokens],
-            "top_logprobs": [
-                self._top(text, logprobs) for text, (_, logprobs) in zip(texts, tokens, strict=True)
-            ],
-            "text_offset": offsets,
-        }
-
-    def _top(self, text: str, logprobs: TokenLogprobs) -> Json:
-        top: Json = {
-            self._token_bytes.text_of(token_id): _finite(value)
-            for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
-        }
-        # The chosen token is there even if it is not among the likeliest.
-        top.setdefault(text, _finite(logprobs.chosen))
-        return top
-
-
-class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
-
-    id_prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _delta(self, text: str, *, is_new: bool) -> Json:
-        if is_new:
-            return {"delta": {"role": "assistant", "content": text}}
-        return {"delta": {"content": text} if text else {}}
-
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: _Choice) -> Json:
-        return {"content": [self._entry(*token) for token in tokens], "refusal": None}
-
-    def _entry(self, token_id: int, logprobs: TokenLogprobs) -> Json:
-        top = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
-        return {
-            **self._token(token_id, logprobs.chosen),
-            "top_logprobs": [self._token(other, value) for other, value in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._token_bytes.text_of(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(self._token_bytes.of(token_id)),
-        }
-
-
-def _event(content: Json) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can write."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def _check_failed(sequence: SequenceOutput) -> None:
     if sequence.finish_reason is FinishReason.ERROR:
         raise PagedRayError("The engine could not compute the next token.")
-
-
-def _reason(sequence: SequenceOutput) -> str | None:
-    return None if sequence.finish_reason is None else sequence.finish_reason.value
 
 
 def _usage(usage: Usage) -> Json:
@@ -263,7 +221,3 @@ def _usage(usage: Usage) -> Json:
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)

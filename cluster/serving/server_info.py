@@ -41,6 +41,8 @@ class CallInfo:
 
     id: str
     """The id that its client knows."""
+    tenant: str = ""
+    """Whose it is."""
     age_s: float
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -76,4 +78,4 @@ class ServerLoads:
     num_hit_tokens: int
     num_preemptions: int
     calls: tuple[CallInfo, ...]
-    """The asking tenant's running calls, the oldest first, 100 at most."""
+    """The asking tenant's running calls, an admin's are everybody's, oldest first, 100 at most."""

@@ -1,4 +1,4 @@
-"""The one servicer behind every front: validated requests in, text out.
+"""The one servicer behind every front: validated requests in, text and vectors out.
 
 It speaks no protocol. Fronts turn what it yields, and the errors it raises, into theirs.
 """
@@ -7,53 +7,52 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from cluster.serving.authenticator import Authenticator
+from cluster.serving.call_log import log_call
+from cluster.serving.call_watch import CallObserver, CallWatch
+from cluster.serving.calls import Call, Calls
+from cluster.serving.embedding import Embedding, EmbeddingOutput
+from cluster.serving.embedding_validator import EmbeddingValidator
+from cluster.serving.generation import Generation, GenerationOutput, Usage
 from cluster.serving.metrics import Metrics
+from cluster.serving.server_report import server_info, server_loads
 from cluster.serving.text_pool import TextPool
-from cluster.serving.text_stream import SequenceOutput, TextStream
+from cluster.serving.tool_calls import detect_format
 from cluster.serving.validator import Validator
 from pagedray.errors import (
     DeadlineError,
     EngineError,
+    ForbiddenError,
     InvalidRequestError,
     PagedRayError,
     ShuttingDownError,
 )
-from pagedray.request import FinishReason, Request
+from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import Sequence
 
-    from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
+    from cluster.serving.server_info import ServerInfo, ServerLoads
+    from cluster.serving.tenant import Tenant
     from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.tool_calls import ToolCallFormat
+    from cluster.serving.tracing import Tracer
     from pagedray.config import EngineConfig
+    from pagedray.request import Request
 
-__all__ = ["Generation", "GenerationOutput", "Servicer", "Usage"]
+__all__ = ["EmbeddingOutput", "Generation", "GenerationOutput", "Servicer", "Usage"]
 
 _IDLE_POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a call has used so far."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOutput:
-    """What the sequences of a call gained since the last output, one entry for each."""
-
-    sequences: tuple[SequenceOutput, ...]
-    usage: Usage
-    is_last: bool
+_MANY_TOKENS = 1024
+"""Token ids from which on they become text in a thread."""
 
 
 class _Phase(Enum):
@@ -72,17 +71,35 @@ class Servicer:
         config: EngineConfig,
         *,
         text_pool: TextPool | None = None,
+        tracer: Tracer | None = None,
+        authenticator: Authenticator | None = None,
+        tool_format: ToolCallFormat | None = None,
     ) -> None:
-        """Long texts go to `text_pool`, which is closed with the servicer."""
+        """Long texts go to `text_pool`, which is closed with the servicer.
+
+        Without an `authenticator` nobody is asked for a key. A `tool_format` of None is found in
+        the model's chat template.
+        """
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
+        self.authenticator = Authenticator() if authenticator is None else authenticator
         self._text_pool = TextPool() if text_pool is None else text_pool
-        self.validator = Validator(config, tokenizer, text_pool=self._text_pool)
-        self.metrics = Metrics(client)
+        self.metrics = Metrics(client, config)
+        self.validator = Validator(
+            config,
+            tokenizer,
+            text_pool=self._text_pool,
+            note_compile=self.metrics.count_compile,
+        )
+        self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
+        self.tool_format = tool_format or detect_format(tokenizer.template_source)
+        """How the model writes tool calls; None if that is not known."""
+        listeners = [log_call] if tracer is None else [tracer.trace, log_call]
+        self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self._phase = _Phase.STARTING
-        self._running: set[Generation] = set()
-        self._by_id: dict[tuple[str, str], Generation] = {}
+        self._calls = Calls()
+        self._started_s = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
@@ -92,47 +109,148 @@ class Servicer:
     @property
     def num_running(self) -> int:
         """Calls that have not ended."""
-        return len(self._running)
+        return len(self._calls)
 
     def set_ready(self) -> None:
         """Take requests from now on."""
         if self._phase is _Phase.STARTING:
             self._phase = _Phase.READY
 
+    def stop_taking(self) -> None:
+        """Take no more requests, and be ready no more."""
+        self._phase = _Phase.DRAINING
+
     async def drain(self, grace_s: float) -> None:
         """Take no more requests, and end those that run longer than `grace_s`."""
-        self._phase = _Phase.DRAINING
+        self.stop_taking()
         deadline_s = time.monotonic() + grace_s
-        while self._running and time.monotonic() < deadline_s:
+        while len(self._calls) and time.monotonic() < deadline_s:
             await asyncio.sleep(_IDLE_POLL_S)
-        for generation in list(self._running):
-            generation.fail(EngineError("The server shut down before the request was finished."))
+        for call in self._calls:
+            if call.task is not None:
+                call.task.fail(EngineError("The server shut down before the request was finished."))
 
     async def close(self) -> None:
         """End the threads that work on texts; nothing is validated from then on."""
         await self._text_pool.close()
+        await asyncio.to_thread(self.validator.close)
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Return whose call it is by its Authorization header, `Bearer KEY`.
+
+        Raises AuthenticationError. Without a key file it is ANYBODY's.
+        """
+        return self.authenticator.authenticate(authorization)
 
     async def start(self, given: GenerationInput) -> Generation:
         """Validate a call and hand it to the engine; the caller closes what is returned.
 
         Raises RequestError or EngineError; then nothing was started.
         """
-        started_s = time.monotonic()
+        watch = self.observer.begin(given)
+        call: Call | None = None
         try:
-            self._check_phase()
+            self._check_kind(is_encoder=False)
+            tenant = self._let_in(given)
+            if given.priority < 0 and not tenant.is_admin:
+                raise ForbiddenError("A priority below 0 needs the key of an admin.")
+            call = self._calls.open(tenant)
             requests = await self.validator.validate(given)
-            # Tokenizing took time, in which a drain may have begun.
-            self._check_phase()
-            return self._open(given, requests, started_s)
-        except PagedRayError as error:
-            self.metrics.count_refusal(error)
+            return self._open(given, requests, call, watch)
+        except BaseException as error:
+            if call is not None:
+                call.close()
+            watch.end(error if isinstance(error, PagedRayError) else "cancelled")
             raise
 
-    def abort(self, tenant: str, client_id: str) -> None:
-        """End the call with this id; without one, do nothing."""
-        generation = self._by_id.get((tenant, client_id))
-        if generation is not None:
-            generation.abort()
+    async def embed(self, given: EmbeddingInput) -> EmbeddingOutput:
+        """Return the vectors of texts; giving up the wait gives up the call.
+
+        Raises RequestError or EngineError.
+        """
+        watch = self.observer.begin(given)
+        call: Call | None = None
+        try:
+            self._check_kind(is_encoder=True)
+            tenant = self._let_in(given)
+            call = self._calls.open(tenant)
+            request = await self._embedding_validator.validate(given)
+            watch.note_validated(request.num_tokens)
+            call.reserve(num_prompt_tokens=request.num_tokens, num_tokens=request.num_tokens)
+            # Tokenizing took time, in which a drain may have begun.
+            self._check_phase()
+            running = self.client.encoder.submit(replace(request, weight=tenant.weight))
+            call.task = embedding = Embedding(running)
+            watch.note_open("")
+            vectors = await embedding.vectors(given.deadline_s)
+            watch.end("stop")
+            return EmbeddingOutput(vectors=vectors, num_prompt_tokens=request.num_tokens)
+        except BaseException as error:
+            watch.end(error if isinstance(error, PagedRayError) else "cancelled")
+            raise
+        finally:
+            if call is not None:
+                call.close()
+
+    async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
+        """Return the token ids of a text or a conversation. Raises RequestError."""
+        return await self.validator.tokenize(given)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        model: str | None = None,
+    ) -> str:
+        """Return the text of token ids. Raises RequestError."""
+        self.validator.check_model(model)
+        if len(token_ids) > self.config.max_model_len:
+            raise InvalidRequestError(
+                f"tokens has {len(token_ids)} token ids, more than the context of "
+                f"{self.config.max_model_len}.",
+                param="tokens",
+            )
+        check_token_ids(token_ids, self.config.model.vocab_size, "tokens")
+        decode = self.tokenizer.decode
+        if len(token_ids) < _MANY_TOKENS:
+            return decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._text_pool.run(decode, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def abort(self, tenant_name: str, client_id: str) -> None:
+        """End a tenant's call with this id; without one, do nothing."""
+        call = self._calls.find(tenant_name, client_id)
+        if call is not None and call.task is not None:
+            call.task.abort()
+
+    def info(self) -> ServerInfo:
+        """Return what does not change while the server runs.
+
+        Raises EngineError before the model is loaded.
+        """
+        return server_info(self.config, self.client.replica.stats())
+
+    def loads(self, tenant: Tenant) -> ServerLoads:
+        """Return what there is to do, and those of the calls that a tenant may know of.
+
+        Raises EngineError before the model is loaded.
+        """
+        return server_loads(
+            self.client.replica.stats(),
+            is_ready=self.is_ready,
+            uptime_s=time.monotonic() - self._started_s,
+            calls=self._calls.infos(tenant),
+        )
+
+    def _check_kind(self, *, is_encoder: bool) -> None:
+        model = self.config.model
+        if is_encoder == model.is_encoder:
+            return
+        if is_encoder:
+            text = "a decoder, which generates texts and makes no vectors of them."
+        else:
+            text = "an encoder, which makes vectors of texts and generates nothing."
+        raise InvalidRequestError(f"The model {model.name} is {text}", param="model")
 
     def _check_phase(self) -> None:
         if self._phase is _Phase.STARTING:
@@ -140,138 +258,37 @@ class Servicer:
         if self._phase is _Phase.DRAINING:
             raise ShuttingDownError
 
+    def _let_in(self, given: GenerationInput | EmbeddingInput) -> Tenant:
+        """Return whose call it is, unless it can be refused before its texts are looked at."""
+        self._check_phase()
+        tenant = self.authenticator.tenant_named(given.tenant)
+        if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
+            raise DeadlineError("The deadline passed before the request arrived.")
+        self.client.replica.check_room(0)
+        return tenant
+
     def _open(
-        self, given: GenerationInput, requests: tuple[Request, ...], started_s: float
+        self, given: GenerationInput, requests: tuple[Request, ...], call: Call, watch: CallWatch
     ) -> Generation:
-        visible_id = requests[0].id if given.client_id is None else given.client_id
-        key = (given.tenant, visible_id)
-        if key in self._by_id:
-            raise InvalidRequestError(
-                f"request_id {visible_id!r} belongs to a request that is running.",
-                param="request_id",
-            )
-        generation = Generation(self, key, requests, started_s)
-        self._running.add(generation)
-        self._by_id[key] = generation
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        num_new_tokens = sum(
+            request.sampling.n * request.sampling.max_tokens for request in requests
+        )
+        watch.note_validated(num_prompt_tokens, requests)
+        # Tokenizing took time, in which a drain may have begun.
+        self._check_phase()
+        call.name(requests[0].id if given.client_id is None else given.client_id)
+        call.reserve(
+            num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
+        )
+        weight = call.tenant.weight
+        generation = Generation(
+            given,
+            tuple(msgspec.structs.replace(request, weight=weight) for request in requests),
+            call=call,
+            watch=watch,
+            client=self.client,
+            token_bytes=self.tokenizer.token_bytes,
+        )
+        call.task = generation
         return generation
-
-    def free_id(self, generation: Generation) -> None:
-        """Let the id of an ended call be used again."""
-        if self._by_id.get(generation.key) is generation:
-            del self._by_id[generation.key]
-
-    def forget(self, generation: Generation) -> None:
-        """Count a call as ended."""
-        self.free_id(generation)
-        self._running.discard(generation)
-
-
-class Generation:
-    """One running call."""
-
-    def __init__(
-        self,
-        servicer: Servicer,
-        key: tuple[str, str],
-        requests: tuple[Request, ...],
-        started_s: float,
-    ) -> None:
-        self._servicer = servicer
-        self.key = key
-        """The call's tenant and the id that the client knows."""
-        self._deadline_s = requests[0].deadline_s
-        self._texts = {
-            (request.id, index): TextStream(
-                request, index, servicer.tokenizer.token_bytes, prompt_index=prompt_index
-            )
-            for prompt_index, request in enumerate(requests)
-            for index in range(request.sampling.n)
-        }
-        self._num_unfinished = len(self._texts)
-        self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self._num_cached_tokens: dict[str, int] = {}
-        self._num_generated_tokens = 0
-        self._is_closed = False
-        # Last, so that nothing runs in the engine unless all of the above went well.
-        self._stream = servicer.client.open(requests)
-        self._timing = servicer.metrics.timing(started_s)
-
-    @property
-    def id(self) -> str:
-        """The id that the client knows: its own, or the one the server made."""
-        return self.key[1]
-
-    async def outputs(self) -> AsyncGenerator[GenerationOutput]:
-        """Yield what the sequences gain until all have ended.
-
-        Raises EngineError or DeadlineError if they cannot.
-        """
-        try:
-            async for events in self._stream:
-                output = self._output(events)
-                yield output
-                if output.is_last:
-                    return
-        except PagedRayError as error:
-            self._timing.end(error)
-            raise
-
-    def abort(self) -> None:
-        """End every sequence; the outputs end with what there is."""
-        self._stream.abort()
-
-    def fail(self, error: EngineError) -> None:
-        """End the outputs with `error`."""
-        self._stream.close()
-        self._stream.fail(error)
-
-    def close(self) -> None:
-        """Abort what is not finished and free the call's id; closing twice is harmless."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._servicer.forget(self)
-        self._stream.close()
-        self._timing.end("cancelled")
-
-    def _output(self, events: list[TokenEvent]) -> GenerationOutput:
-        grouped: dict[tuple[str, int], list[TokenEvent]] = {}
-        for event in events:
-            grouped.setdefault((event.request_id, event.index), []).append(event)
-            self._num_cached_tokens.setdefault(event.request_id, event.num_cached_tokens)
-        sequences = tuple(
-            self._push(request_id, index, group)
-            for (request_id, index), group in grouped.items()
-            if not self._texts[request_id, index].is_finished
-        )
-        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-        self._num_generated_tokens += num_tokens
-        self._timing.add_tokens(num_tokens)
-        is_last = self._num_unfinished == 0
-        if is_last:
-            # Whoever reads the end may use the id again at once.
-            self._servicer.free_id(self)
-            self._timing.end(sequences[-1].finish_reason or "stop")
-        return GenerationOutput(
-            sequences=sequences,
-            usage=Usage(
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_cached_tokens=sum(self._num_cached_tokens.values()),
-                num_generated_tokens=self._num_generated_tokens,
-            ),
-            is_last=is_last,
-        )
-
-    def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:
-        output = self._texts[request_id, index].push(events)
-        if output.finish_reason is None:
-            return output
-        self._num_unfinished -= 1
-        # Does nothing if the engine itself ended it.
-        self._stream.finish(request_id, index)
-        if output.finish_reason is FinishReason.ABORT and self._is_late():
-            raise DeadlineError("The deadline passed before the request was finished.")
-        return output
-
-    def _is_late(self) -> bool:
-        return self._deadline_s is not None and time.monotonic() >= self._deadline_s

@@ -41,14 +41,27 @@ class TextStream:
     """The text of one sequence, as its events come in."""
 
     def __init__(
-        self, request: Request, index: int, token_bytes: TokenBytes, *, prompt_index: int = 0
+        self,
+        request: Request,
+        index: int,
+        token_bytes: TokenBytes,
+        *,
+        prompt_index: int = 0,
+        skips_special_tokens: bool = True,
+        includes_stop: bool = False,
     ) -> None:
+        """`includes_stop` makes a stop string, or a stop token of the client, part of the text."""
         sampling = request.sampling
         # Only a decoder that strips leading spaces cares for what stands before.
         is_continuation = token_bytes.num_stripped > 0 and not all(
             token_bytes.is_special(token_id) for token_id in request.prompt_token_ids
         )
-        self._detokenizer = IncrementalDetokenizer(token_bytes, is_continuation=is_continuation)
+        self._detokenizer = IncrementalDetokenizer(
+            token_bytes,
+            is_continuation=is_continuation,
+            skips_special_tokens=skips_special_tokens,
+        )
+        self._includes_stop = includes_stop
         self._matcher = StopMatcher(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._client_stop_ids = frozenset(sampling.stop_token_ids)
@@ -79,8 +92,9 @@ class TextStream:
         return self._output(pieces, token_ids, logprobs, None, None)
 
     def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
-        # The token that ended the sequence is no part of its text.
-        num_silent = 1 if event.stop_token_id is not None else 0
+        # The token that ended the sequence is no part of its text, unless the client wants it.
+        is_wanted = self._includes_stop and event.stop_token_id in self._client_stop_ids
+        num_silent = 0 if event.stop_token_id is None or is_wanted else 1
         num_heard = len(event.token_ids) - num_silent
         for position, token_id in enumerate(event.token_ids[:num_heard]):
             self._num_tokens += 1
@@ -96,6 +110,8 @@ class TextStream:
             return None
         certain, stop = self._matcher.push(text)
         pieces.append(certain)
+        if stop is not None and self._includes_stop:
+            pieces.append(stop)
         return stop
 
     def _end(

@@ -29,12 +29,15 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str],
         template: ChatTemplate | None,
+        is_encoder: bool = False,
     ) -> None:
-        """`special_tokens` maps names such as `eos_token` to tokens."""
+        """`special_tokens` maps names such as `eos_token` to tokens.
+
+        An encoder's tokens never stream as text, so that its decoder may be of any kind.
+        """
         self._tokenizer = tokenizer
         self._template = template
-        self.token_bytes = TokenBytes(tokenizer)
-        """What each token stands for."""
+        self._token_bytes = None if is_encoder else TokenBytes(tokenizer)
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
         """The tokens that the tokenizer itself calls the end of a sequence."""
@@ -42,7 +45,7 @@ class Tokenizer:
         """Characters of the longest token."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Self:
+    def from_folder(cls, folder: Path, *, is_encoder: bool = False) -> Self:
         """Return the tokenizer of a checkpoint. Raises CheckpointError."""
         tokenizer = read_tokenizer(folder)
         settings = _read_settings(folder / "tokenizer_config.json")
@@ -51,7 +54,14 @@ class Tokenizer:
             tokenizer,
             special_tokens=special_tokens,
             template=_read_template(folder, settings, special_tokens),
+            is_encoder=is_encoder,
         )
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What each token of a decoder stands for."""
+        assert self._token_bytes is not None
+        return self._token_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -68,11 +78,18 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        adds_generation_prompt: bool = True,
+        continues_final_message: bool = False,
+    ) -> str:
         """Return the prompt text of a conversation, special tokens written out.
 
         Raises InvalidRequestError.
@@ -81,7 +98,17 @@ class Tokenizer:
             raise InvalidRequestError(
                 "The model has no chat template; use completions.", param="messages"
             )
-        return self._template.render(messages)
+        return self._template.render(
+            messages,
+            tools=tools,
+            adds_generation_prompt=adds_generation_prompt,
+            continues_final_message=continues_final_message,
+        )
+
+    @property
+    def template_source(self) -> str:
+        """The chat template as the checkpoint writes it; nothing if it has none."""
+        return "" if self._template is None else self._template.source
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:

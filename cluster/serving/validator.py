@@ -8,41 +8,66 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt
-from pagedray.errors import InvalidRequestError, UnknownModelError
-from pagedray.request import MAX_N, Request, SamplingParams, check_token_ids
+from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt, TokenizeInput
+from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
+from cluster.structured.compiler import StructureCompiler
+from cluster.structured.compiler_process import limits_of
+from cluster.structured.vocabulary import vocabulary_of
+from pagedray.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from pagedray.request import (
+    MAX_N,
+    Request,
+    SamplingParams,
+    Structure,
+    StructureKind,
+    check_token_ids,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.serving.text_pool import TextPool
     from cluster.serving.tokenizer import Tokenizer
+    from cluster.structured.grammar import CompiledGrammar
     from pagedray.config import EngineConfig
 
 __all__ = ["Validator"]
 
 _MAX_CLIENT_ID_LENGTH = 128
 _MAX_PRIORITY = 2**31 - 1
-_LONG_TEXT = 2048
-"""Characters of a call from which on they are tokenized in a thread."""
-_LONG_CHAT = 64
-"""Messages from which on a template writes them in a thread."""
 
 
 class Validator:
     """Knows the limits of one model and tokenizes what keeps them."""
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        text_pool: TextPool | None = None,
+        note_compile: Callable[[StructureKind, float], None] | None = None,
     ) -> None:
-        """Without a pool long texts are worked on at once, which an event loop cannot afford."""
-        self._tokenizer = tokenizer
-        self._text_pool = text_pool
+        """Without a pool long texts are worked on at once, which an event loop cannot afford.
+
+        `note_compile` is told how many seconds a call waited for its structure.
+        """
+        self._note_compile = note_compile
+        self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
+        self._structures = StructureCompiler(
+            lambda: vocabulary_of(
+                tokenizer.token_bytes, size=self._vocab_size, eos_token_ids=self._eos_token_ids
+            ),
+            limits=limits_of(config.structure_compile_s),
+        )
         self._eos_token_ids = tuple(
             dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))
         )
@@ -54,20 +79,38 @@ class Validator:
         _check_priority(given.priority)
         sampling = self._read_sampling(given)
         _check_num_sequences(len(given.prompts), sampling.n)
-        is_long = sum(map(_num_characters, given.prompts)) >= _LONG_TEXT
+        is_long = are_long(given.prompts)
         requests: list[Request] = []
+        grammar = None
+        if sampling.structure is not None:
+            grammar = await self._compiled(sampling.structure)
         for prompt in given.prompts:
-            requests.append(await self._request(prompt, sampling, given, is_long=is_long))
+            request = await self._request(prompt, sampling, given, is_long=is_long)
+            requests.append(msgspec.structs.replace(request, grammar=grammar))
             # Others come in between; many prompts take their time.
             await asyncio.sleep(0)
         return tuple(requests)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises InvalidRequestError or OverloadedError."""
-        _check_unicode(text, "text")
-        is_long = len(text) >= _LONG_TEXT
-        return list(
-            await self._encode(text, "text", add_special_tokens=add_special_tokens, is_long=is_long)
+    async def _compiled(self, structure: Structure) -> CompiledGrammar:
+        began_s = time.monotonic()
+        try:
+            return await self._structures.compile(structure)
+        finally:
+            if self._note_compile is not None:
+                self._note_compile(structure.kind, time.monotonic() - began_s)
+
+    def close(self) -> None:
+        """End the process that compiles structures, if there is one; may take a moment."""
+        self._structures.close()
+
+    async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
+        """Return the token ids of a text or a conversation. Raises RequestError."""
+        self.check_model(given.model)
+        return await self._reader.read(
+            given.prompt,
+            is_long=are_long((given.prompt,)),
+            add_special_tokens=given.add_special_tokens,
+            param="text",
         )
 
     def check_model(self, name: str | None) -> None:
@@ -82,7 +125,8 @@ class Validator:
         fields.setdefault("max_tokens", self._context)
         sampling = SamplingParams(**fields)
         for text in sampling.stop:
-            _check_unicode(text, "stop")
+            check_unicode(text, "stop")
+        _check_structure(sampling.structure)
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
         return sampling
@@ -103,58 +147,18 @@ class Validator:
         )
 
     async def _read_prompt(self, prompt: Prompt, *, is_long: bool) -> tuple[int, ...]:
-        if isinstance(prompt, ChatPrompt):
-            return await self._read_chat(prompt)
-        if not prompt:
+        if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        if isinstance(prompt, str):
-            _check_unicode(prompt, "prompt")
-            token_ids = await self._encode(
-                prompt, "prompt", add_special_tokens=True, is_long=is_long
-            )
-            self._check_prompt_length(len(token_ids), "prompt")
-            return token_ids
-        self._check_prompt_length(len(prompt), "prompt")
-        check_token_ids(prompt, self._vocab_size, "prompt")
-        return prompt
-
-    async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        if not prompt.messages:
-            raise InvalidRequestError("messages must not be empty.", param="messages")
-        for message in prompt.messages:
-            _check_unicode(message.content, "messages")
-        if self._text_pool is None or len(prompt.messages) < _LONG_CHAT:
-            text = self._tokenizer.render_chat(prompt.messages)
-        else:
-            text = await self._text_pool.run(self._tokenizer.render_chat, prompt.messages)
-        # The template writes the special tokens itself.
-        token_ids = await self._encode(
-            text, "messages", add_special_tokens=False, is_long=len(text) >= _LONG_TEXT
-        )
-        self._check_prompt_length(len(token_ids), "messages")
+        token_ids = await self._reader.read(prompt, is_long=is_long)
+        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        self._check_prompt_length(len(token_ids), param)
         return token_ids
-
-    async def _encode(
-        self, text: str, param: str, *, add_special_tokens: bool, is_long: bool
-    ) -> tuple[int, ...]:
-        # A longer text cannot fit, whatever its tokens: they need not be counted.
-        most = self._context * self._tokenizer.max_token_length
-        if len(text) > most:
-            raise InvalidRequestError(
-                f"{param} has {len(text)} characters, more than the {most} that the context of "
-                f"{self._context} tokens can hold.",
-                param=param,
-            )
-        if self._text_pool is None or not is_long:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        encode = self._tokenizer.encode_unlocked
-        return tuple(await self._text_pool.run(encode, text, add_special_tokens=add_special_tokens))
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         if num_tokens + 1 > self._context:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"{param} has {num_tokens} tokens, but the context of {self._context} tokens has "
                 f"room for {self._context - 1} and one generated token.",
                 param=param,
@@ -166,7 +170,7 @@ class Validator:
         room = self._context - num_prompt_tokens
         if "max_tokens" in given.sampling:
             if sampling.max_tokens > room:
-                raise InvalidRequestError(
+                raise ContextLengthError(
                     f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
                     f"has {num_prompt_tokens} tokens and the context {self._context}.",
                     param="max_tokens",
@@ -175,10 +179,6 @@ class Validator:
         default = room if given.default_max_tokens is None else given.default_max_tokens
         default = max(default, sampling.min_tokens)
         return msgspec.structs.replace(sampling, max_tokens=min(default, room))
-
-
-def _num_characters(prompt: Prompt) -> int:
-    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def _check_client_id(client_id: str | None) -> None:
@@ -199,6 +199,19 @@ def _check_priority(priority: int) -> None:
         )
 
 
+def _check_structure(structure: object) -> None:
+    if structure is None:
+        return
+    if not isinstance(structure, Structure):
+        raise InvalidRequestError("structure must be a Structure.", param="structure")
+    if structure.kind not in get_args(StructureKind) or not isinstance(structure.text, str):
+        raise InvalidRequestError(
+            f"structure must have a text, and a kind of {', '.join(get_args(StructureKind))}.",
+            param="structure",
+        )
+    check_unicode(structure.text, "structure")
+
+
 def _check_num_sequences(num_prompts: int, n: int) -> None:
     if num_prompts == 0:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
@@ -208,12 +221,3 @@ def _check_num_sequences(num_prompts: int, n: int) -> None:
             f"at most {MAX_N} are allowed.",
             param="prompt" if num_prompts > 1 else "n",
         )
-
-
-def _check_unicode(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} holds a lone surrogate, which is no character.", param=param
-        ) from error

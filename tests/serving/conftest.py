@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.serving.authenticator import Authenticator
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.fronts import Fronts
 from cluster.serving.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ CONTEXT = 256
 VOCAB_SIZE = 320
 
 
-def engine_config() -> EngineConfig:
+def engine_config(context: int = CONTEXT) -> EngineConfig:
     model = ModelConfig(
         name="tiny",
         folder=Path(),
@@ -42,7 +43,7 @@ def engine_config() -> EngineConfig:
         num_heads=1,
         num_kv_heads=1,
         head_size=8,
-        max_positions=CONTEXT,
+        max_positions=context,
         eos_token_ids=(1,),
     )
     return EngineConfig(model=model)
@@ -51,16 +52,32 @@ def engine_config() -> EngineConfig:
 class Server:
     """Fronts on an event loop in a thread."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, context: int = CONTEXT, key_file: Path | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
         self.client = EngineClient(self.loop)
-        self.engine = FakeEngine(self.client, self.script)
-        self.client.attach(self.engine)
+        self.attach()
         self.fronts = Fronts(
-            self.client, tokenizer, engine_config(), host="127.0.0.1", grpc_port=0, http_port=0
+            self.client,
+            tokenizer,
+            self.config(context),
+            host="127.0.0.1",
+            grpc_port=0,
+            http_port=0,
+            authenticator=None if key_file is None else Authenticator(key_file),
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def config(self, context: int) -> EngineConfig:
+        """Return what the fronts serve."""
+        return engine_config(context)
+
+    def attach(self) -> None:
+        """Start the fake engine and have the fronts use it."""
+        self.engine = FakeEngine(self.client, self.script)
+        self.client.attach(self.engine)
 
     def script(self, request: Request, index: int) -> list[int]:
         """Return the tokens of the test's text, rotated by words for other sequences."""

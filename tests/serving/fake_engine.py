@@ -11,6 +11,7 @@ from cluster.engine_stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from pagedray.batch import TokenLogprobs
+from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class _Sequence:
     index: int
     script: list[int]
     num_sent: int = 0
+    started_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -67,6 +69,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.is_paused = False
         self.is_healthy_flag = True
+        self._error: EngineError | None = None
         self.num_cached_tokens = 0
 
     def stop(self) -> None:
@@ -81,6 +84,10 @@ class FakeEngine:
     @property
     def is_healthy(self) -> bool:
         return self.is_healthy_flag
+
+    def check_room(self, num_tokens: int) -> None:
+        if isinstance(self.refusal, OverloadedError):
+            raise self.refusal
 
     def submit(self, request: Request) -> None:
         if self.refusal is not None:
@@ -103,6 +110,10 @@ class FakeEngine:
             self._sequences = [
                 one for one in self._sequences if (one.request.id, one.index) != (request_id, index)
             ]
+
+    @property
+    def error(self) -> EngineError | None:
+        return self._error
 
     def stats(self) -> EngineStats:
         scheduler = SchedulerStats(
@@ -136,6 +147,7 @@ class FakeEngine:
     def fail_all(self, error: EngineError) -> None:
         """Die with this error."""
         self.is_healthy_flag = False
+        self._error = error
         self.refusal = error
         with self._lock:
             self._sequences.clear()
@@ -179,6 +191,7 @@ class FakeEngine:
             token_id if reason is FinishReason.STOP else None,
             self.num_cached_tokens,
             len(request.prompt_token_ids),
+            sequence.started_s,
         )
 
 

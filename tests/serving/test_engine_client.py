@@ -52,7 +52,7 @@ def recorder() -> _Recorder:
 @pytest.fixture
 async def client(recorder: _Recorder) -> EngineClient:
     client = EngineClient(asyncio.get_running_loop())
-    client.attach(recorder)
+    client.attach(recorder)  # type: ignore[arg-type]  # the stubs are narrower than the library
     return client
 
 
@@ -125,7 +125,7 @@ async def test_failure_reaches_every_stream_after_its_tokens(client: EngineClien
 async def test_refused_request_takes_the_others_of_its_call_along() -> None:
     recorder = _Recorder(room=1)
     client = EngineClient(asyncio.get_running_loop())
-    client.attach(recorder)
+    client.attach(recorder)  # type: ignore[arg-type]  # the stubs are narrower than the library
     with pytest.raises(OverloadedError):
         client.open([_request("a"), _request("b")])
     assert ("abort", "a") in recorder.calls

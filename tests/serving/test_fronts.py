@@ -63,13 +63,16 @@ def _fronts(
 
 
 async def _health(fronts: Fronts) -> tuple[int, int]:
+    """Return what gRPC's health and HTTP's readiness say; HTTP is alive all the time."""
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{fronts.grpc_port}") as channel,
         httpx.AsyncClient() as http,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
-        page = await http.get(f"http://127.0.0.1:{fronts.http_port}/health")
+        url = f"http://127.0.0.1:{fronts.http_port}"
+        page = await http.get(f"{url}/ready")
+        assert (await http.get(f"{url}/health")).status_code == 200
         return answer.status, page.status_code
 
 

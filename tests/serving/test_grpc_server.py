@@ -245,6 +245,20 @@ def test_deadline_reaches_the_engine_and_ends_the_call(stub: Stub, engine: FakeE
     assert engine.num_sequences == 0
 
 
+def test_timeout_in_the_message_is_a_deadline(stub: Stub, engine: FakeEngine) -> None:
+    engine.is_paused = True
+    started_s = time.monotonic()
+    message = pb.GenerateRequest(text="x", timeout={"nanos": 200_000_000})
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(message, timeout=20))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "passed before the request was finished" in str(caught.value.details())
+    (request,) = engine.log.submitted
+    assert request.deadline_s is not None
+    assert started_s < request.deadline_s < started_s + 10
+    assert engine.num_sequences == 0
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -278,10 +292,13 @@ def test_tokenize(stub: Stub, tokenizer: Tokenizer) -> None:
     assert list(bare.token_ids) == tokenizer.encode(TEXT, add_special_tokens=False)
 
 
-def test_model_info(stub: Stub) -> None:
-    info = stub.GetModelInfo(pb.GetModelInfoRequest())
-    assert (info.name, info.vocab_size, info.context_length) == ("tiny", 320, 256)
+def test_server_info(stub: Stub) -> None:
+    info = stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.model, info.vocab_size, info.context_length) == ("tiny", 320, 256)
     assert (info.block_size, info.num_blocks, info.num_cpu_blocks) == (16, 64, 32)
+    assert (info.num_ranks, info.dtype, info.is_encoder) == (1, "bfloat16", False)
+    (model,) = stub.ListModels(pb.ListModelsRequest()).models
+    assert model == pb.Model(name="tiny", context_length=256)
 
 
 def test_health_follows_the_engine(server: Server) -> None:
@@ -345,6 +362,20 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
 def test_too_large_message_is_refused(server: Server) -> None:
     body = pb.GenerateRequest(text="x" * (5 * 2**20)).SerializeToString()
     assert _raw_call(server, "Generate", body).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_too_much_metadata_is_refused(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"", metadata=(("x-large", "x" * 20_000),))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_many_nested_messages_are_refused_soon(server: Server) -> None:
+    started_s = time.monotonic()
+    # An empty turn is two bytes, and would be a millisecond's thousandth to look at.
+    error = _raw_call(server, "Chat", b"\x12\x00" * 2_000_000)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "messages has too many entries: a message may hold 8192 others."
+    assert time.monotonic() - started_s < 20
 
 
 def test_compressed_message_is_refused(server: Server) -> None:

@@ -42,7 +42,7 @@ def test_full_queue_says_when_to_try_again(http: httpx.Client, engine: FakeEngin
         "message": "The queue is full.",
         "type": "rate_limit_error",
         "param": None,
-        "code": None,
+        "code": "rate_limit_exceeded",
     }
 
 
@@ -89,11 +89,11 @@ def test_defect_says_nothing_of_the_inside(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/index.html", 404),
         ("GET", "/v1/nothing", 404),
         ("GET", "//v1/models", 404),
         ("GET", "/v1/models/", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/docs/", 404),
         ("GET", "/V1/models", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/health", 405),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -271,8 +272,8 @@ def test_health_and_metrics(http: httpx.Client, engine: FakeEngine) -> None:
         assert line in text
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
         assert f"pagedray_{name}_seconds_count" in text
-    assert 'pagedray_requests_total{outcome="length"}' in text
-    assert 'pagedray_requests_total{outcome="invalid"}' in text
+    for outcome in ("length", "invalid"):
+        assert re.search(rf'pagedray_requests_total{{front="\w+",outcome="{outcome}"}} ', text)
 
 
 def test_every_event_is_one_line_of_json(http: httpx.Client) -> None:

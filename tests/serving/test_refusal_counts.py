@@ -17,8 +17,12 @@ JSON = {"content-type": "application/json"}
 
 def num_invalid(http: httpx.Client) -> float:
     lines = http.get("/metrics").text.splitlines()
-    found = [line for line in lines if line.startswith('pagedray_requests_total{outcome="invalid"')]
-    return float(found[0].split()[-1]) if found else 0.0
+    found = [
+        line
+        for line in lines
+        if line.startswith("pagedray_requests_total{") and 'outcome="invalid"' in line
+    ]
+    return sum(float(line.split()[-1]) for line in found)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Events on their way from the step thread to the calls that wait for them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from pagedray.errors import EngineError
+    from pagedray.request import Request
+
+__all__ = ["EventBuffer", "EventSink"]
+
+
+class EventBuffer:
+    """Holds the events of one call until its thread has reason to look at them.
+
+    Waking it for every token would cost the step thread its core and the interpreter's lock, so
+    that happens only where a call is watched: where it streams, or looks for stop strings.
+    """
+
+    def __init__(self, *, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self._events: list[TokenEvent] = []
+        self._error: EngineError | None = None
+        self._has_news = threading.Condition()
+
+    def put(self, event: TokenEvent) -> None:
+        """Take an event."""
+        with self._has_news:
+            self._events.append(event)
+            if self._is_watched or event.finish_reason is not None:
+                self._has_news.notify()
+
+    def fail(self, error: EngineError) -> None:
+        """End with `error` once the events are taken."""
+        with self._has_news:
+            self._error = error
+            self._has_news.notify()
+
+    def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """Wait for news and return all events since the last call. Raises EngineError."""
+        with self._has_news:
+            self._has_news.wait_for(self._is_worth_waking, timeout_s)
+            events, self._events = self._events, []
+            if not events and self._error is not None:
+                raise self._error
+            return events
+
+    def _is_worth_waking(self) -> bool:
+        if self._error is not None:
+            return True
+        if self._is_watched:
+            return bool(self._events)
+        return any(event.finish_reason is not None for event in self._events)
+
+
+class EventSink:
+    """Hands the events of each request to the call that waits for them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, EventBuffer] = {}
+        self._lock = threading.Lock()
+
+    def open(self, requests: Sequence[Request], *, is_watched: bool) -> EventBuffer:
+        """Return the buffer of a call; to be closed."""
+        buffer = EventBuffer(is_watched=is_watched)
+        with self._lock:
+            self._buffers |= dict.fromkeys((request.id for request in requests), buffer)
+        return buffer
+
+    def close(self, requests: Sequence[Request]) -> None:
+        """Drop what may still come of a call."""
+        with self._lock:
+            for request in requests:
+                self._buffers.pop(request.id, None)
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        with self._lock:
+            for event in events:
+                buffer = self._buffers.get(event.request_id)
+                if buffer is not None:
+                    buffer.put(event)
+
+    def fail_all(self, error: EngineError) -> None:
+        with self._lock:
+            for buffer in self._buffers.values():
+                buffer.fail(error)

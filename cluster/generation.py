@@ -1,0 +1,94 @@
+"""A prompt and what became of it, gathered from events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.serving.text_stream import SequenceOutput, TextStream
+from pagedray.batch import TokenLogprobs
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.request import Request
+
+__all__ = ["Collector", "Completion", "Generation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished continuation."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    """The end-of-sequence or stop token included."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A prompt and its continuations."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache spared."""
+
+
+class Collector:
+    """Gathers the continuations of one request."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._streams = [
+            TextStream(request, index, tokenizer.token_bytes) for index in range(request.sampling.n)
+        ]
+        self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
+        self._num_cached_tokens = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every continuation has ended."""
+        return all(stream.is_finished for stream in self._streams)
+
+    def push(self, event: TokenEvent) -> SequenceOutput:
+        """Return what an event adds."""
+        stream = self._streams[event.index]
+        if stream.is_finished:
+            return SequenceOutput(index=event.index, text="", token_ids=())
+        self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+        output = stream.push([event])
+        self._outputs[event.index].append(output)
+        return output
+
+    def generation(self) -> Generation:
+        """Return all of it."""
+        return Generation(
+            prompt_token_ids=self._request.prompt_token_ids,
+            completions=tuple(
+                _completion(index, outputs) for index, outputs in enumerate(self._outputs)
+            ),
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+
+def _completion(index: int, outputs: Sequence[SequenceOutput]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        index=index,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+    )

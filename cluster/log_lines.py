@@ -1,0 +1,128 @@
+"""What lines of the log look like, as text or JSON, and how they leave the process.
+
+A line is one line whatever is in it. Lines are written by a thread of their own: a terminal or
+a pipe that nobody reads must not hold up the server. What it cannot keep is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import re
+import sys
+import time
+from contextlib import contextmanager
+from logging.handlers import QueueHandler, QueueListener
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["JsonLines", "LogFormat", "TextLines", "logging_to"]
+
+LogFormat = Literal["text", "json"]
+_MAX_WAITING_LINES = 10_000
+_PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+
+
+@contextmanager
+def logging_to(
+    stream: TextIO | None = None, *, form: LogFormat = "text", level: str = "info"
+) -> Iterator[None]:
+    """Write the log of this project's packages to a stream, standard error if none is given."""
+    writer = logging.StreamHandler(sys.stderr if stream is None else stream)
+    writer.setFormatter(JsonLines() if form == "json" else TextLines())
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_LINES)
+    handler = _Waiting(waiting)
+    listener = QueueListener(waiting, writer)
+    root, own = logging.getLogger(), logging.getLogger("cluster")
+    root.addHandler(handler)
+    own.setLevel(_LEVELS[level])
+    listener.start()
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        own.setLevel(logging.NOTSET)
+        listener.stop()
+
+
+class _Waiting(QueueHandler):
+    """Leaves lines for the thread that writes them."""
+
+    def __init__(self, waiting: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(waiting)
+        self._num_lost = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        # The message is put together here, since what it speaks of may change; the fields and
+        # the trace are what a formatter needs beside it.
+        record.msg, record.args = record.getMessage(), None
+        if self._num_lost:
+            record.msg = f"{record.msg} ({self._num_lost} lines before it are lost)"
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+            self._num_lost = 0
+        except queue.Full:
+            self._num_lost += 1
+
+
+class TextLines(logging.Formatter):
+    """A line for people: time, level, message, and fields as name=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = [_time_of(record), record.levelname, record.getMessage()]
+        parts += [f"{name}={_quoted(value)}" for name, value in _fields_of(record).items()]
+        if record.exc_info:
+            parts.append(self.formatException(record.exc_info))
+        # A trace is for people to read in several lines; all else stays in one.
+        *line, last = parts
+        trace = record.exc_info is not None
+        return "\n".join((_one_line(line), last)) if trace else _one_line(parts)
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _time_of(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # ASCII only: JSON's own escapes keep line separators of any kind within the line.
+        return json.dumps(line, default=str)
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
+    found: Mapping[str, object] = getattr(record, "fields", {})
+    return found
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def _one_line(parts: list[str]) -> str:
+    line = " ".join(parts)
+    if line.isprintable():
+        return line
+    # Whatever would begin a new line, or move the cursor of a terminal, is shown as an escape.
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
+    )

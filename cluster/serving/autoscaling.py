@@ -1,0 +1,99 @@
+"""How many replicas are wanted, from the tokens they hold and the use of their caches.
+
+`TokensPolicy` is what Ray Serve calls; `wanted_replicas` is the policy itself, which knows no Ray.
+Serve applies its own delays, factors and bounds to what it returns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.serving.server_info import ServerLoads
+
+__all__ = ["ReplicaLoad", "TokensPolicy", "wanted_replicas"]
+
+_TOKENS_IN_FLIGHT = "tokens_in_flight"
+_KV_USE = "kv_use"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """What one replica has to do."""
+
+    tokens_in_flight: float
+    """Tokens whose keys and values are held, and prompt tokens that wait."""
+    kv_use: float
+    """The share of the blocks on the device that are taken, 0 to 1."""
+
+    @classmethod
+    def of(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
+        """Return it of what a replica tells of itself."""
+        num_taken = loads.num_blocks - loads.num_free_blocks
+        return cls(
+            tokens_in_flight=num_taken * block_size + loads.num_queued_tokens,
+            kv_use=num_taken / loads.num_blocks if loads.num_blocks else 0.0,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return it as the numbers that Serve collects."""
+        return {_TOKENS_IN_FLIGHT: self.tokens_in_flight, _KV_USE: self.kv_use}
+
+
+def wanted_replicas(
+    loads: Sequence[ReplicaLoad],
+    *,
+    num_target: int,
+    target_tokens: float | None,
+    target_kv_use: float,
+    spare: float,
+) -> int:
+    """Return how many replicas the loads ask for; without target tokens by the KV blocks alone.
+
+    `num_target` is how many there are to be at present. Fewer are wanted only if the work would
+    leave the share `spare` of them free, so that a load at the border changes nothing.
+    """
+    needed = sum(one.kv_use for one in loads) / target_kv_use
+    if target_tokens is not None:
+        needed = max(needed, sum(one.tokens_in_flight for one in loads) / target_tokens)
+    if needed >= num_target:
+        return math.ceil(needed)
+    return min(num_target, math.ceil(needed / (1.0 - spare)))
+
+
+class TokensPolicy:
+    """The policy as Ray Serve makes and calls it."""
+
+    def __init__(
+        self,
+        *,
+        target_tokens: float | None = None,
+        target_kv_use: float = 0.7,
+        spare: float = 0.1,
+    ) -> None:
+        self._target_tokens = target_tokens
+        self._target_kv_use = target_kv_use
+        self._spare = spare
+
+    # Any: the context is Ray's, and its state is kept for us as it is.
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas and the state to keep, which is none."""
+        metrics = context.aggregated_metrics or {}
+        tokens, kv_use = metrics.get(_TOKENS_IN_FLIGHT, {}), metrics.get(_KV_USE, {})
+        loads = [
+            ReplicaLoad(tokens_in_flight=tokens[one], kv_use=kv_use.get(one, 0.0)) for one in tokens
+        ]
+        # Replicas that have told nothing yet are starting: what they will take over is not known.
+        is_known = len(loads) >= context.current_num_replicas > 0
+        num_wanted = wanted_replicas(
+            loads,
+            num_target=context.target_num_replicas,
+            target_tokens=self._target_tokens,
+            target_kv_use=self._target_kv_use,
+            spare=self._spare,
+        )
+        return (num_wanted if is_known else max(num_wanted, context.target_num_replicas)), {}

@@ -1,0 +1,112 @@
+"""What a client wants embedded becomes a request of the encoder, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, get_args
+
+from cluster.embedder import EmbeddingRequest
+from cluster.serving.prompt_reader import PromptReader, are_long
+from pagedray.batch import Pooling
+from pagedray.errors import CheckpointError, InvalidRequestError, UnknownModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.serving.inputs import EmbeddingInput
+    from cluster.serving.text_pool import TextPool
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+__all__ = ["MAX_PROMPTS", "EmbeddingValidator"]
+
+MAX_PROMPTS = 2048
+"""Texts of one call."""
+_MAX_NAME_LENGTH = 128
+_POOLING_OF = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+class EmbeddingValidator:
+    """Knows the limits of one encoder and tokenizes what keeps them."""
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+    ) -> None:
+        """Raises CheckpointError if the checkpoint says nothing sensible about its pooling."""
+        self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
+        self._model_name = config.model.name
+        self._context = config.max_model_len
+        self._hidden_size = config.model.hidden_size
+        self._pooling = _read_pooling(config.model.folder)
+
+    async def validate(self, given: EmbeddingInput) -> EmbeddingRequest:
+        """Return the request. Raises RequestError."""
+        if given.model is not None and given.model != self._model_name:
+            raise UnknownModelError(given.model[:_MAX_NAME_LENGTH], self._model_name)
+        if given.pooling is not None and given.pooling not in get_args(Pooling):
+            raise InvalidRequestError(
+                f"pooling must be one of {', '.join(get_args(Pooling))}, "
+                f"not {given.pooling!r:.60}.",
+                param="pooling",
+            )
+        size = given.dimensions
+        if size is not None and not 1 <= size <= self._hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be from 1 to {self._hidden_size}, not {size!s:.40}.",
+                param="dimensions",
+            )
+        if not 1 <= len(given.prompts) <= MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"input must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}.",
+                param="input",
+            )
+        is_long = are_long(given.prompts)
+        texts: list[tuple[int, ...]] = []
+        for prompt in given.prompts:
+            texts.append(await self._read(prompt, is_long=is_long))
+            # Others come in between; many texts take their time.
+            await asyncio.sleep(0)
+        return EmbeddingRequest(
+            texts=tuple(texts),
+            pooling=given.pooling or self._pooling,
+            is_normalized=given.is_normalized,
+            size=self._hidden_size if size is None else size,
+            tenant=given.tenant,
+            deadline_s=given.deadline_s,
+        )
+
+    async def _read(self, prompt: str | tuple[int, ...], *, is_long: bool) -> tuple[int, ...]:
+        token_ids = await self._reader.read(prompt, is_long=is_long, param="input")
+        if not 1 <= len(token_ids) <= self._context:
+            raise InvalidRequestError(
+                f"input has {len(token_ids)} tokens, but an encoder reads 1 to {self._context}.",
+                param="input",
+            )
+        return token_ids
+
+
+def _read_pooling(folder: Path) -> Pooling:
+    """Return how a checkpoint of sentence-transformers pools; the mean if it does not say."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return "mean"
+    try:
+        # Any: what another program wrote.
+        settings: Any = json.loads(path.read_text(encoding="utf-8"))
+        chosen = [
+            key for key, value in settings.items() if key.startswith("pooling_mode_") and value
+        ]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON object.") from error
+    for pooling in get_args(Pooling):
+        if [_POOLING_OF.get(key) for key in chosen] == [pooling]:
+            return pooling  # type: ignore[no-any-return]  # one of the literal's own words
+    raise CheckpointError(
+        f"{path} pools by {', '.join(chosen) or 'nothing'}; supported is one of "
+        f"{', '.join(_POOLING_OF)}."
+    )

@@ -1,0 +1,204 @@
+"""One running call of generation: the engine's events become text, usage and an end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.serving.text_stream import SequenceOutput, TextStream
+from pagedray.errors import DeadlineError, PagedRayError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from cluster.serving.call_watch import CallWatch
+    from cluster.serving.calls import Call
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.token_bytes import TokenBytes
+    from pagedray.request import Request
+
+__all__ = ["Generation", "GenerationOutput", "Usage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a call has used so far."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOutput:
+    """What the sequences of a call gained since the last output, one entry for each."""
+
+    sequences: tuple[SequenceOutput, ...]
+    usage: Usage
+    is_last: bool
+
+
+class Generation:
+    """One running call. It ends itself at its deadline, and when its lease runs out."""
+
+    def __init__(
+        self,
+        given: GenerationInput,
+        requests: Sequence[Request],
+        *,
+        call: Call,
+        watch: CallWatch,
+        client: EngineClient,
+        token_bytes: TokenBytes,
+    ) -> None:
+        self._call = call
+        self._watch = watch
+        self._lease_s = given.lease_s
+        self._deadline_s = requests[0].deadline_s
+        self._texts = {
+            (request.id, index): TextStream(
+                request,
+                index,
+                token_bytes,
+                prompt_index=prompt_index,
+                skips_special_tokens=given.skips_special_tokens,
+                includes_stop=given.includes_stop,
+            )
+            for prompt_index, request in enumerate(requests)
+            for index in range(request.sampling.n)
+        }
+        self._num_unfinished = len(self._texts)
+        self._num_cached_tokens: dict[str, int] = {}
+        self._is_closed = False
+        self._is_waited_for = False
+        self._taken_s = time.monotonic()
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
+        # Last, so that nothing runs in the engine unless all of the above went well.
+        self._stream = client.open(requests)
+        watch.note_open(call.id)
+        self._start_timers()
+
+    @property
+    def id(self) -> str:
+        """The id that the client knows: its own, or the one the server made."""
+        return self._call.id
+
+    async def outputs(self) -> AsyncGenerator[GenerationOutput]:
+        """Yield what the sequences gain until all have ended.
+
+        Raises EngineError or DeadlineError if they cannot.
+        """
+        try:
+            self._is_waited_for = True
+            async for events in self._stream:
+                output = self._output(events)
+                self._is_waited_for, self._taken_s = False, time.monotonic()
+                yield output
+                if output.is_last:
+                    return
+                self._is_waited_for = True
+        except PagedRayError as error:
+            self._watch.end(error)
+            raise
+
+    def abort(self) -> None:
+        """End every sequence; the outputs end with what there is."""
+        self._stream.abort()
+
+    def fail(self, error: PagedRayError) -> None:
+        """End the outputs with `error`."""
+        self._stream.close()
+        self._stream.fail(error)
+
+    def close(self) -> None:
+        """Abort what is not finished and free the call's id; closing twice is harmless."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop_timers()
+        self._call.close()
+        self._stream.close()
+        self._watch.end("cancelled")
+
+    def _output(self, events: list[TokenEvent]) -> GenerationOutput:
+        grouped: dict[tuple[str, int], list[TokenEvent]] = {}
+        for event in events:
+            grouped.setdefault((event.request_id, event.index), []).append(event)
+            self._num_cached_tokens.setdefault(event.request_id, event.num_cached_tokens)
+        sequences = tuple(
+            self._push(request_id, index, group)
+            for (request_id, index), group in grouped.items()
+            if not self._texts[request_id, index].is_finished
+        )
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        self._call.num_generated_tokens += num_tokens
+        self._watch.add_tokens(
+            num_tokens,
+            num_cached_tokens=sum(self._num_cached_tokens.values()),
+            started_s=events[0].started_s,
+        )
+        is_last = self._num_unfinished == 0
+        if is_last:
+            # Whoever reads the end may use the id again at once.
+            self._stop_timers()
+            self._call.end()
+            self._watch.end(sequences[-1].finish_reason or "stop")
+        return GenerationOutput(
+            sequences=sequences,
+            usage=Usage(
+                num_prompt_tokens=self._call.num_prompt_tokens,
+                num_cached_tokens=sum(self._num_cached_tokens.values()),
+                num_generated_tokens=self._call.num_generated_tokens,
+            ),
+            is_last=is_last,
+        )
+
+    def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:
+        output = self._texts[request_id, index].push(events)
+        if output.finish_reason is None:
+            return output
+        self._num_unfinished -= 1
+        # Does nothing if the engine itself ended it.
+        self._stream.finish(request_id, index)
+        if output.finish_reason is FinishReason.ABORT and self._is_late():
+            raise _late()
+        return output
+
+    def _is_late(self) -> bool:
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+
+    def _start_timers(self) -> None:
+        # The engine ends what is late as well, but only between two steps, and not while it has
+        # no ranks.
+        loop = asyncio.get_running_loop()
+        if self._deadline_s is not None:
+            delay_s = self._deadline_s - time.monotonic()
+            self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_late()))
+        if self._lease_s is not None:
+            self._lease_timer = loop.call_later(self._lease_s, self._check_lease, self._lease_s)
+
+    def _check_lease(self, lease_s: float) -> None:
+        """End the call if nobody has taken an output for its lease, or look again later."""
+        idle_s = 0.0 if self._is_waited_for else time.monotonic() - self._taken_s
+        if idle_s >= lease_s:
+            self.fail(DeadlineError(f"Nobody took outputs of the call for {lease_s:g} s."))
+            self.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._lease_timer = loop.call_later(lease_s - idle_s, self._check_lease, lease_s)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._deadline_timer, self._lease_timer):
+            if timer is not None:
+                timer.cancel()
+        self._deadline_timer = self._lease_timer = None
+
+
+def _late() -> DeadlineError:
+    return DeadlineError("The deadline passed before the request was finished.")

@@ -1,0 +1,118 @@
+"""Prompts to token ids: texts are checked and tokenized, conversations written out first.
+
+Long texts are worked on in threads, so that the event loop is free meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from cluster.serving.inputs import ChatPrompt, Prompt
+from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.request import check_token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.serving.text_pool import TextPool
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+__all__ = ["PromptReader", "are_long", "check_unicode"]
+
+_LONG_TEXT = 2048
+"""Characters of a call from which on they are tokenized in a thread."""
+_LONG_CHAT = 64
+"""Messages from which on a template writes them in a thread."""
+
+
+class PromptReader:
+    """Knows the tokenizer of one model and how many tokens it can take."""
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+    ) -> None:
+        """Without a pool long texts are worked on at once, which an event loop cannot afford."""
+        self._tokenizer = tokenizer
+        self._text_pool = text_pool
+        self._vocab_size = config.model.vocab_size
+        self._context = config.max_model_len
+
+    async def read(
+        self,
+        prompt: Prompt,
+        *,
+        is_long: bool,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt, which may be too many, or none.
+
+        `is_long` is what `are_long` says of all prompts of the call. Raises InvalidRequestError,
+        and OverloadedError where too many long texts wait.
+        """
+        if isinstance(prompt, ChatPrompt):
+            return await self._read_chat(prompt)
+        if isinstance(prompt, str):
+            check_unicode(prompt, param)
+            return await self._encode(
+                prompt, param, add_special_tokens=add_special_tokens, is_long=is_long
+            )
+        # What is too long is told by whoever knows how long a prompt may be.
+        if len(prompt) <= self._context:
+            check_token_ids(prompt, self._vocab_size, param)
+        return prompt
+
+    async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        if not prompt.messages:
+            raise InvalidRequestError("messages must not be empty.", param="messages")
+        render = functools.partial(
+            self._tokenizer.render_chat,
+            prompt.messages,
+            tools=prompt.tools,
+            adds_generation_prompt=prompt.adds_generation_prompt,
+            continues_final_message=prompt.continues_final_message,
+        )
+        is_long = len(prompt.messages) + len(prompt.tools) >= _LONG_CHAT
+        text = (
+            await self._text_pool.run(render)
+            if self._text_pool is not None and is_long
+            else render()
+        )
+        check_unicode(text, "messages")
+        # The template writes the special tokens itself.
+        return await self._encode(
+            text, "messages", add_special_tokens=False, is_long=len(text) >= _LONG_TEXT
+        )
+
+    async def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool, is_long: bool
+    ) -> tuple[int, ...]:
+        # A longer text cannot fit, whatever its tokens: they need not be counted.
+        most = self._context * self._tokenizer.max_token_length
+        if len(text) > most:
+            raise ContextLengthError(
+                f"{param} has {len(text)} characters, more than the {most} that the context of "
+                f"{self._context} tokens can hold.",
+                param=param,
+            )
+        if self._text_pool is None or not is_long:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        encode = self._tokenizer.encode_unlocked
+        return tuple(await self._text_pool.run(encode, text, add_special_tokens=add_special_tokens))
+
+
+def are_long(prompts: Iterable[Prompt]) -> bool:
+    """Return whether the texts of a call together are too long for the event loop."""
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_TEXT
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raise InvalidRequestError for a text that holds half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds a lone surrogate, which is no character.", param=param
+        ) from error

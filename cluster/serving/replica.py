@@ -1,0 +1,140 @@
+"""One engine and its servicer inside the process of a Ray Serve replica.
+
+It knows where the ranks go and how all of it starts and ends; not how requests come in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+
+from cluster.controller import Controller
+from cluster.embedder import Embedder
+from cluster.executor import Executor, LocalExecutor
+from cluster.options import engine_config
+from cluster.ray_executor import RayExecutor
+from cluster.serving.authenticator import Authenticator
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.serve_progress import ProgressWatch
+from cluster.serving.servicer import Servicer
+from cluster.serving.tokenizer import Tokenizer
+from pagedray.config import EngineConfig
+from pagedray.errors import EngineError, StartupError
+
+if TYPE_CHECKING:
+    from cluster.serving.serve_options import ServeArguments
+
+__all__ = ["MakeExecutor", "Replica", "executor_in"]
+
+logger = logging.getLogger(__name__)
+
+MakeExecutor = Callable[[EngineConfig, PlacementGroup | None], Executor]
+
+_REPLACE_TIMEOUT_S = 900.0
+"""Loading the weights of new ranks is part of it."""
+_END_GRACE_S = 2.0
+
+
+class Replica:
+    """A servicer, the controller or embedder behind it, and the ranks behind that."""
+
+    def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
+        self.config = config
+        self._client = EngineClient(asyncio.get_running_loop())
+        keys = arguments.serve.api_keys
+        self._authenticator = Authenticator(None if keys is None else Path(keys))
+        model = config.model
+        self.servicer = Servicer(
+            self._client,
+            Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder),
+            config,
+            authenticator=self._authenticator,
+        )
+        self._watch = ProgressWatch(
+            stall_timeout_s=arguments.serve.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
+        )
+        self._executor: Executor | None = None
+        self._engine: Controller | Embedder | None = None
+
+    @classmethod
+    async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> Replica:
+        """Return one that is ready. Raises StartupError."""
+        # The thread that starts the ranks does not know the group that this actor is in.
+        placement = get_current_placement_group()
+        config = await asyncio.to_thread(engine_config, arguments.model, arguments.engine)
+        replica = cls(arguments, config)
+        try:
+            await replica._start(make_executor, placement)
+        except BaseException:
+            await replica.stop()
+            raise
+        return replica
+
+    async def _start(self, make_executor: MakeExecutor, placement: PlacementGroup | None) -> None:
+        self._executor = await asyncio.to_thread(make_executor, self.config, placement)
+        engine: Controller | Embedder
+        if self.config.model.is_encoder:
+            engine = embedder = Embedder(self.config, self._executor)
+            self._client.attach_encoder(embedder)
+        else:
+            engine = controller = Controller(self.config, self._executor, self._client)
+            self._client.attach(controller)
+        self._engine = engine
+        engine.start()
+        self.servicer.set_ready()
+
+    def check(self) -> None:
+        """Raise EngineError unless the engine makes progress or has none to make.
+
+        Serve asks often enough for the file of keys to be looked at as well.
+        """
+        self._authenticator.reload_if_changed()
+        engine = self._engine
+        if engine is None:
+            raise EngineError("The engine has not been started.")
+        if engine.error is not None:
+            raise engine.error
+        stats = engine.stats()
+        scheduler = stats.scheduler
+        complaint = self._watch.complaint(
+            num_steps=stats.num_steps,
+            has_work=scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped > 0,
+            is_healthy=engine.is_healthy,
+            now_s=time.monotonic(),
+        )
+        if complaint is not None:
+            raise EngineError(complaint)
+
+    async def stop(self) -> None:
+        """End what runs, then the engine and its ranks. Stopping twice is harmless."""
+        engine, self._engine = self._engine, None
+        executor, self._executor = self._executor, None
+        await self.servicer.drain(_END_GRACE_S if engine is not None else 0.0)
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
+        if executor is not None:
+            await asyncio.to_thread(executor.close)
+        await self.servicer.close()
+
+
+def executor_in(config: EngineConfig, placement: PlacementGroup | None) -> Executor:
+    """Return the executor that `config` names, its ranks in the replica's placement group."""
+    if config.parallel.executor == "local":
+        return LocalExecutor(config, _log_progress)
+    num_ranks = config.parallel.tensor_parallel_size
+    if placement is not None and placement.bundle_count <= num_ranks:
+        raise StartupError(
+            f"placement_group_bundles has {placement.bundle_count} bundles, but a replica needs "
+            f"{num_ranks + 1}: one of its own and one for each rank."
+        )
+    return RayExecutor(config, _log_progress, placement=placement)
+
+
+def _log_progress(what: str, fraction: float) -> None:
+    logger.debug("%s: %.0f %%", what, fraction * 100)

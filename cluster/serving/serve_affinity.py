@@ -1,0 +1,81 @@
+"""Which replica takes a request: sticky by key, bounded by load.
+
+Plain Python; it knows neither Ray nor what a key stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.serving.inputs import Prompt
+
+__all__ = ["preferred", "prefix_key", "ranked"]
+
+_KEY_CHARACTERS = 1024
+_KEY_TOKENS = 256
+
+
+def ranked(key: str, ids: Sequence[str]) -> list[str]:
+    """Return `ids` in the order in which they want `key`.
+
+    Every key has an order of its own (rendezvous hashing), which a replica that comes or goes
+    changes in no other place than its own.
+    """
+    return sorted(ids, key=lambda one: _digest(f"{one}\0{key}"), reverse=True)
+
+
+def preferred(
+    key: str | None, loads: Mapping[str, float], *, slack: float, calm: float
+) -> list[str]:
+    """Return all replicas, the one that is to take the request first.
+
+    That is the first in the key's order whose load is at most `slack` times the mean or at most
+    `calm`; there is always one. Without a key it is the least loaded. The others follow by load.
+    """
+    by_load = sorted(loads, key=lambda one: (loads[one], one))
+    if key is None or not by_load:
+        return by_load
+    bound = max(slack * sum(loads.values()) / len(loads), calm)
+    chosen = next((one for one in ranked(key, by_load) if loads[one] <= bound), by_load[0])
+    return [chosen, *(one for one in by_load if one != chosen)]
+
+
+def prefix_key(
+    prompt: Prompt | Sequence[int] | Sequence[Mapping[str, object]],
+) -> str | None:
+    """Return what prompts that begin alike have in common; None for an empty one.
+
+    Of a text or of token ids it is the beginning. Of a conversation it is all up to its first
+    user message, which every later turn repeats.
+    """
+    if isinstance(prompt, str):
+        given = prompt[:_KEY_CHARACTERS]
+    elif not isinstance(prompt, list | tuple):
+        given = _conversation(getattr(prompt, "messages", ()))
+    elif prompt and isinstance(prompt[0], int):
+        given = ",".join(map(str, prompt[:_KEY_TOKENS]))
+    else:
+        given = _conversation(prompt)
+    return f"prefix-{_digest(given).hex()}" if given else None
+
+
+def _conversation(messages: Sequence[object]) -> str:
+    parts = []
+    for message in messages[:16]:
+        role, content = _read(message, "role"), _read(message, "content")
+        parts.append(f"{role}\0{str(content)[:_KEY_CHARACTERS]}\0")
+        if role == "user":
+            break
+    return "".join(parts)
+
+
+def _read(message: object, name: str) -> object:
+    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()

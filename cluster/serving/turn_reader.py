@@ -1,0 +1,129 @@
+"""The text of an assistant's turn as content and tool calls: what all readers share."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["ToolCallDelta", "TurnDelta", "TurnReader", "overlap"]
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """What one tool call gained."""
+
+    index: int
+    """Which of the turn's calls it is."""
+    id: str | None = None
+    """Told once, with the name, before any arguments."""
+    name: str | None = None
+    arguments: str = ""
+    """More of the JSON text."""
+
+
+@dataclass(slots=True)
+class TurnDelta:
+    """What a turn gained."""
+
+    content: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+class TurnReader(ABC):
+    """Reads one turn; what it cannot read as a call of a known tool is content."""
+
+    def __init__(self, names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> None:
+        self.num_calls = 0
+        """Calls that have begun."""
+        self._names = frozenset(names)
+        self._is_parallel = is_parallel
+        self._has_short_ids = has_short_ids
+        self._buffer = ""
+        self._held_space = ""
+        self._delta = TurnDelta()
+
+    def push(self, text: str) -> TurnDelta:
+        """Return what is certain with this text."""
+        self._buffer += text
+        return self._read(is_end=False)
+
+    def flush(self) -> TurnDelta:
+        """Return the rest at the end of the turn."""
+        return self._read(is_end=True)
+
+    def _read(self, *, is_end: bool) -> TurnDelta:
+        self._delta = TurnDelta()
+        # Each step takes from the buffer or is the last.
+        while self._step(is_end=is_end):
+            pass
+        if is_end and not self.num_calls:
+            self._delta.content += self._held_space
+        return self._delta
+
+    @abstractmethod
+    def _step(self, *, is_end: bool) -> bool:
+        """Take from the buffer; return whether there is more to take."""
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+    def _take_space(self) -> None:
+        self._buffer = self._buffer.lstrip()
+
+    def _write(self, content: str) -> None:
+        """Write content; space around calls is none."""
+        kept = content.rstrip()
+        if not kept:
+            self._held_space += content
+            return
+        if self.num_calls and not self._delta.content:
+            self._held_space = self._held_space.lstrip()
+        self._delta.content += self._held_space + kept
+        self._held_space = content[len(kept) :]
+
+    def _write_until(self, mark: str, *, is_end: bool) -> bool:
+        """Write content until a mark, which is taken; return whether it is there."""
+        before, found, after = self._buffer.partition(mark)
+        if found:
+            self._write(before)
+            self._buffer = after
+            return True
+        num_held = 0 if is_end else overlap(self._buffer, mark)
+        self._write(self._take(len(self._buffer) - num_held))
+        return False
+
+    def _begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        self._held_space = ""
+        if not self._is_dropped():
+            self._delta.calls.append(
+                ToolCallDelta(index=self.num_calls - 1, id=self._new_id(), name=name)
+            )
+
+    def _write_arguments(self, arguments: str) -> None:
+        if arguments and not self._is_dropped():
+            self._delta.calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
+
+    def _is_dropped(self) -> bool:
+        return self.num_calls > 1 and not self._is_parallel
+
+    def _new_id(self) -> str:
+        # The templates of Mistral's models take no other ids.
+        if self._has_short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return how many of the last characters may begin the mark."""
+    most = min(len(text), len(mark) - 1)
+    return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)

@@ -1,0 +1,439 @@
+// The page of a PagedRay server: its live figures, and a chat with its model.
+// Whatever comes from the model or a client is put in place as text, never as HTML.
+"use strict";
+
+const POLL_MS = 1000;
+const TIMEOUT_MS = 5000;
+const NUM_POINTS = 120;
+const MAX_CALLS = 20;
+const $ = (id) => document.getElementById(id);
+
+/** Return the headers of a call; the key lives in its field and nowhere else. */
+function headers(more = {}) {
+  const key = $("key").value.trim();
+  return key ? { ...more, authorization: `Bearer ${key}` } : more;
+}
+
+/** Return what a failed answer says went wrong. */
+async function problemOf(answer) {
+  try {
+    const body = await answer.json();
+    if (typeof body.error?.message === "string") return body.error.message;
+  } catch {
+    // It is no JSON: the status says it.
+  }
+  return `The server answered ${answer.status}.`;
+}
+
+// ---- Figures ----
+
+class Figures {
+  #last = null;
+  #rates = [];
+  #model = "";
+  #timer = 0;
+
+  start() {
+    document.addEventListener("visibilitychange", () => {
+      if (!document.hidden) this.refresh();
+    });
+    this.refresh();
+  }
+
+  async refresh() {
+    clearTimeout(this.#timer);
+    try {
+      await this.#read();
+    } catch {
+      this.#say("down", "not reachable");
+    }
+    clearTimeout(this.#timer);
+    if (!document.hidden) this.#timer = setTimeout(() => this.refresh(), POLL_MS);
+  }
+
+  async #read() {
+    const signal = AbortSignal.timeout(TIMEOUT_MS);
+    const answer = await fetch("loads", { headers: headers(), signal, cache: "no-store" });
+    if (answer.status === 401 || answer.status === 403) {
+      this.#say("down", "needs an API key");
+      return;
+    }
+    if (!answer.ok) {
+      this.#say("down", "not ready");
+      return;
+    }
+    const loads = await answer.json();
+    if (!this.#model) await this.#readModel(signal);
+    this.#say(loads.is_ready ? "ready" : "down", loads.is_ready ? "ready" : "not ready");
+    this.#show(loads);
+  }
+
+  async #readModel(signal) {
+    const answer = await fetch("v1/models", { headers: headers(), signal });
+    if (!answer.ok) return;
+    this.#model = (await answer.json()).data[0].id;
+    $("model").textContent = this.#model;
+    document.title = `${this.#model} - PagedRay`;
+  }
+
+  get model() {
+    return this.#model;
+  }
+
+  #say(state, text) {
+    const status = $("status");
+    status.dataset.state = state;
+    if (status.textContent !== text) status.textContent = text;
+  }
+
+  #show(loads) {
+    const before = this.#last;
+    this.#last = loads;
+    const passed = before ? loads.uptime_s - before.uptime_s : 0;
+    const rate = (name) => (passed > 0 ? Math.max(0, loads[name] - before[name]) / passed : 0);
+    const made = rate("num_generated_tokens");
+    this.#rates.push(made);
+    this.#rates = this.#rates.slice(-NUM_POINTS);
+    drawSpark(this.#rates);
+    $("rate").textContent = shownNumber(made);
+    $("prompt-rate").textContent = shownNumber(rate("num_prompt_tokens"));
+    $("running").textContent = loads.num_running;
+    $("waiting").textContent = loads.num_waiting;
+    $("swapped").textContent = loads.num_swapped;
+    const used = showPool("device", loads.num_blocks, loads.num_free_blocks, loads.num_cached_blocks);
+    showPool("cpu", loads.num_cpu_blocks, loads.num_free_cpu_blocks, 0);
+    $("step").textContent = shownSeconds(loads.last_step_s);
+    $("hits").textContent = shownPart(loads.num_hit_tokens, loads.num_queried_tokens);
+    $("preemptions").textContent = loads.num_preemptions;
+    $("uptime").textContent = shownSeconds(loads.uptime_s);
+    $("summary").textContent = `${shownNumber(made)} tokens/s, ${loads.num_running} running, blocks ${used}`;
+    showCalls(loads.calls);
+  }
+}
+
+function showPool(name, size, free, cached) {
+  const used = size ? Math.round((100 * (size - free)) / size) : 0;
+  $(`${name}-text`).textContent = size ? `${size - free} of ${size}` : "none";
+  $(`${name}-meter`).setAttribute("aria-valuenow", used);
+  $(`${name}-used`).style.width = `${size ? (100 * (size - free)) / size : 0}%`;
+  if (name === "device") $("device-cached").style.width = `${size ? (100 * cached) / size : 0}%`;
+  return `${used}%`;
+}
+
+function showCalls(calls) {
+  const rows = calls.slice(0, MAX_CALLS).map((call) => {
+    const row = document.createElement("tr");
+    const texts = [call.id, shownSeconds(call.age_s), call.num_prompt_tokens, call.num_generated_tokens];
+    for (const text of texts) row.insertCell().textContent = text;
+    row.cells[0].title = call.id;
+    return row;
+  });
+  $("calls-body").replaceChildren(...rows);
+  $("calls").hidden = rows.length === 0;
+  const others = calls.length - rows.length;
+  $("no-calls").hidden = rows.length > 0 && others === 0;
+  $("no-calls").textContent = others > 0 ? `And ${others} more.` : "None is open.";
+}
+
+function drawSpark(rates) {
+  const top = Math.max(1, ...rates);
+  const points = rates.map((rate, index) => {
+    const x = 240 - (240 * (rates.length - 1 - index)) / (NUM_POINTS - 1);
+    return `${x.toFixed(1)} ${(46 - (44 * rate) / top).toFixed(1)}`;
+  });
+  const first = points[0].split(" ")[0];
+  $("spark-line").setAttribute("d", `M${points.join("L")}`);
+  $("spark-area").setAttribute("d", `M${first} 48L${points.join("L")}L240 48Z`);
+}
+
+function shownNumber(value) {
+  return value < 10 && value > 0 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
+}
+
+function shownPart(part, whole) {
+  return whole ? `${((100 * part) / whole).toFixed(1)}%` : "-";
+}
+
+function shownSeconds(seconds) {
+  if (seconds < 1) return `${(1000 * seconds).toFixed(1)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+// ---- Text of a message ----
+
+/** Return nodes that show a text with its code set apart; all of it is text. */
+function shownText(text) {
+  const nodes = [];
+  // Fences stand at the start of a line; the last may be open while the text still comes.
+  const parts = text.split(/^```[^\n]*\n?/m);
+  parts.forEach((part, index) => {
+    if (index % 2) {
+      const pre = document.createElement("pre");
+      const code = document.createElement("code");
+      code.textContent = part.replace(/\n$/, "");
+      pre.tabIndex = 0;
+      pre.append(code);
+      nodes.push(pre);
+      return;
+    }
+    const trimmed = part.replace(/^\n+|\n+$/g, "");
+    if (trimmed || parts.length === 1) nodes.push(shownProse(trimmed));
+  });
+  return nodes;
+}
+
+function shownProse(text) {
+  const prose = document.createElement("p");
+  prose.className = "text";
+  for (const piece of text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
+    const isCode = piece.length > 2 && piece.startsWith("`") && piece.endsWith("`");
+    const isStrong = piece.length > 4 && piece.startsWith("**") && piece.endsWith("**");
+    if (!isCode && !isStrong) {
+      prose.append(piece);
+      continue;
+    }
+    const node = document.createElement(isCode ? "code" : "strong");
+    node.textContent = isCode ? piece.slice(1, -1) : piece.slice(2, -2);
+    prose.append(node);
+  }
+  return prose;
+}
+
+/** A message in the conversation. */
+class MessageView {
+  #text = "";
+  #body = document.createElement("div");
+  #isDrawn = true;
+
+  constructor(role) {
+    this.node = document.createElement("li");
+    this.node.className = `message ${role}`;
+    const who = document.createElement("span");
+    who.className = "unseen";
+    who.textContent = role === "user" ? "You: " : "Model: ";
+    this.node.append(who, this.#body);
+    $("messages").append(this.node);
+    $("empty").hidden = true;
+  }
+
+  get text() {
+    return this.#text;
+  }
+
+  add(text) {
+    this.#text += text;
+    if (!this.#isDrawn) return;
+    this.#isDrawn = false;
+    requestAnimationFrame(() => {
+      this.#isDrawn = true;
+      keepingEnd(() => this.#body.replaceChildren(...shownText(this.#text)));
+    });
+  }
+
+  set isRunning(isRunning) {
+    this.node.classList.toggle("running", isRunning);
+  }
+
+  note(text, kind = "note") {
+    const note = document.createElement("p");
+    note.className = kind;
+    note.textContent = text;
+    keepingEnd(() => this.node.append(note));
+  }
+}
+
+/** Change the conversation and stay at its end, unless its reader has gone back. */
+function keepingEnd(change) {
+  const scroll = $("scroll");
+  const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 48;
+  change();
+  if (isAtEnd) scroll.scrollTop = scroll.scrollHeight;
+}
+
+// ---- Chat ----
+
+/** Yield the data of server-sent events. */
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split(/\r?\n/);
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+  }
+}
+
+class Chat {
+  #messages = [];
+  #running = null;
+  #figures;
+
+  constructor(figures) {
+    this.#figures = figures;
+  }
+
+  get isRunning() {
+    return this.#running !== null;
+  }
+
+  clear() {
+    this.stop();
+    this.#messages = [];
+    $("messages").replaceChildren();
+    $("empty").hidden = false;
+  }
+
+  stop() {
+    this.#running?.abort();
+  }
+
+  async send(text) {
+    const messages = this.#messages;
+    messages.push({ role: "user", content: text });
+    new MessageView("user").add(text);
+    const view = new MessageView("assistant");
+    $("scroll").scrollTop = $("scroll").scrollHeight;
+    const running = new AbortController();
+    this.#running = running;
+    this.#showState();
+    view.isRunning = true;
+    view.add("");
+    try {
+      await this.#receive(messages, view, running.signal);
+      announce("The answer is complete.");
+    } catch (error) {
+      if (running.signal.aborted) {
+        view.note("Stopped.");
+      } else {
+        view.note(error.message, "problem");
+        announce(`It failed: ${error.message}`);
+      }
+    } finally {
+      view.isRunning = false;
+      if (view.text) {
+        messages.push({ role: "assistant", content: view.text });
+      } else {
+        // What failed before its first word is not part of the conversation, and may be sent again.
+        messages.pop();
+        if (!$("text").value) $("text").value = text;
+        fitComposer();
+      }
+      if (this.#running === running) this.#running = null;
+      this.#showState();
+    }
+  }
+
+  async #receive(messages, view, signal) {
+    const beganMs = performance.now();
+    const answer = await fetch("v1/chat/completions", {
+      method: "POST",
+      headers: headers({ "content-type": "application/json" }),
+      body: JSON.stringify(this.#body(messages)),
+      signal,
+    });
+    if (!answer.ok) throw new Error(await problemOf(answer));
+    let usage = null;
+    let reason = null;
+    for await (const data of eventsOf(answer.body)) {
+      if (data === "[DONE]") break;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(String(event.error.message));
+      usage = event.usage ?? usage;
+      for (const choice of event.choices ?? []) {
+        if (choice.delta?.content) view.add(choice.delta.content);
+        reason = choice.finish_reason ?? reason;
+      }
+    }
+    if (reason === null) throw new Error("The connection ended before the answer did.");
+    const seconds = (performance.now() - beganMs) / 1000;
+    const made = usage ? `${usage.completion_tokens} tokens in ` : "";
+    const cut = reason === "length" ? "; cut off at the most tokens of an answer" : "";
+    view.note(`${made}${shownSeconds(seconds)}${cut}`);
+  }
+
+  #body(messages) {
+    const system = $("system").value.trim();
+    const temperature = Number.parseFloat($("temperature").value);
+    const maxTokens = Number.parseInt($("max-tokens").value, 10);
+    return {
+      model: this.#figures.model || undefined,
+      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+      temperature: Number.isFinite(temperature) ? temperature : undefined,
+      max_completion_tokens: Number.isFinite(maxTokens) ? maxTokens : undefined,
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+  }
+
+  #showState() {
+    $("send").hidden = this.isRunning;
+    $("stop").hidden = !this.isRunning;
+  }
+}
+
+function announce(text) {
+  $("announcement").textContent = text;
+}
+
+// ---- Controls ----
+
+function fitComposer() {
+  const text = $("text");
+  text.style.height = "auto";
+  text.style.height = `${text.scrollHeight + 2}px`;
+}
+
+function main() {
+  const figures = new Figures();
+  const chat = new Chat(figures);
+
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = $("text").value.trim();
+    if (!text || chat.isRunning) return;
+    $("text").value = "";
+    fitComposer();
+    chat.send(text);
+  });
+  $("text").addEventListener("input", fitComposer);
+  $("text").addEventListener("keydown", (event) => {
+    // Enter also ends the input of a composed character, which is not to be sent yet.
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("composer").requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") chat.stop();
+  });
+  $("stop").addEventListener("click", () => {
+    chat.stop();
+    $("text").focus();
+  });
+  $("new-chat").addEventListener("click", () => {
+    chat.clear();
+    $("text").focus();
+  });
+  $("settings").addEventListener("submit", (event) => event.preventDefault());
+  $("settings-button").addEventListener("click", () => {
+    const settings = $("settings");
+    settings.hidden = !settings.hidden;
+    $("settings-button").setAttribute("aria-expanded", String(!settings.hidden));
+    if (!settings.hidden) $("key").focus();
+  });
+  $("key").addEventListener("change", () => figures.refresh());
+  const narrow = matchMedia("(max-width: 56rem)");
+  const fold = () => {
+    $("figures").open = !narrow.matches;
+  };
+  narrow.addEventListener("change", fold);
+  fold();
+  figures.start();
+}
+
+main();

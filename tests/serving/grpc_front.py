@@ -1,0 +1,79 @@
+"""The gRPC front alone, on the test's own event loop, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_status import rpc_status
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.grpc_server import GrpcServer
+from cluster.serving.servicer import Servicer
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.conftest import engine_config
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from google.rpc.status_pb2 import Status
+
+    from cluster.serving.authenticator import Authenticator
+    from cluster.serving.tls import CertificateStore
+    from cluster.serving.tokenizer import Tokenizer
+
+__all__ = ["GrpcFront", "grpc_front", "status_of_call"]
+
+
+@dataclass(frozen=True)
+class GrpcFront:
+    """A running server and what is behind it."""
+
+    port: int
+    servicer: Servicer
+    engine: FakeEngine
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def stub(
+        self, channel: grpc.aio.Channel
+    ) -> Any:  # Any: the generated stub is not async to mypy
+        return pagedray_pb2_grpc.GenerationServiceStub(channel)
+
+
+@asynccontextmanager
+async def grpc_front(
+    tokenizer: Tokenizer,
+    *,
+    certificates: CertificateStore | None = None,
+    authenticator: Authenticator | None = None,
+) -> AsyncIterator[GrpcFront]:
+    """Serve until the context is left."""
+    client = EngineClient(asyncio.get_running_loop())
+    engine = FakeEngine(client, lambda request, index: [72, 73])
+    client.attach(engine)
+    servicer = Servicer(client, tokenizer, engine_config(), authenticator=authenticator)
+    server = GrpcServer(servicer, host="127.0.0.1", port=0, certificates=certificates)
+    await server.start()
+    servicer.set_ready()
+    await server.set_serving(True)
+    try:
+        yield GrpcFront(server.port, servicer, engine)
+    finally:
+        await server.stop(0)
+        await servicer.close()
+        engine.stop()
+
+
+def status_of_call(error: grpc.RpcError) -> Status:
+    """Return the google.rpc.Status that came with the end of a call."""
+    assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the stubs are narrower than the library
+    assert status is not None
+    return status  # type: ignore[no-any-return]  # the library has no types

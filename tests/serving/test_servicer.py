@@ -1,0 +1,385 @@
+"""What the servicer lets in, for whom, and what ends a call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from cluster.serving.authenticator import Authenticator
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
+from cluster.serving.key_file import digest_of
+from cluster.serving.servicer import Servicer
+from pagedray.errors import (
+    AuthenticationError,
+    DeadlineError,
+    EngineError,
+    ForbiddenError,
+    InvalidRequestError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from pagedray.request import FinishReason
+from tests.serving.conftest import engine_config
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from cluster.embedder import EmbeddingRequest
+    from cluster.engine_stats import EngineStats
+    from cluster.serving.generation import Generation
+    from cluster.serving.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Authenticator:
+    """Three tenants: ann with limits, ben with a weight, and an admin."""
+
+    def entry(name: str, more: str = "") -> str:
+        return f'[tenants.{name}]\nkeys = ["sha256:{digest_of(name).hex()}"]\n{more}\n'
+
+    path = tmp_path / "keys.toml"
+    limits = "max_requests = 2\nmax_tokens = 100"
+    path.write_text(
+        entry("ann", limits) + entry("ben", "weight = 3") + entry("root", "is_admin = true")
+    )
+    path.chmod(0o600)
+    return Authenticator(path)
+
+
+class Opened:
+    """A servicer and its fake engine."""
+
+    def __init__(self, tokenizer: Tokenizer, keys: Authenticator | None) -> None:
+        self.client = EngineClient(asyncio.get_running_loop())
+        self.engine = FakeEngine(self.client, lambda request, index: [100])
+        self.client.attach(self.engine)
+        self.servicer = Servicer(self.client, tokenizer, engine_config(), authenticator=keys)
+        self.servicer.set_ready()
+
+    async def close(self) -> None:
+        self.engine.stop()
+        await self.servicer.close()
+
+
+@pytest.fixture
+async def opened(tokenizer: Tokenizer, keys: Authenticator) -> AsyncIterator[Opened]:
+    one = Opened(tokenizer, keys)
+    one.engine.is_paused = True
+    yield one
+    await one.close()
+
+
+@pytest.fixture
+def servicer(opened: Opened) -> Servicer:
+    return opened.servicer
+
+
+def given(
+    tenant: str = "ann",
+    *,
+    client_id: str | None = None,
+    max_tokens: int = 10,
+    prompts: tuple[tuple[int, ...], ...] = ((5, 6, 7),),
+    deadline_s: float | None = None,
+    lease_s: float | None = None,
+    priority: int = 0,
+) -> GenerationInput:
+    return GenerationInput(
+        prompts=prompts,
+        sampling={"max_tokens": max_tokens, "ignore_eos": True},
+        tenant=tenant,
+        client_id=client_id,
+        deadline_s=deadline_s,
+        lease_s=lease_s,
+        priority=priority,
+    )
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.002)
+
+
+async def ended(generation: Generation) -> FinishReason | None:
+    async for output in generation.outputs():
+        reason = output.sequences[-1].finish_reason
+    generation.close()
+    return reason
+
+
+async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
+    calls = [await servicer.start(given()) for _ in range(2)]
+    with pytest.raises(OverloadedError, match="2 calls of this key's tenant are open") as caught:
+        await servicer.start(given())
+    assert 0.1 <= caught.value.retry_after_s <= 60
+    others = [await servicer.start(given("ben")) for _ in range(4)]
+    calls[0].close()
+    calls.append(await servicer.start(given()))
+    for call in (*calls, *others):
+        call.close()
+    assert servicer.num_running == 0
+
+
+async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
+    with pytest.raises(InvalidRequestError, match="may take 103 tokens, but") as refused:
+        await servicer.start(given(max_tokens=100))
+    assert refused.value.param == "max_tokens"
+    call = await servicer.start(given(max_tokens=60))
+    with pytest.raises(OverloadedError, match="pass its limit of 100"):
+        await servicer.start(given(max_tokens=60))
+    call.close()
+    (await servicer.start(given(max_tokens=60))).close()
+
+
+async def test_refused_calls_hold_nothing(servicer: Servicer) -> None:
+    for _ in range(5):
+        with pytest.raises(InvalidRequestError):
+            await servicer.start(given(prompts=((10**6,),)))
+    calls = [await servicer.start(given()) for _ in range(2)]
+    for call in calls:
+        call.close()
+
+
+async def test_read_end_frees_id_and_limits_at_once(opened: Opened) -> None:
+    opened.engine.is_paused = False
+    generations = [await opened.servicer.start(given(client_id=f"c{i}")) for i in range(2)]
+    for generation in generations:
+        async for output in generation.outputs():
+            if output.is_last:
+                (await opened.servicer.start(given(client_id=generation.id))).close()
+        generation.close()
+
+
+async def test_tenants_neither_see_nor_end_nor_block_each_others_calls(opened: Opened) -> None:
+    servicer = opened.servicer
+    anns = await servicer.start(given("ann", client_id="mine"))
+    bens = await servicer.start(given("ben", client_id="mine"))
+    servicer.abort("root", "mine")
+    servicer.abort("ben", "other")
+    servicer.abort("ben", "mine")
+    assert await ended(bens) is FinishReason.ABORT
+    assert opened.engine.num_sequences == 1
+    who = {name: servicer.authenticate(f"Bearer {name}") for name in ("ann", "ben", "root")}
+    shown = {name: [call.id for call in servicer.loads(who[name]).calls] for name in who}
+    assert shown == {"ann": ["mine"], "ben": [], "root": ["mine"]}
+    (info,) = servicer.loads(who["root"]).calls
+    assert (info.tenant, info.num_prompt_tokens, info.num_generated_tokens) == ("ann", 3, 0)
+    anns.close()
+
+
+async def test_weights_reach_the_engine_and_an_unknown_tenant_does_not(opened: Opened) -> None:
+    (await opened.servicer.start(given("ben"))).close()
+    (request,) = opened.engine.log.submitted
+    assert (request.tenant, request.weight) == ("ben", 3.0)
+    for name in ("", "nobody"):
+        with pytest.raises(AuthenticationError):
+            await opened.servicer.start(given(name))
+
+
+async def test_only_an_admin_may_overtake(servicer: Servicer) -> None:
+    with pytest.raises(ForbiddenError, match="priority below 0"):
+        await servicer.start(given(priority=-1))
+    (await servicer.start(given(priority=1))).close()
+    (await servicer.start(given("root", priority=-1))).close()
+
+
+async def test_full_queue_and_late_call_are_refused_before_texts_are_read(opened: Opened) -> None:
+    late = given(deadline_s=time.monotonic(), prompts=((10**6,),))
+    with pytest.raises(DeadlineError, match="before the request arrived"):
+        await opened.servicer.start(late)
+    opened.engine.refusal = OverloadedError("The queue is full.")
+    with pytest.raises(OverloadedError):
+        await opened.servicer.start(given(prompts=((10**6,),)))
+
+
+async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: Opened) -> None:
+    call = await opened.servicer.start(given(deadline_s=time.monotonic() + 0.1))
+    with pytest.raises(DeadlineError, match="passed before the request was finished"):
+        await ended(call)
+    assert opened.engine.num_sequences == 0
+    call.close()
+
+
+async def test_call_whose_outputs_nobody_takes_ends_with_its_lease(opened: Opened) -> None:
+    opened.engine.is_paused = False
+    opened.engine.step_s = 0.005
+    never_read = await opened.servicer.start(given(max_tokens=200, tenant="ben", lease_s=0.1))
+    read_once = await opened.servicer.start(given(max_tokens=200, tenant="ben", lease_s=0.1))
+    outputs = read_once.outputs()
+    await anext(outputs)
+    await until(lambda: opened.servicer.num_running == 0)
+    assert opened.engine.num_sequences == 0
+    with pytest.raises(DeadlineError, match=r"Nobody took outputs of the call for 0\.1 s"):
+        async for _ in outputs:
+            pass
+    never_read.close()
+
+
+async def test_lease_holds_while_outputs_are_waited_for(opened: Opened) -> None:
+    call = await opened.servicer.start(given(lease_s=0.05))
+    reading = asyncio.create_task(ended(call))
+    await asyncio.sleep(0.3)
+    assert not reading.done()
+    opened.engine.is_paused = False
+    assert await reading is FinishReason.LENGTH
+
+
+async def test_encoder_generates_nothing_and_decoder_embeds_nothing(
+    opened: Opened, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(InvalidRequestError, match="tiny is a decoder, which generates") as caught:
+        await opened.servicer.embed(EmbeddingInput(prompts=("x",), tenant="ann"))
+    assert caught.value.param == "model"
+    encoder = Servicer(opened.client, tokenizer, encoder_config())
+    encoder.set_ready()
+    with pytest.raises(InvalidRequestError, match="tiny is an encoder, which makes vectors"):
+        await encoder.start(given(""))
+    await encoder.close()
+
+
+async def test_tokens_become_text_again(servicer: Servicer) -> None:
+    text = "Ein Text. " * 20
+    ids = await servicer.tokenize(TokenizeInput(prompt=text, add_special_tokens=False))
+    assert await servicer.detokenize(ids) == text
+    begun = await servicer.tokenize(TokenizeInput(prompt="x"))
+    assert await servicer.detokenize(begun) == "x"
+    assert await servicer.detokenize(begun, skip_special_tokens=False) != "x"
+    assert await servicer.detokenize([]) == ""
+    for ids_given in ([-1], [320], [True], [1] * 257):
+        with pytest.raises(InvalidRequestError) as caught:
+            await servicer.detokenize(ids_given)
+        assert caught.value.param == "tokens"
+
+
+async def test_draining_server_takes_nothing_and_ends_the_rest(opened: Opened) -> None:
+    call = await opened.servicer.start(given())
+    draining = asyncio.create_task(opened.servicer.drain(0.05))
+    await asyncio.sleep(0)
+    assert not opened.servicer.is_ready
+    with pytest.raises(ShuttingDownError):
+        await opened.servicer.start(given())
+    with pytest.raises(EngineError, match="shut down before"):
+        await ended(call)
+    call.close()
+    await draining
+
+
+class FakeEncoder:
+    """Answers when it is told to."""
+
+    is_healthy = True
+    error = None
+
+    def __init__(self) -> None:
+        self.requests: list[EmbeddingRequest] = []
+        self.answers: list[Future[NDArray[np.float32]]] = []
+
+    def check_room(self, num_tokens: int) -> None: ...
+
+    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+        self.requests.append(request)
+        self.answers.append(Future())
+        return self.answers[-1]
+
+    def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+
+def encoder_config() -> EngineConfig:
+    config = engine_config()
+    return replace(config, model=replace(config.model, num_token_types=2))
+
+
+@pytest.fixture
+async def encoder(
+    tokenizer: Tokenizer, keys: Authenticator
+) -> AsyncIterator[tuple[Servicer, FakeEncoder]]:
+    client = EngineClient(asyncio.get_running_loop())
+    fake = FakeEncoder()
+    client.attach_encoder(fake)
+    servicer = Servicer(client, tokenizer, encoder_config(), authenticator=keys)
+    servicer.set_ready()
+    yield servicer, fake
+    await servicer.close()
+    assert servicer.num_running == 0
+
+
+def texts(
+    *prompts: str | tuple[int, ...], deadline_s: float | None = None, dimensions: int | None = None
+) -> EmbeddingInput:
+    return EmbeddingInput(
+        prompts=prompts, tenant="ann", deadline_s=deadline_s, dimensions=dimensions
+    )
+
+
+async def test_texts_become_vectors(encoder: tuple[Servicer, FakeEncoder]) -> None:
+    servicer, fake = encoder
+    asking = asyncio.create_task(servicer.embed(texts((5, 6), (7,), dimensions=3)))
+    await until(lambda: bool(fake.answers))
+    fake.answers[0].set_result(np.ones((2, 3), dtype=np.float32))
+    output = await asking
+    assert output.vectors.shape == (2, 3)
+    assert output.num_prompt_tokens == 3
+    assert fake.requests[0].tenant == "ann"
+    assert fake.requests[0].pooling == "mean"
+    assert fake.requests[0].size == 3
+
+
+async def test_late_cancelled_and_drained_embeddings_are_given_up(
+    encoder: tuple[Servicer, FakeEncoder],
+) -> None:
+    servicer, fake = encoder
+    with pytest.raises(DeadlineError):
+        await servicer.embed(texts("x", deadline_s=time.monotonic() + 0.05))
+    leaving = asyncio.create_task(servicer.embed(texts("x")))
+    await until(lambda: len(fake.answers) == 2)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    draining = asyncio.create_task(servicer.embed(texts("x")))
+    await until(lambda: len(fake.answers) == 3)
+    await servicer.drain(0.0)
+    with pytest.raises(EngineError, match="shut down before"):
+        await draining
+    assert all(answer.cancelled() for answer in fake.answers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "part"),
+    [
+        (texts(), "input", "1 to 2048 texts, not 0"),
+        (texts(*["x"] * 2049), "input", "1 to 2048 texts, not 2049"),
+        (texts(()), "input", "has 0 tokens, but an encoder reads 1 to 256"),
+        (texts((5,) * 257), "input", "has 257 tokens"),
+        (texts((320,)), "input", "token id 320"),
+        (texts("\ud800"), "input", "lone surrogate"),
+        (texts("x", dimensions=0), "dimensions", "from 1 to 8, not 0"),
+        (texts("x", dimensions=9), "dimensions", "from 1 to 8, not 9"),
+        (replace(texts("x"), pooling="max"), "pooling", "one of mean, cls, last"),  # type: ignore[arg-type]  # the stubs are narrower than the library
+        (texts((5,) * 60, (5,) * 60), "max_tokens", "may take 120 tokens"),
+    ],
+)
+async def test_broken_texts_never_reach_the_encoder(
+    encoder: tuple[Servicer, FakeEncoder], wrong: EmbeddingInput, param: str, part: str
+) -> None:
+    servicer, fake = encoder
+    with pytest.raises(InvalidRequestError, match=part) as caught:
+        await servicer.embed(wrong)
+    assert caught.value.param == param
+    assert not fake.requests
