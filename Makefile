@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check protos clean
+.PHONY: setup demo test test-slow check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -32,9 +32,19 @@ check: setup
 test: check
 	@scripts/test
 
+# Ray Serve with several replicas, and structured output over ranks.
+test-slow: setup
+	@scripts/test -m slow
+
 protos: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) \
 		--grpc_python_out=$(PROTO_OUT) protos/pagedray/v1/*.proto
+
+# The baseline is what clients of a release may rely on. It is made again at a release, and before
+# it only when an addition is to be kept as well; what breaks it is never frozen.
+freeze-protos: setup
+	@$(BIN)/buf breaking protos --against protos/baseline.binpb
+	@$(BIN)/buf build protos --exclude-source-info -o protos/baseline.binpb
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

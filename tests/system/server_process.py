@@ -73,9 +73,10 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class ServerProcess:
-    """`pagedray serve` on the shipped model, until the block that holds it is left."""
+    """`pagedray serve` until the block that holds it is left, on the shipped model by default."""
 
     arguments: tuple[str, ...]
+    folder: Path = TINY_LLAMA
     grpc_port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[str] | None = None
@@ -96,7 +97,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             _command(
                 "serve",
-                str(TINY_LLAMA),
+                str(self.folder),
                 "--device=cpu",
                 f"--grpc-port={self.grpc_port}",
                 f"--http-port={self.http_port}",
@@ -127,8 +128,17 @@ class ServerProcess:
 
     def interrupt(self, timeout_s: float) -> int:
         """Send Ctrl-C and return the exit code."""
+        self.send(signal.SIGINT)
+        return self.wait(timeout_s)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end and return the exit code."""
+        assert self._process is not None
         return self._process.wait(timeout_s)
 
     def __enter__(self) -> Self:

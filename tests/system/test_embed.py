@@ -1,16 +1,22 @@
-"""`LLM.embed` on a small random BERT, in this process and on Ray actors."""
+"""A small random BERT: `LLM.embed` in this process and on Ray actors, and `pagedray serve`."""
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import grpc
+import httpx
+import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pagedray import LLM
-from pagedray.errors import InvalidRequestError
-from tests.system.server_process import TINY_LLAMA
+from pagedray.errors import CheckpointError, InvalidRequestError
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.system.server_process import TINY_LLAMA, ServerProcess
+from tests.system.test_rank_death import ranks
 from tests.workers.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
         ([], "has 0 tokens, but an encoder reads 1 to 40"),
         ([7] * 41, "has 41 tokens, but an encoder reads 1 to 40"),
         ([3, VOCAB_SIZE], "token id 131, but ids are 0 to 130"),
-        ("w1 \ud800", "half of a character"),
+        ("w1 \ud800", "lone surrogate"),
     ],
 )
 def test_prompt_that_no_encoder_can_take_is_refused(
@@ -100,9 +106,74 @@ def test_encoder_does_not_generate_and_decoder_does_not_embed(llm: LLM) -> None:
         decoder.embed("x")
 
 
-def test_two_ray_ranks_embed_like_transformers(folder: Path) -> None:
+def test_two_ray_ranks_embed_like_transformers_and_so_do_their_successors(
+    folder: Path, ray_cluster: None
+) -> None:
     with opened(folder, executor="ray", tensor_parallel_size=2) as llm:
         vectors = torch.tensor(llm.embed(PROMPTS, normalize=False))
+        ranks()[-1].kill()
         again = torch.tensor(llm.embed(PROMPTS, normalize=False))
+        assert llm.stats().num_replacements == 1
     assert torch.allclose(vectors, expected(folder, "mean"), atol=1e-4, rtol=1e-4)
     assert torch.equal(vectors, again)
+
+
+def test_checkpoint_says_how_it_pools(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "bert"
+    shutil.copytree(folder, copy)
+    settings = copy / "1_Pooling" / "config.json"
+    settings.parent.mkdir()
+    settings.write_text('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}')
+    with opened(copy, executor="local") as llm:
+        assert llm.embed(PROMPTS) == llm.embed(PROMPTS, pooling="cls")
+    settings.write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(CheckpointError, match="pools by pooling_mode_max_tokens"):
+        opened(copy, executor="local")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(("--executor=local", "--max-num-batched-tokens=64"), folder) as process:
+        yield process
+
+
+def test_served_encoder_gives_the_same_vectors_on_both_fronts(
+    server: ServerProcess, folder: Path
+) -> None:
+    request = pagedray_pb2.EmbedRequest(
+        prompts=[{"token_ids": {"ids": prompt}} for prompt in PROMPTS], normalize=False
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        answer = pagedray_pb2_grpc.GenerationServiceStub(channel).Embed(request, timeout=60.0)
+    over_grpc = torch.tensor([list(one.values) for one in answer.embeddings])
+    assert torch.allclose(over_grpc, expected(folder, "mean"), atol=1e-4, rtol=1e-4)
+    assert answer.num_prompt_tokens == sum(map(len, PROMPTS))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        vectors = client.embeddings.create(model="bert0", input=PROMPTS, dimensions=10)
+    over_http = torch.tensor([one.embedding for one in vectors.data])
+    cut = over_grpc[:, :10]
+    assert torch.allclose(over_http, cut / cut.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+def test_served_encoder_generates_nothing_and_tells_of_itself(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/ready").status_code == 200
+        refused = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
+        assert refused.status_code == 400
+        assert "is an encoder" in refused.json()["error"]["message"]
+        asked = http.post("/v1/embeddings", json={"model": "bert0", "input": ["w1 w5", "w7"]})
+        assert asked.json()["usage"]["prompt_tokens"] == 7
+        loads = http.get("/loads").json()
+        assert loads["is_ready"] is True
+        assert loads["num_prompt_tokens"] >= 7
+        assert loads["num_steps"] >= 1
+        tokens = http.post("/tokenize", json={"model": "bert0", "prompt": "w5 w9"})
+        assert tokens.json()["tokens"] == [1, 5, 9, 2]
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pagedray_pb2.GenerateRequest(text="w1"), timeout=60.0))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        info = stub.GetServerInfo(pagedray_pb2.GetServerInfoRequest(), timeout=60.0)
+    assert "BertModel" in str(info)
+    assert server.metrics()["pagedray_healthy"] == 1.0

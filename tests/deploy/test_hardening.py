@@ -1,0 +1,201 @@
+"""Every pod has the least rights, every image a version, and everything the time to end well."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.deploy.kustomize import DEPLOY, overlay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.deploy.kustomize import Manifest
+
+_USER = 10001
+
+
+def _templates(manifests: list[Manifest]) -> Iterator[Manifest]:
+    for manifest in manifests:
+        if manifest["kind"] == "Deployment":
+            yield manifest["spec"]["template"]
+        if manifest["kind"] == "RayService":
+            cluster = manifest["spec"]["rayClusterConfig"]
+            yield cluster["headGroupSpec"]["template"]
+            yield from (group["template"] for group in cluster["workerGroupSpecs"])
+
+
+def _containers(manifests: list[Manifest]) -> Iterator[Manifest]:
+    for template in _templates(manifests):
+        yield from template["spec"]["containers"]
+        yield from template["spec"].get("initContainers", [])
+
+
+def test_pods_have_no_rights_that_they_do_not_need(manifests: list[Manifest]) -> None:
+    for template in _templates(manifests):
+        pod = template["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & set(pod)
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == _USER
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+
+
+def test_containers_cannot_change_themselves(manifests: list[Manifest]) -> None:
+    for container in _containers(manifests):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["requests"])
+        assert not [one for one in container["ports"] if "hostPort" in one]
+
+
+def test_every_place_that_is_written_to_is_a_volume(manifests: list[Manifest]) -> None:
+    for template in _templates(manifests):
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        [container] = template["spec"]["containers"]
+        mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
+        for path in ("/tmp", "/dev/shm", "/home/pagedray/.cache"):
+            assert volumes[mounts[path]["name"]]["emptyDir"]["sizeLimit"]
+        for mount in mounts.values():
+            assert mount.get("readOnly") or "emptyDir" in volumes[mount["name"]]
+
+
+def test_keys_come_from_a_secret_as_a_file(manifests: list[Manifest]) -> None:
+    for template in _templates(manifests):
+        [secret] = [one["secret"] for one in template["spec"]["volumes"] if "secret" in one]
+        assert secret["secretName"] == "pagedray-api-keys"
+        # The file's group is the pod's fsGroup.
+        assert secret["defaultMode"] == 0o440
+    for container in _containers(manifests):
+        assert not [one for one in container.get("env", []) if "KEY" in one["name"]]
+
+
+def test_images_are_of_this_version(manifests: list[Manifest]) -> None:
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    for container in _containers(manifests):
+        name, _, tag = container["image"].rpartition(":")
+        assert name == "registry.example.com/pagedray"
+        assert re.fullmatch(re.escape(project["version"]) + "-(cpu|cuda)", tag)
+
+
+def test_ray_asks_for_a_token_and_shows_no_dashboard(ray_service: Manifest) -> None:
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert cluster["headGroupSpec"]["enableIngress"] is False
+    assert "headService" not in cluster["headGroupSpec"]
+    assert ray_service["spec"]["serveService"]["spec"]["type"] == "ClusterIP"
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert "dashboard-host" not in group["rayStartParams"]
+
+
+def test_nothing_is_exposed_outside_the_cluster(manifests: list[Manifest]) -> None:
+    assert not {one["kind"] for one in manifests} & {"Ingress", "Gateway", "HTTPRoute", "GRPCRoute"}
+    for manifest in manifests:
+        if manifest["kind"] == "Service":
+            assert manifest["spec"]["type"] == "ClusterIP"
+
+
+def test_grpc_is_announced_as_http2(ray_service: Manifest) -> None:
+    ports = {one["name"]: one for one in ray_service["spec"]["serveService"]["spec"]["ports"]}
+    assert ports["serve-grpc"]["appProtocol"] == "kubernetes.io/h2c"
+    config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
+    assert ports["serve-grpc"]["port"] == config["grpc_options"]["port"]
+    assert ports["serve"]["port"] == config["http_options"]["port"]
+    # KubeRay's service has the ports that the head names, whether or not it serves.
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        [container] = group["template"]["spec"]["containers"]
+        declared = {one["name"]: one["containerPort"] for one in container["ports"]}
+        assert declared["serve-grpc"] == ports["serve-grpc"]["port"]
+        assert declared["serve"] == ports["serve"]["port"]
+
+
+def test_a_pod_has_more_time_to_end_than_it_takes(ray_service: Manifest) -> None:
+    spec = ray_service["spec"]
+    [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    requests_s = application["args"]["drain_timeout_s"]
+    cluster = spec["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        env = {one["name"]: one["value"] for one in container["env"]}
+        node_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        wait_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert requests_s < node_s
+        assert wait_s + node_s < pod["terminationGracePeriodSeconds"]
+    # The old cluster of an upgrade stays as long as its requests may take.
+    assert spec["rayClusterDeletionDelaySeconds"] > requests_s
+
+
+def test_every_pod_has_its_own_probes(manifests: list[Manifest]) -> None:
+    for container in _containers(manifests):
+        declared = {one["name"] for one in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["port"] in declared
+            assert container[probe]["failureThreshold"] > 1
+
+
+def test_a_disruption_budget_covers_every_pod(manifests: list[Manifest]) -> None:
+    budgets = [one["spec"] for one in manifests if one["kind"] == "PodDisruptionBudget"]
+    for template in _templates(manifests):
+        [budget] = [
+            one
+            for one in budgets
+            if one["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        ]
+        # Pods of a RayCluster, which has no scale subresource, can have nothing but whole minima.
+        assert budget["minAvailable"] == 1
+        assert "maxUnavailable" not in budget
+
+
+def test_only_the_autoscaler_gets_a_token() -> None:
+    cluster = overlay("gpu-1")["RayService", "pagedray"]["spec"]["rayClusterConfig"]
+    path = "/var/run/secrets/kubernetes.io/serviceaccount"
+    [container] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert path not in {one["mountPath"] for one in container["volumeMounts"]}
+    autoscaler = {one["mountPath"]: one for one in cluster["autoscalerOptions"]["volumeMounts"]}
+    [volume] = [
+        one
+        for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"]
+        if one["name"] == autoscaler[path]["name"]
+    ]
+    # What Ray's autoscaler reads, and what Kubernetes' own mount would have.
+    files = [_file_names(source) for source in volume["projected"]["sources"]]
+    assert files == [["token"], ["ca.crt"], ["namespace"]]
+    assert cluster["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+# Any: as in a manifest.
+def _file_names(source: dict[str, Any]) -> list[str]:
+    [(kind, content)] = source.items()
+    return (
+        [content["path"]]
+        if kind == "serviceAccountToken"
+        else [one["path"] for one in content["items"]]
+    )
+
+
+@pytest.mark.parametrize("name", ["gpu-1", "tp-8", "two-hosts"])
+def test_a_worker_has_what_its_replicas_take(name: str) -> None:
+    spec = overlay(name)["RayService", "pagedray"]["spec"]
+    [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
+    [container] = group["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    num_ranks = application["args"].get("tensor_parallel_size", 1)
+    # One replica a worker: its ranks, and a core for itself.
+    assert int(limits["nvidia.com/gpu"]) == num_ranks
+    assert int(limits["cpu"]) >= num_ranks + 1
+    num_most = application["args"].get("max_replicas", application["args"]["num_replicas"])
+    assert group["maxReplicas"] == num_most
+    assert group["minReplicas"] == application["args"]["num_replicas"]

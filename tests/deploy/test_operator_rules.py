@@ -1,0 +1,63 @@
+"""What KubeRay's operator refuses beyond its schema is in none of our deployments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.deploy.kustomize import overlay
+from tests.deploy.operator_rules import complaints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.deploy.kustomize import Manifest
+
+
+def test_the_operator_has_no_complaint(ray_service: Manifest) -> None:
+    assert complaints(ray_service) == []
+
+
+def _rename(service: Manifest) -> None:
+    service["metadata"]["name"] = "p" * 48
+
+
+def _forget_version(service: Manifest) -> None:
+    del service["spec"]["rayClusterConfig"]["rayVersion"]
+
+
+def _restart_workers(service: Manifest) -> None:
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    group["template"]["spec"]["restartPolicy"] = "Always"
+
+
+def _want_more_than_the_most(service: Manifest) -> None:
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] = 9
+
+
+def _name_the_head_service(service: Manifest) -> None:
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    head["headService"] = {"metadata": {"name": "head"}}
+
+
+def _upgrade_by_steps(service: Manifest) -> None:
+    service["spec"]["upgradeStrategy"] = {"type": "NewClusterWithIncrementalUpgrade"}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (_rename, "at most 47 characters"),
+        (_forget_version, "rayVersion of at least 2.52.0"),
+        (_restart_workers, "restartPolicy of ranks"),
+        (_want_more_than_the_most, "min <= replicas <= max"),
+        (_name_the_head_service, "no name of its own"),
+        (_upgrade_by_steps, "clusterUpgradeOptions"),
+    ],
+)
+def test_the_operator_complains(change: Callable[[Manifest], None], complaint: str) -> None:
+    service = overlay("gpu-1")["RayService", "pagedray"]
+    change(service)
+    [found] = complaints(service)
+    assert complaint in found

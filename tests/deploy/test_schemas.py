@@ -1,0 +1,60 @@
+"""Every manifest is of the form that Kubernetes, KubeRay and the Prometheus operator ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from tests.deploy.kustomize import overlay
+from tests.deploy.schemas import check
+
+if TYPE_CHECKING:
+    from tests.deploy.kustomize import Manifest
+
+
+def test_manifests_are_of_their_form(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        check(manifest)
+
+
+def test_the_monitoring_component_is_of_its_form(monitored: list[Manifest]) -> None:
+    kinds = [manifest["kind"] for manifest in monitored]
+    assert "PodMonitor" in kinds
+    for manifest in monitored:
+        check(manifest)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec/rayClusterConfig/authOption", {}),
+        ("spec/rayClusterConfig/authOptions/mode", "tokens"),
+        ("spec/rayClusterConfig/headGroupSpec/rayStartParams/num-cpus", 0),
+        ("spec/rayClusterConfig/workerGroupSpecs/0/numOfHost", 1),
+        ("spec/rayClusterConfig/workerGroupSpecs/0/minReplicas", "1"),
+        ("spec/rayClusterConfig/workerGroupSpecs/0/template/spec/containers/0/securityContex", {}),
+        ("spec/rayClusterConfig/workerGroupSpecs/0/template/spec/containers/0/image", 3),
+        ("spec/serveService/spec/ports/0/appProtocoll", "http"),
+        ("spec/upgradeStrategy/type", "Rolling"),
+        ("spec/serveConfig", ""),
+    ],
+)
+def test_what_is_not_of_the_form_is_refused(path: str, value: object) -> None:
+    wrong = overlay("cpu-demo")["RayService", "pagedray"]
+    *steps, last = path.split("/")
+    # Any: a step may lead into a mapping or into a list.
+    place: Any = wrong
+    for step in steps:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check(wrong)
+
+
+def test_a_built_in_kind_is_checked_strictly() -> None:
+    wrong = overlay("cpu-demo")["NetworkPolicy", "pagedray-deny"]
+    wrong["spec"]["policyType"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        check(wrong)

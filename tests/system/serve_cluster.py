@@ -1,0 +1,111 @@
+"""PagedRay on Ray Serve, on a Ray cluster that is there, and what its replicas tell of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from ray import serve
+
+from cluster.serving.deployment import build_app
+from tests.system.server_process import TINY_LLAMA, free_port
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ray.serve.handle import DeploymentHandle
+    from ray.serve.schema import ServeDeploySchema
+
+    from cluster.serving.server_info import ServerLoads
+
+__all__ = ["SMALL", "ServeCluster"]
+
+SMALL = {
+    "model": str(TINY_LLAMA),
+    "num_replicas": 2,
+    "device": "cpu",
+    "num_threads": 1,
+    "num_blocks": 2048,
+}
+"""The arguments of two small replicas."""
+_START_LIMIT_S = 300
+
+
+class ServeCluster:
+    """Ray Serve with both fronts on the loopback, until the block that holds it is left."""
+
+    def __init__(self) -> None:
+        self.http_port = free_port()
+        self.grpc_port = free_port()
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        """Where gRPC is served."""
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def handle(self) -> DeploymentHandle[Any]:
+        """A handle to the deployment."""
+        return serve.get_app_handle("default")
+
+    def start(self) -> None:
+        """Start Serve without an application."""
+        callback = "cluster.serving.serve_http_proxy:middlewares"
+        serve.start(
+            http_options={"host": "127.0.0.1", "port": self.http_port},
+            grpc_options={
+                "port": self.grpc_port,
+                "grpc_servicer_functions": ["cluster.serving.serve_grpc_proxy.add_services"],
+            },
+            controller_options={
+                "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": callback}}
+            },
+        )
+
+    def deploy(self, **arguments: object) -> None:
+        """Run the application, or change the one that runs, until all replicas are new."""
+        serve.run(build_app(SMALL | arguments), name="default", route_prefix="/")
+
+    def deploy_config(self, config: ServeDeploySchema) -> None:
+        """Run what a Serve config file describes, as `serve deploy` does."""
+        client = serve.context._get_global_client()
+        # Serve's own way to wait gives up after a minute.
+        client.deploy_apps(config)  # type: ignore[union-attr]  # it is there
+        client._wait_for_application_running("default", timeout_s=_START_LIMIT_S)  # type: ignore[union-attr]  # it is there
+        client.wait_for_proxies_serving(wait_for_applications_running=True)  # type: ignore[union-attr]  # it is there
+
+    def replica_pids(self) -> dict[str, int]:
+        """Return the process of each running replica by its name."""
+        deployment = self._details()
+        return {
+            one["replica_id"]: one["pid"]
+            for one in deployment["replicas"]
+            if one["state"] == "RUNNING"
+        }
+
+    async def loads(self) -> list[ServerLoads]:
+        """Return what each replica has to do."""
+        loads: list[ServerLoads] = await self.handle.broadcast("loads").results_async()
+        return loads
+
+    # Any: it is Serve's, for its dashboard.
+    def _details(self) -> dict[str, Any]:
+        details = serve.context._get_global_client().get_serve_details()  # type: ignore[union-attr]  # it is there
+        deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["PagedRay"]
+        return deployment
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        serve.shutdown()

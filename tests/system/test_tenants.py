@@ -1,0 +1,192 @@
+"""Two tenants with keys of their own on one server, over both fronts; keys reloaded; a drain."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from cluster.serving.key_file import digest_of, new_key
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.system.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+KEYS = {name: new_key() for name in ("ann", "ben", "root", "late")}
+PROMPT = "def read_config(path):\n    with open(path) as file:\n        return file.read()\n" * 4
+TIMEOUT_S = 90.0
+
+
+def write_keys(path: Path, *names: str) -> None:
+    entries = (
+        f'[tenants.{name}]\nkeys = ["sha256:{digest_of(KEYS[name]).hex()}"]\n'
+        f"is_admin = {'true' if name == 'root' else 'false'}\n"
+        for name in names
+    )
+    fresh = path.with_suffix(".new")
+    fresh.touch(0o600)
+    fresh.write_text("\n".join(entries))
+    fresh.replace(path)
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    write_keys(path, "ann", "ben", "root")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(key_file: Path) -> Iterator[ServerProcess]:
+    arguments = ("--executor=local", f"--api-keys={key_file}", "--num-blocks=512", "--drain-s=90")
+    with ServerProcess(arguments) as process:
+        yield process
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def client(server: ServerProcess, name: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[name], max_retries=0)
+
+
+def num_cached_tokens(server: ServerProcess, name: str) -> int:
+    with client(server, name) as api:
+        answer = api.completions.create(model="tiny-llama", prompt=PROMPT, max_tokens=1)
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def long_request(request_id: str = "") -> pagedray_pb2.GenerateRequest:
+    return pagedray_pb2.GenerateRequest(
+        text="x",
+        request_id=request_id,
+        sampling=pagedray_pb2.SamplingParams(max_tokens=150, ignore_eos=True),
+    )
+
+
+def stub(server: ServerProcess) -> pagedray_pb2_grpc.GenerationServiceStub:
+    return pagedray_pb2_grpc.GenerationServiceStub(
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+    )
+
+
+def metadata(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {KEYS[name]}"),)
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer pr-nobodys"}])
+def test_without_a_key_nothing_but_health_is_answered(
+    server: ServerProcess, header: dict[str, str]
+) -> None:
+    with httpx.Client(base_url=server.url, headers=header) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 200
+        for path in ("/v1/models", "/loads", "/metrics", "/nothing"):
+            assert http.get(path).status_code == 401, path
+        for path in ("/v1/completions", "/v1/embeddings", "/tokenize"):
+            answer = http.post(path, content=b"{")
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["message"]
+    with pytest.raises(grpc.RpcError) as caught:
+        stub(server).Tokenize(pagedray_pb2.TokenizeRequest(text="x"), timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_metrics_are_for_admins(server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/metrics", headers=bearer("ann")).status_code == 403
+        page = http.get("/metrics", headers=bearer("root"))
+    assert page.status_code == 200
+    assert "pagedray_requests_total" in page.text
+    assert not any(key in page.text for key in KEYS.values())
+
+
+def test_no_tenant_learns_from_the_cache_what_another_sent(server: ServerProcess) -> None:
+    assert num_cached_tokens(server, "ann") == 0
+    assert num_cached_tokens(server, "ann") > 50
+    assert num_cached_tokens(server, "ben") == 0
+    assert num_cached_tokens(server, "root") == 0
+    assert num_cached_tokens(server, "ben") > 50
+
+
+def test_no_tenant_sees_or_ends_what_another_runs(server: ServerProcess) -> None:
+    service = stub(server)
+    stream = service.Generate(long_request("mine"), metadata=metadata("ann"), timeout=TIMEOUT_S)
+    next(stream)
+    # The same id is another's to use.
+    other = service.Generate(long_request("mine"), metadata=metadata("ben"), timeout=TIMEOUT_S)
+    next(other)
+    other.cancel()
+    foreign = pagedray_pb2.AbortRequest(request_ids=["mine"])
+    unknown = pagedray_pb2.AbortRequest(request_ids=["never was"])
+    answers = [
+        service.Abort(message, metadata=metadata(name), timeout=TIMEOUT_S)
+        for message, name in ((foreign, "ben"), (unknown, "ben"), (foreign, "root"))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    with httpx.Client(base_url=server.url) as http:
+
+        def shown(name: str) -> list[str]:
+            return [call["id"] for call in http.get("/loads", headers=bearer(name)).json()["calls"]]
+
+        wait_until(lambda: shown("ben") == [])
+        assert shown("ann") == ["mine"]
+        assert shown("root") == ["mine"]
+    assert next(stream).sequences
+    service.Abort(foreign, metadata=metadata("ann"), timeout=TIMEOUT_S)
+    *_, last = stream
+    assert last.sequences[0].finish_reason == pagedray_pb2.FINISH_REASON_ABORTED
+
+
+def test_changed_and_signalled_keys_are_read_again(server: ServerProcess, key_file: Path) -> None:
+    with httpx.Client(base_url=server.url) as http:
+
+        def status(name: str) -> int:
+            return http.get("/v1/models", headers=bearer(name)).status_code
+
+        assert (status("ben"), status("late")) == (200, 401)
+        write_keys(key_file, "ann", "late", "root")
+        wait_until(lambda: status("late") == 200)
+        assert status("ben") == 401
+        key_file.write_text("broken")
+        server.send(signal.SIGHUP)
+        time.sleep(0.1)
+        assert status("late") == 200
+        write_keys(key_file, "ann", "ben", "root")
+        server.send(signal.SIGHUP)
+        wait_until(lambda: status("ben") == 200)
+
+
+def test_sigterm_lets_running_calls_end_and_takes_no_more(server: ServerProcess) -> None:
+    service = stub(server)
+    stream = service.Generate(long_request(), metadata=metadata("ann"), timeout=TIMEOUT_S)
+    next(stream)
+    with httpx.Client(base_url=server.url) as http:
+        server.send(signal.SIGTERM)
+        wait_until(lambda: http.get("/ready").status_code == 503)
+        body = {"model": "tiny-llama", "prompt": "x"}
+        refused = http.post("/v1/completions", json=body, headers=bearer("ann"))
+        assert refused.status_code == 503
+    with pytest.raises(grpc.RpcError) as caught:
+        list(service.Generate(long_request(), metadata=metadata("ann"), timeout=TIMEOUT_S))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    *_, last = stream
+    assert last.usage.num_generated_tokens == 150
+    assert server.wait(TIMEOUT_S) == 0
