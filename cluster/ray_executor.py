@@ -98,12 +98,14 @@ class RayExecutor(Executor):
     def restart(self) -> None:
         self._end_ranks()
         # The scheduler counts on as many blocks, and a GPU's free memory is never quite the same.
-        cache = replace(
-            self._config.cache,
-            num_blocks=self._cache_size.num_blocks,
-            num_cpu_blocks=self._cache_size.num_cpu_blocks,
-        )
-        self._config = replace(self._config, cache=cache)
+        # An encoder has none.
+        if not self._config.model.is_encoder:
+            cache = replace(
+                self._config.cache,
+                num_blocks=self._cache_size.num_blocks,
+                num_cpu_blocks=self._cache_size.num_cpu_blocks,
+            )
+            self._config = replace(self._config, cache=cache)
         self._ranks = self._started()
 
     def close(self) -> None:
