@@ -8,15 +8,16 @@ import sys
 import termios
 import tty
 from collections import deque
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 
 from cluster.loads_client import LoadsClient
+from cluster.loads_poller import LoadsPoller
 from cluster.top_view import TopView, rates_of
-from pagedray.errors import EngineError, StartupError
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_key", "top"]
 
+_LOOK_S = 0.1
 _NUM_RATES = 240
 _END_KEYS = frozenset(b"qQ\x04")
 _MAX_KEY_BYTES = 4096
@@ -35,16 +37,14 @@ def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_o
     """Show the loads of a server every so many seconds, or once. Raises PagedRayError."""
     console = Console()
     client = LoadsClient(url, key=key, ca_file=ca_file)
-    try:
-        if is_once:
+    if is_once:
+        with closing(client):
             console.print(TopView(url, client.read(), None), height=20)
-            return 0
-        if not (sys.stdin.isatty() and console.is_terminal):
-            raise StartupError("top needs a terminal; --once prints a single picture.")
-        with _single_keys() as keys:
-            _show(console, client, url, every_s, keys)
-    finally:
-        client.close()
+        return 0
+    if not (sys.stdin.isatty() and console.is_terminal):
+        raise StartupError("top needs a terminal; --once prints a single picture.")
+    with _single_keys() as keys, closing(LoadsPoller(client, every_s)) as poller:
+        _show(console, poller, url, keys)
     return 0
 
 
@@ -62,39 +62,34 @@ def read_key(path: Path | None) -> str | None:
     return key
 
 
-def _show(console: Console, client: LoadsClient, url: str, every_s: float, keys: int) -> None:
+def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
     loads: ServerLoads | None = None
     before: ServerLoads | None = None
     rates: deque[float] = deque(maxlen=_NUM_RATES)
+    size = os.get_terminal_size(keys)
     # `Live` has a screen of its own and gives the old one back however this ends.
     with Live(TopView(url, None, None), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            error = ""
-            try:
-                before, loads = loads, client.read()
-                if before is not None:
-                    rates.append(rates_of(loads, before)[0])
-            except EngineError as refused:
-                error = str(refused)
-            view = TopView(url, loads, before, history=rates, error=error)
-            live.update(view, refresh=True)
-            if _is_ended(keys, every_s, live):
-                return
+        while not _is_ended(keys):
+            if (reading := poller.take()) is not None:
+                if reading.loads is not None:
+                    before, loads = loads, reading.loads
+                    if before is not None:
+                        rates.append(rates_of(loads, before)[0])
+                view = TopView(url, loads, before, history=rates, error=reading.error)
+                live.update(view, refresh=True)
+            # A terminal may be resized while nothing is read.
+            elif (new_size := os.get_terminal_size(keys)) != size:
+                size = new_size
+                live.refresh()
 
 
-def _is_ended(keys: int, wait_s: float, live: Live) -> bool:
-    """Wait for the next reading; return whether the user ends it meanwhile."""
-    size = os.get_terminal_size(keys)
-    # A terminal may be resized while nothing is read.
-    for _ in range(max(1, round(wait_s / 0.1))):
-        readable, _, _ = select.select([keys], [], [], 0.1)
-        if readable:
-            pressed = os.read(keys, 64)
-            return not pressed or any(key in _END_KEYS for key in pressed)
-        if (new_size := os.get_terminal_size(keys)) != size:
-            size = new_size
-            live.refresh()
-    return False
+def _is_ended(keys: int) -> bool:
+    """Wait a moment; return whether the user ends it meanwhile."""
+    readable, _, _ = select.select([keys], [], [], _LOOK_S)
+    if not readable:
+        return False
+    pressed = os.read(keys, 64)
+    return not pressed or any(key in _END_KEYS for key in pressed)
 
 
 @contextmanager

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import threading
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,40 +11,15 @@ import pytest
 from rich.console import Console
 
 from cluster.loads_client import LoadsClient
-from cluster.serving.server_info import CallInfo, ServerLoads
+from cluster.serving.server_info import CallInfo
 from cluster.top import read_key
 from cluster.top_view import TopView, rates_of
 from pagedray.errors import EngineError, StartupError
+from tests.cluster.loads_server import LOADS, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-LOADS = ServerLoads(
-    is_ready=True,
-    uptime_s=100.0,
-    num_running=3,
-    num_waiting=2,
-    num_swapped=1,
-    num_queued_requests=2,
-    num_queued_tokens=700,
-    num_blocks=200,
-    num_free_blocks=50,
-    num_cached_blocks=20,
-    num_cpu_blocks=100,
-    num_free_cpu_blocks=90,
-    num_steps=1000,
-    last_step_s=0.012,
-    num_prompt_tokens=5000,
-    num_generated_tokens=9000,
-    num_queried_tokens=100,
-    num_hit_tokens=25,
-    num_preemptions=4,
-    calls=tuple(
-        CallInfo(id=f"call-{number}", age_s=1.5, num_prompt_tokens=10, num_generated_tokens=number)
-        for number in range(30)
-    ),
-)
 LATER = replace(LOADS, uptime_s=102.0, num_generated_tokens=9250, num_prompt_tokens=5010)
 
 
@@ -86,35 +58,6 @@ def test_rates_of_a_server_that_was_started_anew_are_none() -> None:
     assert rates_of(LATER, LOADS) == (125.0, 5.0, 0.0)
     assert rates_of(LOADS, LATER) == (0.0, 0.0, 0.0)
     assert rates_of(LOADS, None) == (0.0, 0.0, 0.0)
-
-
-@contextmanager
-def serving(body: bytes, status: int = 200) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield the URL of a server that answers so, and the keys that it was given."""
-    keys: list[str | None] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            keys.append(self.headers["authorization"])
-            self.send_response(status if self.path == "/loads" else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", keys
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_client_reads_what_a_server_writes() -> None:
