@@ -139,6 +139,27 @@ def test_busy_port_is_named(front: str) -> None:
     assert_one_line(done.err, str(port))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ("No such file",)),
+        ("tenants = 3", ("tenants",)),
+        ("[tenants.ann]\nkeys = ['plain text']", ("ann",)),
+        ("[tenants.ann]\nkeys = []", ("no key",)),
+    ],
+)
+def test_key_file_that_cannot_be_used_is_named(
+    text: str | None, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.touch(0o600)
+        path.write_text(text)
+    code = exit_code("serve", str(TINY_LLAMA), "--device=cpu", f"--api-keys={path}")
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, str(path), *words)
+
+
 def exit_code(*arguments: str) -> int:
     try:
         return main(arguments)
