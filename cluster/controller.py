@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cluster.duration_counts import DurationCounter
 from cluster.engine_stats import EngineStats
 from cluster.journal import Journal
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+from cluster.step_loop import StepLoop
+from pagedray.errors import ShuttingDownError, WorkerError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from pagedray.batch import StepOutput, StepPlan
     from pagedray.config import EngineConfig
+    from pagedray.errors import EngineError
     from pagedray.request import Request
 
 __all__ = ["Controller", "EventSink"]
@@ -59,7 +60,7 @@ class EventSink(Protocol):
         """Every request that has not ended ends with `error`."""
 
 
-class Controller:
+class Controller(StepLoop):
     """One replica: a scheduler over an executor."""
 
     def __init__(
@@ -70,6 +71,7 @@ class Controller:
         *,
         restart_pause_s: float = _RESTART_PAUSE_S,
     ) -> None:
+        super().__init__(_STEP_BOUNDS_S)
         self._executor = executor
         self._outlet = _Outlet(sink)
         self._restart_pause_s = restart_pause_s
@@ -84,55 +86,14 @@ class Controller:
         self._journal = Journal()
         self._in_flight: deque[float] = deque()
         """When the plans that have no output yet were sent."""
-        self._wake = threading.Condition()
-        self._error: EngineError | None = None
-        self._is_stopping = False
-        self._is_replacing = False
-        self._num_deaths = 0
-        self._num_replacements = 0
-        self._num_steps = 0
         self._step_ended_s = 0.0
-        self._last_step_s = 0.0
-        self._step_times = DurationCounter(_STEP_BOUNDS_S)
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
-        self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
-
-    def start(self) -> None:
-        """Begin to step."""
-        self._thread.start()
-
-    def stop(self, *, timeout_s: float = 5.0) -> None:
-        """End every request, take no more, and end the loop."""
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        self._fail(ShuttingDownError())
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether steps are run: not while ranks are being replaced."""
-        return (
-            self.error is None
-            and not self._is_stopping
-            and not self._is_replacing
-            and self._thread.is_alive()
-        )
-
-    @property
-    def error(self) -> EngineError | None:
-        """What ended the engine for good, if anything has."""
-        return self._error
 
     def submit(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
         with self._wake:
-            if self._error is not None:
-                raise self._error
-            if self._is_stopping:
-                raise ShuttingDownError
+            self._check_open()
             self._scheduler.add(request)
             self._journal.accept(request)
             self._num_prompt_tokens += len(request.prompt_token_ids)
@@ -171,25 +132,11 @@ class Controller:
                 step_times=self._step_times.counts(),
             )
 
-    def _loop(self) -> None:
+    def _turn(self) -> None:
         try:
-            while not self._is_stopping:
-                try:
-                    self._step()
-                except WorkerError as error:
-                    self._replace_ranks(error)
-        except Exception as error:
-            # While it stops, the ranks may be taken from under a step or a replacement.
-            if not self._is_stopping:
-                self._break_down(error)
-
-    def _break_down(self, error: Exception) -> None:
-        if isinstance(error, StartupError | WorkerError):
-            logger.error("The engine stops: %s", error)
-            self._fail(EngineError(f"The engine has stopped: {error}"))
-            return
-        logger.error("The engine stops after a defect of its own.", exc_info=error)
-        self._fail(EngineError("The engine failed; its log says why."))
+            self._step()
+        except WorkerError as error:
+            self._replace_ranks(error)
 
     def _replace_ranks(self, error: WorkerError) -> None:
         """Begin an epoch with new ranks; every request goes on from the tokens it has."""
@@ -290,10 +237,7 @@ class Controller:
         with self._wake:
             events = self._scheduler.update(output)
             self._note(events)
-            self._num_steps += 1
-            self._num_deaths = 0
-            self._last_step_s = step_s
-            self._step_times.add(step_s)
+            self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
         self._outlet.publish(events)
 
@@ -301,11 +245,8 @@ class Controller:
         for event in events:
             self._journal.note(event)
 
-    def _fail(self, error: EngineError) -> None:
+    def _end_requests(self, error: EngineError) -> None:
         with self._wake:
-            if self._error is not None:
-                return
-            self._error = error
             self._journal.clear()
         self._outlet.fail_all(error)
 

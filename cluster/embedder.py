@@ -8,37 +8,37 @@ texts of several requests. One thread steps; any thread may submit.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.duration_counts import DurationCounter
+from cluster.embedding_job import EmbeddingJob
 from cluster.engine_stats import EngineStats
 from cluster.scheduling.backlog import Backlog
-from cluster.scheduling.fair_queue import FairQueue, Share
+from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
-from pagedray.batch import EmbedPlan, Pooling
+from cluster.step_loop import StepLoop
+from pagedray.batch import EmbedPlan
 from pagedray.errors import (
     DeadlineError,
     EngineError,
     PagedRayError,
-    ShuttingDownError,
     StartupError,
     WorkerError,
 )
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from numpy.typing import NDArray
 
+    from cluster.embedding_job import EmbeddingRequest
     from cluster.executor import Executor
     from pagedray.batch import EmbedOutput
     from pagedray.config import EngineConfig
 
-__all__ = ["Embedder", "EmbeddingRequest"]
+__all__ = ["Embedder"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,63 +48,11 @@ _FATAL_DEATHS_IN_A_ROW = 6
 _STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequest:
-    """Validated texts that are to become vectors."""
-
-    texts: tuple[tuple[int, ...], ...]
-    """The token ids of each, at least one."""
-    pooling: Pooling
-    is_normalized: bool = True
-    size: int
-    """The first so many numbers of each vector."""
-    tenant: str = ""
-    weight: float = 1.0
-    """The tenant's share of steps beside other tenants."""
-    deadline_s: float | None = None
-    """When it is given up, on the monotonic clock."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(map(len, self.texts))
-
-
-class _Job:
-    """A request on its way: which of its texts are still to be computed."""
-
-    __slots__ = ("answer", "has_started", "rank", "request", "share", "undone", "vectors")
-
-    def __init__(self, request: EmbeddingRequest, arrival: int, share: Share[_Job]) -> None:
-        self.request = request
-        self.rank = (arrival,)
-        self.share = share
-        self.answer: Future[NDArray[np.float32]] = Future()
-        self.vectors = np.zeros((len(request.texts), request.size), dtype=np.float32)
-        # Texts of equal length stand side by side, for those are computed as one.
-        texts = request.texts
-        self.undone = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
-        self.has_started = False
-
-    @property
-    def kind(self) -> tuple[Pooling, bool]:
-        """What the texts of one step have in common."""
-        return self.request.pooling, self.request.is_normalized
-
-    def end(self, error: PagedRayError | None) -> None:
-        """Answer, unless nobody waits any more."""
-        if not self.answer.set_running_or_notify_cancel():
-            return
-        if error is None:
-            self.answer.set_result(self.vectors)
-        else:
-            self.answer.set_exception(error)
-
-
-class Embedder:
+class Embedder(StepLoop):
     """An encoder behind a queue."""
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        super().__init__(_STEP_BOUNDS_S)
         self._executor = executor
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
@@ -113,51 +61,13 @@ class Embedder:
             max_requests=config.scheduler.max_queued_requests,
             max_tokens=config.scheduler.max_queued_tokens,
         )
-        self._waiting = FairQueue[_Job]()
-        self._jobs: dict[_Job, None] = {}
-        self._wake = threading.Condition()
-        self._error: EngineError | None = None
-        self._is_stopping = False
-        self._is_replacing = False
+        self._waiting = FairQueue[EmbeddingJob]()
+        self._jobs: dict[EmbeddingJob, None] = {}
         self._is_broken = False
         self._num_arrivals = 0
-        self._num_deaths = 0
-        self._num_replacements = 0
         self._next_step = 0
-        self._num_steps = 0
         self._num_running = 0
         self._num_prompt_tokens = 0
-        self._last_step_s = 0.0
-        self._step_times = DurationCounter(_STEP_BOUNDS_S)
-        self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
-
-    def start(self) -> None:
-        """Begin to step."""
-        self._thread.start()
-
-    def stop(self, *, timeout_s: float = 5.0) -> None:
-        """End every request, take no more, and end the loop."""
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        self._fail(ShuttingDownError())
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether steps are run: not while ranks are being replaced."""
-        return (
-            self._error is None
-            and not self._is_stopping
-            and not self._is_replacing
-            and self._thread.is_alive()
-        )
-
-    @property
-    def error(self) -> EngineError | None:
-        """What ended the engine for good, if anything has."""
-        return self._error
 
     def check_room(self, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many tokens could not wait as well."""
@@ -169,14 +79,11 @@ class Embedder:
         Raises OverloadedError or EngineError.
         """
         with self._wake:
-            if self._error is not None:
-                raise self._error
-            if self._is_stopping:
-                raise ShuttingDownError
+            self._check_open()
             self._backlog.check(request.num_tokens)
             self._backlog.enter(request.num_tokens)
             share = self._waiting.open(request.tenant)
-            job = _Job(request, self._num_arrivals, share)
+            job = EmbeddingJob(request, self._num_arrivals, share)
             self._num_arrivals += 1
             self._num_prompt_tokens += request.num_tokens
             self._jobs[job] = None
@@ -218,24 +125,7 @@ class Embedder:
                 step_times=self._step_times.counts(),
             )
 
-    def _loop(self) -> None:
-        try:
-            while not self._is_stopping:
-                self._step()
-        except Exception as error:
-            # While it stops, the ranks may be taken from under a step or a replacement.
-            if not self._is_stopping:
-                self._break_down(error)
-
-    def _break_down(self, error: Exception) -> None:
-        if isinstance(error, StartupError | WorkerError):
-            logger.error("The engine stops: %s", error)
-            self._fail(EngineError(f"The engine has stopped: {error}"))
-            return
-        logger.error("The engine stops after a defect of its own.", exc_info=error)
-        self._fail(EngineError("The engine failed; its log says why."))
-
-    def _step(self) -> None:
+    def _turn(self) -> None:
         with self._wake:
             self._backlog.tick(time.monotonic())
             self._drop_ended(time.monotonic())
@@ -273,9 +163,9 @@ class Embedder:
                     job, DeadlineError("The deadline passed before the texts were embedded.")
                 )
 
-    def _next_batch(self) -> list[tuple[_Job, int]]:
+    def _next_batch(self) -> list[tuple[EmbeddingJob, int]]:
         """Return the texts of the next step: as many as its token budget holds, or else one."""
-        batch: list[tuple[_Job, int]] = []
+        batch: list[tuple[EmbeddingJob, int]] = []
         num_tokens = 0
         while self._waiting:
             job = self._waiting.first
@@ -300,13 +190,13 @@ class Embedder:
         batch.sort(key=lambda entry: len(entry[0].request.texts[entry[1]]))
         return batch
 
-    def _start(self, job: _Job, num_tokens: int) -> None:
+    def _start(self, job: EmbeddingJob, num_tokens: int) -> None:
         self._waiting.charge(job.share, num_tokens / job.request.weight)
         if not job.has_started:
             job.has_started = True
             self._backlog.start(job.request.num_tokens)
 
-    def _leave(self, job: _Job, error: PagedRayError | None) -> None:
+    def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
         """Take a job out of everything, and answer it."""
         del self._jobs[job]
         if job.undone:
@@ -316,7 +206,7 @@ class Embedder:
         self._waiting.close(job.share)
         job.end(error)
 
-    def _run_twice(self, batch: list[tuple[_Job, int]]) -> NDArray[np.float32]:
+    def _run_twice(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
         """Return the vectors of texts, from new ranks if the old ones die with them; only once."""
         try:
             if self._is_broken:
@@ -339,27 +229,21 @@ class Embedder:
         self._next_step = 0
         self._is_replacing = self._is_broken = False
 
-    def _run(self, batch: list[tuple[_Job, int]]) -> NDArray[np.float32]:
+    def _run(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
         began_s = time.perf_counter()
         output = self._launch(batch)
-        self._last_step_s = time.perf_counter() - began_s
-        self._step_times.add(self._last_step_s)
-        self._num_steps += 1
-        self._num_deaths = 0
+        self._count_step(time.perf_counter() - began_s)
         return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._hidden_size)
 
-    def _launch(self, batch: list[tuple[_Job, int]]) -> EmbedOutput:
+    def _launch(self, batch: list[tuple[EmbeddingJob, int]]) -> EmbedOutput:
         pooling, is_normalized = batch[0][0].kind
         token_ids = [list(job.request.texts[index]) for job, index in batch]
         plan = EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
         self._next_step += 1
         return self._executor.embed(plan)
 
-    def _fail(self, error: EngineError) -> None:
+    def _end_requests(self, error: EngineError) -> None:
         with self._wake:
-            if self._error is not None:
-                return
-            self._error = error
             for job in tuple(self._jobs):
                 del self._jobs[job]
                 job.end(error)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.embedder import EmbeddingRequest
+    from cluster.embedding_job import EmbeddingRequest
     from cluster.engine_stats import EngineStats
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text_stream import SequenceOutput

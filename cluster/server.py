@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.serving.authenticator import Authenticator
     from cluster.serving.tls import CertificateStore
     from cluster.serving.tracing import Tracer
+    from cluster.step_loop import StepLoop
     from pagedray.config import EngineConfig
 
 __all__ = ["Server"]
@@ -121,7 +122,7 @@ class Server:
             await asyncio.to_thread(_close, engine, executor)
         return 0
 
-    def _attached(self, client: EngineClient, executor: Executor) -> Controller | Embedder:
+    def _attached(self, client: EngineClient, executor: Executor) -> StepLoop:
         """Return the engine that the model asks for, which `client` sends requests to."""
         if self._config.model.is_encoder:
             embedder = Embedder(self._config, executor)
@@ -167,7 +168,7 @@ class Server:
             flush=True,
         )
 
-    async def _until_stopped(self, engine: Controller | Embedder) -> None:
+    async def _until_stopped(self, engine: StepLoop) -> None:
         while not self._stop.is_set():
             if engine.error is not None:
                 raise engine.error
@@ -196,6 +197,6 @@ class _StoppedError(StartupError):
     """The user ended the server before it was ready."""
 
 
-def _close(engine: Controller | Embedder, executor: Executor) -> None:
+def _close(engine: StepLoop, executor: Executor) -> None:
     engine.stop()
     executor.close()

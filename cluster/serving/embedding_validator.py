@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, get_args
 
-from cluster.embedder import EmbeddingRequest
+from cluster.embedding_job import EmbeddingRequest
 from cluster.serving.prompt_reader import PromptReader, are_long
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError, UnknownModelError

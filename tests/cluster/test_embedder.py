@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from cluster.embedder import Embedder, EmbeddingRequest
+from cluster.embedder import Embedder
+from cluster.embedding_job import EmbeddingRequest
 from pagedray.batch import EmbedOutput, EmbedPlan
 from pagedray.config import EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.errors import (

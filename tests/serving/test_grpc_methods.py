@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.embedder import EmbeddingRequest
+    from cluster.embedding_job import EmbeddingRequest
     from cluster.serving.tokenizer import Tokenizer
     from tests.serving.conftest import Server
 

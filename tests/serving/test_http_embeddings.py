@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.embedder import EmbeddingRequest
+    from cluster.embedding_job import EmbeddingRequest
     from cluster.serving.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.embedder import EmbeddingRequest
+    from cluster.embedding_job import EmbeddingRequest
     from cluster.engine_stats import EngineStats
     from cluster.serving.generation import Generation
     from cluster.serving.tokenizer import Tokenizer
