@@ -17,7 +17,8 @@ from cluster.serving.openai_messages import (
     ToolObject,
 )
 from cluster.serving.openai_structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from cluster.serving.openapi_answers import ANSWER_SCHEMAS, OPERATIONS, Operation
+from cluster.serving.openapi_answers import ANSWER_SCHEMAS
+from cluster.serving.openapi_operations import OPERATIONS, Operation
 from cluster.serving.tokenize_body import DetokenizeBody, TokenizeBody
 from pagedray import __version__
 
