@@ -1,0 +1,243 @@
+"""The whole engine at the shape of Llama 3 8B: scheduler, controller, ranks, sampling.
+
+    python bench/engine.py --backend torch_sdpa --backend flashinfer --output engine.json
+
+Weights are random numbers, which take as long as trained ones; requests are token ids, all given
+at once, and outputs have a fixed length. Each combination of backend and executor runs in a
+process of its own, so that none finds memory of another. `latency` is one request's whole time
+over its tokens; `throughput` is generated tokens of all requests over the time of the call;
+`prefill` is prompt tokens over the time of a call for one token each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagedray import LLM, SamplingParams, __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOKENIZER = Path(__file__).resolve().parent.parent / "examples" / "tiny-llama"
+MAX_TOKEN_ID = 3000
+LLAMA_8B: dict[str, Any] = {  # Any: JSON values
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# What a CPU gets through in seconds, to try the program out.
+SMALL: dict[str, Any] = {  # Any: JSON values
+    **LLAMA_8B,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+}
+SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Equal requests, given at once."""
+
+    name: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+
+    def figure(self, seconds: float) -> float:
+        """Return milliseconds a token for `latency`, and else tokens per second."""
+        if self.name == "latency":
+            return seconds / self.num_new_tokens * 1e3
+        is_prefill = self.name == "prefill"
+        length = self.num_prompt_tokens if is_prefill else self.num_new_tokens
+        return self.num_requests * length / seconds
+
+
+WORKLOADS = {
+    "llama-8b": (
+        Workload(name="latency", num_requests=1, num_prompt_tokens=128, num_new_tokens=256),
+        Workload(name="throughput", num_requests=64, num_prompt_tokens=128, num_new_tokens=256),
+        Workload(name="throughput", num_requests=256, num_prompt_tokens=128, num_new_tokens=512),
+        Workload(name="prefill", num_requests=32, num_prompt_tokens=4096, num_new_tokens=1),
+    ),
+    "small": (
+        Workload(name="latency", num_requests=1, num_prompt_tokens=32, num_new_tokens=32),
+        Workload(name="throughput", num_requests=16, num_prompt_tokens=32, num_new_tokens=32),
+        Workload(name="prefill", num_requests=4, num_prompt_tokens=512, num_new_tokens=1),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    backend: str
+    executor: str
+    num_ranks: int
+    workload: Workload
+    unit: str
+    figure: float
+    """The best round."""
+    median: float
+    start_s: float
+    """From nothing to an engine that takes requests."""
+
+
+def main() -> int:
+    """Measure every combination, print a table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", action="append", help="may be given several times (auto)")
+    parser.add_argument("--executor", action="append", help="local or ray, or both (local)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    context = multiprocessing.get_context("spawn")
+    for backend, executor in itertools.product(
+        options.backend or ["auto"], options.executor or ["local"]
+    ):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (backend, executor, options.shape, options.num_ranks, options.rounds)
+        process = context.Process(target=_run, args=(*arguments, sender.send))
+        process.start()
+        sender.close()
+        try:
+            rows += receiver.recv()
+        except EOFError:
+            print(f"{backend} on {executor} ended without figures.", file=sys.stderr)
+            return 1
+        finally:
+            process.join()
+    if options.output is not None:
+        _write(options.output, options.shape, rows)
+    return 0
+
+
+def _run(
+    backend: str,
+    executor: str,
+    shape: str,
+    num_ranks: int,
+    rounds: int,
+    send: Callable[[list[Row]], None],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(Path(folder), SHAPES[shape])
+        started_s = time.perf_counter()
+        with LLM(
+            folder,
+            executor=executor,
+            load_format="dummy",
+            attention_backend=backend,
+            tensor_parallel_size=num_ranks,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=8192,
+            enable_prefix_cache=False,
+            show_progress=False,
+        ) as llm:
+            start_s = time.perf_counter() - started_s
+            rows = []
+            for workload in WORKLOADS[shape]:
+                # What compiles or allocates when first used does so now.
+                _seconds(llm, workload, num_new_tokens=min(16, workload.num_new_tokens))
+                times = [_seconds(llm, workload) for _ in range(rounds)]
+                rows.append(
+                    Row(
+                        backend=backend,
+                        executor=executor,
+                        num_ranks=num_ranks,
+                        workload=workload,
+                        unit="ms/token" if workload.name == "latency" else "tokens/s",
+                        figure=round(workload.figure(min(times)), 3),
+                        median=round(workload.figure(statistics.median(times)), 3),
+                        start_s=round(start_s, 1),
+                    )
+                )
+                _print(rows[-1])
+    send(rows)
+
+
+def _seconds(llm: LLM, workload: Workload, num_new_tokens: int | None = None) -> float:
+    chance = random.Random(0)
+    prompts = [
+        [chance.randrange(2, MAX_TOKEN_ID) for _ in range(workload.num_prompt_tokens)]
+        for _ in range(workload.num_requests)
+    ]
+    length = workload.num_new_tokens if num_new_tokens is None else num_new_tokens
+    sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+    started_s = time.perf_counter()
+    generations = llm.generate(prompts, sampling, show_progress=False)
+    seconds = time.perf_counter() - started_s
+    assert all(len(one.completions[0].token_ids) == length for one in generations)
+    return seconds
+
+
+def _save_model(folder: Path, shape: dict[str, Any]) -> None:  # Any: JSON values
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder)
+    (folder / "config.json").write_text(json.dumps(shape))
+
+
+def _print(row: Row) -> None:
+    load = row.workload
+    print(
+        f"{row.backend:12} {row.executor:6} {load.name:10} {load.num_requests:4} x "
+        f"{load.num_prompt_tokens:5} -> {load.num_new_tokens:4}  {row.figure:12,.2f} {row.unit}",
+        flush=True,
+    )
+
+
+def _write(path: Path, shape: str, rows: list[Row]) -> None:
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "pagedray": __version__,
+        "torch": torch.__version__,
+        "shape": shape,
+        "rows": [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
