@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.options import EngineOptions
-from pagedray.config import Device, Dtype, KVCacheDtype, LoadFormat, Preemption
+from pagedray.config import Device, Dtype, KVCacheDtype, LoadFormat, PlacementStrategy, Preemption
 
 if TYPE_CHECKING:
     import argparse
@@ -32,6 +32,11 @@ _GROUPS = {
         _Flag("device", "where ranks run (cuda if there is one)", get_args(Device)),
         _Flag("executor", "ray: actors; local: one rank in this process", ("ray", "local")),
         _Flag("num_threads", "CPU threads of a rank (its share of cores)", int),
+        _Flag(
+            "placement_strategy",
+            "how Ray places the ranks (%(default)s: on one node)",
+            get_args(PlacementStrategy),
+        ),
         _Flag("dtype", "type of weights (the checkpoint's own)", get_args(Dtype)),
         _Flag(
             "load_format",

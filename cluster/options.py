@@ -14,6 +14,7 @@ from pagedray.config import (
     KVCacheDtype,
     LoadFormat,
     ParallelConfig,
+    PlacementStrategy,
     Preemption,
     SchedulerConfig,
 )
@@ -32,6 +33,7 @@ class EngineOptions:
     dtype: Dtype | None = None
     executor: Literal["ray", "local"] = "ray"
     num_threads: int | None = None
+    placement_strategy: PlacementStrategy = "STRICT_PACK"
     block_size: int = 16
     num_blocks: int | None = None
     num_cpu_blocks: int | None = None
@@ -48,7 +50,7 @@ class EngineOptions:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     load_seed: int = 0
-    structure_compile_s: float = 5.0
+    structure_compile_s: float = 10.0
 
 
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
@@ -68,6 +70,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         device=device,
         executor=options.executor,
         num_threads=options.num_threads,
+        placement_strategy=options.placement_strategy,
     )
     check_parallel(model_config, parallel.tensor_parallel_size)
     if options.max_model_len is not None and options.max_model_len > model_config.max_positions:

@@ -177,8 +177,15 @@ def _placement(config: EngineConfig) -> PlacementGroup:
     bundle = {"CPU": 1.0}
     if config.parallel.device == "cuda":
         bundle["GPU"] = 1.0
-    group: PlacementGroup = placement_group([bundle] * num_ranks, strategy="STRICT_PACK")
+    strategy = config.parallel.placement_strategy
+    group: PlacementGroup = placement_group([bundle] * num_ranks, strategy=strategy)
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
-        raise DeviceError(f"No node of the Ray cluster has room for {num_ranks} ranks of {bundle}.")
+        wanted = f"{num_ranks} ranks of {bundle}"
+        if strategy != "STRICT_PACK":
+            raise DeviceError(f"The Ray cluster has no room for {wanted}, placed by {strategy}.")
+        raise DeviceError(
+            f"No node of the Ray cluster has room for {wanted}; "
+            "--placement-strategy PACK lets them be on several."
+        )
     return group

@@ -32,6 +32,7 @@ from pagedray.batch import (
 from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
 from pagedray.errors import StartupError, WorkerError
 from workers.gpu_worker import GpuWorker
+from workers.meeting_point import LOOPBACK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,8 @@ class RayRanks:
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
         try:
+            self.hosts = _hosts(placement, self._size)
+            """Under which address of its node the others reach each rank."""
             self._actors += (self._actor(placement, rank) for rank in range(self._size))
             self.cache_size, self.attention_servers = self._load()
             self._connect(_endpoint(placement, folder))
@@ -145,9 +148,12 @@ class RayRanks:
         )
 
     def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
-        starting = [self._actors[0].free_address.remote()]
+        starting = [self._actors[0].open_meeting_point.remote(self.hosts[0])]
         (address,) = self._results(starting, f"Starting {_ranks(self._size)}", lambda: 0.0)
-        loading = [actor.load.remote(address) for actor in self._actors]
+        loading = [
+            actor.load.remote(address, host)
+            for actor, host in zip(self._actors, self.hosts, strict=True)
+        ]
         sizes = self._results(loading, "Loading weights", self._loaded_fraction)
         cache_size = CacheSize(min(size[0] for size in sizes), min(size[1] for size in sizes))
         allocating = [
@@ -228,6 +234,17 @@ class RayRanks:
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _hosts(placement: PlacementGroup, size: int) -> list[str]:
+    """Return under which address the group's other ranks reach each: loopback on one node."""
+    node_of_bundle = placement_group_table(placement)["bundles_to_node_id"]
+    first_bundle = placement.bundle_count - size
+    nodes = [node_of_bundle[first_bundle + rank] for rank in range(size)]
+    if len(set(nodes)) == 1:
+        return [LOOPBACK] * size
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return [addresses[node] for node in nodes]
 
 
 def _endpoint(placement: PlacementGroup, folder: Path) -> str:

@@ -37,6 +37,7 @@ KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 LoadFormat = Literal["auto", "dummy"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """`offset_rms` multiplies by one plus its weight; `layer` first takes the mean away."""
+PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 Preemption = Literal["auto", "swap", "recompute"]
 
 
@@ -241,6 +242,8 @@ class ParallelConfig:
     executor: Literal["ray", "local"] = "ray"
     num_threads: int | None = None
     """CPU threads of a rank on the CPU; None shares the cores out."""
+    placement_strategy: PlacementStrategy = "STRICT_PACK"
+    """How Ray places the ranks; STRICT_PACK is all on one node. See Ray's placement groups."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
@@ -269,7 +272,7 @@ class EngineConfig:
     """Whether decode steps on a GPU go without CUDA graphs, slower and with less memory."""
     load_seed: int = 0
     """Seed of dummy weights."""
-    structure_compile_s: float = 5.0
+    structure_compile_s: float = 10.0
     """CPU time that one schema, expression or grammar of a client may take to compile."""
 
     def __post_init__(self) -> None:

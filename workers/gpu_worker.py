@@ -7,7 +7,6 @@ its own serves until the controller shuts it down or is gone.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import traceback
 from collections import deque
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
+from workers.meeting_point import MeetingPoint
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
@@ -45,20 +45,23 @@ class GpuWorker:
         # OpenMP threads, and with two teams there are more than cores and none may spin.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
+        self._meeting_point: MeetingPoint | None = None
 
-    def free_address(self) -> tuple[str, int]:
-        """Return an address and a port on this node for the group to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", probe.getsockname()[1]
+    def open_meeting_point(self, host: str) -> tuple[str, int]:
+        """Return an address and a port for the group to meet at; `host` is one of this node's."""
+        self._meeting_point = MeetingPoint(host)
+        return host, self._meeting_point.port
 
     def progress(self) -> tuple[int, int]:
         """Return (tensors loaded, tensors in all)."""
         return self._progress
 
-    def load(self, address: tuple[str, int]) -> str | tuple[int, int]:
-        """Join the group, load the weights; return how many blocks fit, or what is wrong."""
-        return self._thread.submit(self._load, address).result()
+    def load(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
+        """Join the group, load the weights; return how many blocks fit, or what is wrong.
+
+        The group meets at `address`; `host` is where its other ranks reach this one.
+        """
+        return self._thread.submit(self._load, address, host).result()
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         """Allocate both pools; return how many layers whose attention kernels serve."""
@@ -70,21 +73,21 @@ class GpuWorker:
         """Connect to the controller and serve steps until told to stop or left alone."""
         self._thread.submit(self._run, endpoint, secret).result()
 
-    def _load(self, address: tuple[str, int]) -> str | tuple[int, int]:
+    def _load(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
         # Torch is loaded where the rank lives, not where the actor is made.
         import torch
 
         from workers.parallel import open_group
         from workers.worker_kinds import make_worker
 
-        host, port = address
         try:
             group = open_group(
                 self._rank,
                 self._config.parallel.tensor_parallel_size,
                 device=torch.device(self._config.parallel.device),
-                address=host,
-                port=port,
+                address=address,
+                host=host,
+                meeting_point=self._meeting_point,
             )
             self._worker = make_worker(self._config, group)
             self._worker.load(self._report)

@@ -6,6 +6,7 @@ group, so that two groups may live in one process and a rebuilt one meets no lef
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
+from workers.meeting_point import LOOPBACK, MeetingPoint
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -85,8 +87,9 @@ class SoloGroup(ParallelGroup):
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    They meet at a TCP store that rank 0 opens on `address:port`, one group only. Every wait ends
-    after `timeout_s`.
+    They meet at a TCP store that rank 0 opens at `address`, a host and a port, one group only;
+    `meeting_point` is its socket, if rank 0 listens already. `host` is the address under which the
+    others reach this rank. Every wait ends after `timeout_s`.
     """
 
     def __init__(
@@ -95,26 +98,29 @@ class ProcessGroup(ParallelGroup):
         size: int,
         *,
         device: torch.device,
-        address: str = "127.0.0.1",
-        port: int,
+        address: tuple[str, int],
+        host: str = LOOPBACK,
+        meeting_point: MeetingPoint | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(rank, size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            server = TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
-            store = PrefixStore("pagedray", server)
+            if rank == 0 and meeting_point is None:
+                meeting_point = MeetingPoint(*address)
+            store = PrefixStore("pagedray", _open_store(address, size, meeting_point, timeout))
             open_backend = _open_nccl if device.type == "cuda" else _open_gloo
             self._backend = open_backend(
-                store, rank, size, timeout=timeout, address=address, device=device
+                store, rank, size, timeout=timeout, host=host, device=device
             )
             self._device = device
             # The first collective connects the ranks; whatever is wrong shows here, by name.
             self.barrier()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise DeviceError(
-                f"rank {rank} of {size} could not join its group at {address}:{port}: {first_line}"
+                f"rank {rank} of {size} could not join its group at {address[0]}:{address[1]}: "
+                f"{first_line}"
             ) from error
         # The store is the ranks' meeting point as long as the group lives.
         self._store = store
@@ -147,20 +153,40 @@ def open_group(
     size: int,
     *,
     device: torch.device,
-    address: str = "127.0.0.1",
-    port: int = 0,
+    address: tuple[str, int] = (LOOPBACK, 0),
+    host: str = LOOPBACK,
+    meeting_point: MeetingPoint | None = None,
     timeout_s: float = 300.0,
 ) -> ParallelGroup:
-    """Return the group of `size` ranks as rank `rank` sees it; one rank needs no port."""
+    """Return the group of `size` ranks as rank `rank` sees it; one rank needs no address."""
     if size == 1:
+        if meeting_point is not None:
+            meeting_point.close()
         return SoloGroup()
     return ProcessGroup(
         rank,
         size,
         device=device,
         address=address,
-        port=port,
+        host=host,
+        meeting_point=meeting_point,
         timeout_s=timeout_s,
+    )
+
+
+def _open_store(
+    address: tuple[str, int], size: int, meeting_point: MeetingPoint | None, timeout: timedelta
+) -> TCPStore:
+    host, port = address
+    if meeting_point is None:
+        return TCPStore(host, port, size, is_master=False, timeout=timeout)
+    return TCPStore(
+        host,
+        meeting_point.port,
+        size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=meeting_point.detach(),
     )
 
 
@@ -171,13 +197,13 @@ def _open_gloo(
     size: int,
     *,
     timeout: timedelta,
-    address: str,
+    host: str,
     device: torch.device,
 ) -> Any:
     # Without a device gloo binds to what the host's name resolves to, which is often nothing.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timeout
     return gloo(store, rank, size, options)
 
@@ -188,7 +214,7 @@ def _open_nccl(
     size: int,
     *,
     timeout: timedelta,
-    address: str,
+    host: str,
     device: torch.device,
 ) -> Any:
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
@@ -198,6 +224,9 @@ def _open_nccl(
     options._timeout = timeout
     # Collectives wait for one another anyway: a stream of lower priority would only add delay.
     options.is_high_priority_stream = True
+    if host == LOOPBACK:
+        # Left to itself it listens on the node's first other interface.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # Ray shows a rank only the GPU that is its own.
     torch.cuda.set_device(device.index or 0)
     return nccl(store, rank, size, options)

@@ -281,7 +281,7 @@ def _placement(engine: EngineOptions, options: ServeOptions) -> dict[str, Any]:
     return {
         "ray_actor_options": {"num_cpus": 1},
         "placement_group_bundles": [{"CPU": 1.0}, *[rank] * engine.tensor_parallel_size],
-        "placement_group_strategy": options.placement_strategy,
+        "placement_group_strategy": engine.placement_strategy,
     }
 
 

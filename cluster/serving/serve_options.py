@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,8 +27,6 @@ class ServeOptions:
     """The share of its KV blocks that a replica is to use when their number follows the load."""
     target_tokens: int | None = None
     """The tokens in flight that a replica is to have then; None goes by the KV blocks alone."""
-    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    """How the ranks of a replica are placed; STRICT_PACK is all on one node."""
     drain_timeout_s: float = 300.0
     """What running requests have to end when their replica is stopped."""
     api_keys: str | None = None

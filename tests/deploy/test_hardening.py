@@ -185,7 +185,7 @@ def _file_names(source: dict[str, Any]) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["gpu-1", "tp-8", "two-hosts"])
+@pytest.mark.parametrize("name", ["gpu-1", "tp-8", "tp-16", "two-hosts"])
 def test_a_worker_has_what_its_replicas_take(name: str) -> None:
     spec = overlay(name)["RayService", "pagedray"]["spec"]
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
@@ -193,9 +193,12 @@ def test_a_worker_has_what_its_replicas_take(name: str) -> None:
     [container] = group["template"]["spec"]["containers"]
     limits = container["resources"]["limits"]
     num_ranks = application["args"].get("tensor_parallel_size", 1)
-    # One replica a worker: its ranks, and a core for itself.
-    assert int(limits["nvidia.com/gpu"]) == num_ranks
-    assert int(limits["cpu"]) >= num_ranks + 1
+    num_gpus = int(limits["nvidia.com/gpu"])
+    num_workers = -(-num_ranks // num_gpus)
+    # Whole workers for a replica: its ranks, and a core for itself.
+    assert num_workers * num_gpus == num_ranks
+    assert int(limits["cpu"]) >= num_gpus + 1
+    assert (application["args"].get("placement_strategy") == "PACK") == (num_workers > 1)
     num_most = application["args"].get("max_replicas", application["args"]["num_replicas"])
-    assert group["maxReplicas"] == num_most
-    assert group["minReplicas"] == application["args"]["num_replicas"]
+    assert group["maxReplicas"] == num_most * num_workers
+    assert group["minReplicas"] == application["args"]["num_replicas"] * num_workers

@@ -29,7 +29,7 @@ GCS, DASHBOARD, AGENT, METRICS, HTTP, GRPC, CHANNEL = 6379, 8265, 52365, 8080, 8
 EVERY_PORT = {GCS, DASHBOARD, AGENT, METRICS, HTTP, GRPC, CHANNEL}
 
 
-@pytest.fixture(params=["cpu-demo", "gpu-1", "tp-8", "two-hosts"])
+@pytest.fixture(params=["cpu-demo", "gpu-1", "tp-8", "tp-16", "two-hosts"])
 def policies(request: pytest.FixtureRequest) -> list[Manifest]:
     """The manifests of each overlay in turn."""
     return list(overlay(request.param).values())

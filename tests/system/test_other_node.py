@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import sys
 from tests.system.server_process import ROOT, TINY_LLAMA
 
 
-def test_ranks_on_another_node_serve() -> None:
+def test_ranks_on_other_nodes_serve() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "system" / "other_node.py"), str(TINY_LLAMA)],
+        [sys.executable, "-m", "tests.system.other_node", str(TINY_LLAMA)],
         cwd=ROOT,
         env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
@@ -19,4 +20,11 @@ def test_ranks_on_another_node_serve() -> None:
         timeout=120,
         check=False,
     )
-    assert done.stdout.splitlines()[-1:] == ["AF_INET 8"]
+    assert done.returncode == 0
+    alone, refusal, apart = map(json.loads, done.stdout.splitlines()[-3:])
+    assert alone["families"] == apart["families"] == ["AF_INET"]
+    assert alone["hosts"] == ["127.0.0.1"]
+    assert "--placement-strategy PACK" in refusal
+    assert sorted(apart["hosts"]) == ["127.0.0.2", "127.0.0.3"]
+    assert len(alone["token_ids"]) == 8
+    assert apart["token_ids"] == alone["token_ids"]

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from tests.workers.reference import CPU, loaded_model, run
+from workers.meeting_point import LOOPBACK
 from workers.parallel import ParallelGroup, open_group
 
 
 def main(rank: int, size: int, port: int, folder: Path, *cases: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    with open_group(rank, size, device=CPU, port=port, timeout_s=60.0) as group:
+    with open_group(rank, size, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
         logits = {name: run(loaded_model(folder / name, group), group) for name in cases}
         bfloat16 = run(loaded_model(folder / cases[0], group, "bfloat16"), group)
         results = {"logits": logits, "bfloat16": bfloat16, "collectives": _collectives(group)}

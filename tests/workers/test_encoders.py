@@ -20,6 +20,7 @@ from tests.workers.encoder_reference import (
     save_bart,
     save_bert,
 )
+from workers.meeting_point import LOOPBACK
 from workers.parallel import ParallelGroup, SoloGroup, open_group
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def on_two_ranks(run: Callable[[ParallelGroup], T]) -> list[T]:
         port = probe.getsockname()[1]
 
     def run_rank(rank: int) -> T:
-        with open_group(rank, 2, device=CPU, port=port, timeout_s=60.0) as group:
+        with open_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
             result = run(group)
             group.barrier()
             return result

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from tests.workers.reference import (
     reference_logits,
     save_checkpoint,
 )
+from workers.meeting_point import LOOPBACK
 from workers.parallel import SoloGroup, open_group
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +98,25 @@ def test_a_group_of_one_returns_what_it_gets() -> None:
         group.barrier()
 
 
+def test_ranks_listen_on_the_loopback_only() -> None:
+    def listened_on() -> set[str]:
+        connections = psutil.Process().net_connections(kind="inet")
+        return {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+
+    def join(rank: int) -> set[str]:
+        with open_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
+            group.barrier()
+            found = listened_on()
+            group.barrier()
+            return found
+
+    assert listened_on() <= {LOOPBACK}
+    port = _free_port()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(join, range(2))) == [{LOOPBACK}, {LOOPBACK}]
+
+
 def test_a_rank_that_nobody_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="rank 0 of 2 could not join its group at 127") as caught:
-        open_group(0, 2, device=CPU, port=_free_port(), timeout_s=0.3)
+        open_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,31 @@
+"""Where the ranks of a group find one another: a socket that rank 0 listens on."""
+
+from __future__ import annotations
+
+import socket
+
+__all__ = ["LOOPBACK", "MeetingPoint"]
+
+LOOPBACK = "127.0.0.1"
+
+
+class MeetingPoint:
+    """A listening socket that is bound to one address of its node, and to no other.
+
+    A store of torch that opens its own listens on every interface. The port is taken from the
+    start, so that nobody else can get it before the store is there.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Listen on a port of `host`, any free one if it is 0. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self.port: int = self._listener.getsockname()[1]
+
+    def detach(self) -> int:
+        """Return the socket's file descriptor, which is the caller's to close from now on."""
+        return self._listener.detach()
+
+    def close(self) -> None:
+        """Close the socket, unless it was detached."""
+        self._listener.close()
