@@ -1,61 +1,60 @@
-"""Streamed tokens a second through Ray Serve, with ranks that compute nothing.
+"""PagedRay on a local Ray cluster, with ranks that compute nothing.
 
-    python -m bench.ray_serve --streams 64
-
-The real application on a real local Ray cluster, one replica whose steps take no longer than they
-are told to. What is measured is the way of a token from a step through Serve's proxy to a client.
+The application is the real one: controller, servicer and Serve's proxy. A step takes no longer
+than it is told to. `bench.fronts` starts it and reads its streams.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import logging
 import os
-import platform
-import sys
+import socket
+import tempfile
 import time
 from collections import deque
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-import grpc
-import httpx
+import psutil
 import ray
 from ray import serve
 
+from bench.front_server import MODEL, TOKEN
 from cluster.executor import CacheSize, Executor
 from cluster.serving.deployment import PagedRay, deployment_options
 from cluster.serving.serve_options import read_arguments
 from pagedray.batch import StepOutput
-from pagedray.v1 import pagedray_pb2 as pb
-from pagedray.v1 import pagedray_pb2_grpc
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from pagedray.batch import StepPlan
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
     from pagedray.config import EngineConfig
 
-MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-llama"
-HTTP_PORT = 18123
-GRPC_PORT = 19123
-STEP_S = 0.005
-TOKEN = 343
+__all__ = ["ServeCluster"]
+
+_CONTEXT = 1_000_000
+_NUM_BLOCKS = 1_000_000
 
 
 class TimedExecutor(Executor):
-    """Ranks that sample one token again and again, at the pace of a GPU."""
+    """Ranks that sample one token again and again, a step at a time."""
 
     def __init__(self, config: EngineConfig, placement: PlacementGroup | None) -> None:
+        # The name of the model says it, since Serve starts the executor without arguments.
+        self._step_s = float(config.model.name.partition("-")[2])
         self._plans: deque[StepPlan] = deque()
         self._step = -1
 
     @property
     def cache_size(self) -> CacheSize:
-        return CacheSize(65_536, 0)
+        return CacheSize(_NUM_BLOCKS, 0)
+
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        """There are no layers."""
+        return {}
 
     @property
     def acknowledged_step(self) -> int:
@@ -64,8 +63,14 @@ class TimedExecutor(Executor):
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
+    def send_masks(self, masks: StepMasks) -> None:
+        raise AssertionError("No sequence has a structure.")
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
+
     def collect(self) -> StepOutput:
-        time.sleep(STEP_S)
+        time.sleep(self._step_s)
         plan = self._plans.popleft()
         self._step = plan.step
         return StepOutput(plan.step, [TOKEN] * sum(one.is_sampled for one in plan.sequences))
@@ -87,82 +92,65 @@ class TimedPagedRay(PagedRay):
         await super().__init__(*arguments)  # type: ignore[arg-type]  # the stubs are narrower than the library
 
 
-async def over_http(num_streams: int, num_tokens: int) -> int:
-    """Return how many tokens all streams brought."""
-    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True}
+class ServeCluster:
+    """Ray Serve on the loopback, until the block that holds it is left."""
 
-    async def one(client: httpx.AsyncClient) -> int:
-        usage = 0
-        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with client.stream("POST", "/v1/completions", json=request) as answer:
-            async for line in answer.aiter_lines():
-                # Most lines need not be understood.
-                if line.startswith("data: {") and '"choices":[]' in line:
-                    usage = json.loads(line[6:])["usage"]["completion_tokens"]
-        return usage
+    def __init__(self) -> None:
+        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self._folder = tempfile.TemporaryDirectory()
 
-    url, limits = f"http://127.0.0.1:{HTTP_PORT}", httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        return sum(await asyncio.gather(*(one(client) for _ in range(num_streams))))
+    def deploy(self, step_s: float) -> str:
+        """Run one replica whose steps take so long, in place of any other; return its model."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name), f"step-{step_s}")
+        folder.mkdir()
+        for path in MODEL.iterdir():
+            (folder / path.name).symlink_to(path)
+        config = json.loads((MODEL / "config.json").read_text())
+        (folder / "config.json").unlink()
+        long = config | {"max_position_embeddings": _CONTEXT}
+        (folder / "config.json").write_text(json.dumps(long))
+        arguments = read_arguments({"model": str(folder), "device": "cpu", "executor": "local"})
+        options = deployment_options(arguments)
+        application = serve.deployment(TimedPagedRay, **options).bind(arguments)  # type: ignore[attr-defined]  # Serve's decorator
+        serve.run(application, name="default", route_prefix="/")
+        return folder.name
 
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that proxy and replica have taken."""
+        total_s = 0.0
+        for process in psutil.Process().children(recursive=True):
+            title = "".join(process.cmdline()[:1])
+            if title.startswith(("ray::ProxyActor", "ray::ServeReplica")):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
 
-async def over_grpc(num_streams: int, num_tokens: int) -> int:
-    """Return how many tokens all streams brought."""
-    sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    def __enter__(self) -> Self:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
+        callback = "cluster.serving.serve_http_proxy:middlewares"
+        serve.start(
+            http_options={"host": "127.0.0.1", "port": self.http_port},
+            grpc_options={
+                "port": self.grpc_port,
+                "grpc_servicer_functions": ["cluster.serving.serve_grpc_proxy.add_services"],
+            },
+            controller_options={
+                "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": callback}}
+            },
+        )
+        return self
 
-    async def one(stub: pagedray_pb2_grpc.GenerationServiceStub) -> int:
-        answers = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))
-        return sum([len(one.token_ids) async for answer in answers for one in answer.sequences])
-
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
-        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        return sum(await asyncio.gather(*(one(stub) for _ in range(num_streams))))
-
-
-def start() -> None:
-    """Start a Ray cluster and the application on it."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    serve.start(
-        http_options={"host": "127.0.0.1", "port": HTTP_PORT},
-        grpc_options={
-            "port": GRPC_PORT,
-            "grpc_servicer_functions": ["cluster.serving.serve_grpc_proxy.add_services"],
-        },
-    )
-    arguments = read_arguments({"model": str(MODEL), "device": "cpu", "executor": "local"})
-    options = deployment_options(arguments)
-    serve.run(serve.deployment(TimedPagedRay, **options).bind(arguments), route_prefix="/")  # type: ignore[attr-defined]  # Serve's decorator
-
-
-def main() -> None:
-    """Measure, and print a JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, action="append")
-    parser.add_argument("--tokens", type=int, default=400)
-    arguments = parser.parse_args()
-    start()
-    for run in (over_http, over_grpc):
-        for num_streams in arguments.streams or (16, 64):
-            asyncio.run(run(num_streams, 20))
-            started_s = time.perf_counter()
-            num_tokens = asyncio.run(run(num_streams, arguments.tokens))
-            seconds = time.perf_counter() - started_s
-            record = {
-                "front": run.__name__,
-                "streams": num_streams,
-                "tokens": num_tokens,
-                "tokens_per_s": round(num_tokens / seconds),
-                "step_s": STEP_S,
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-                "when": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": " ".join(["python -m bench.ray_serve", *sys.argv[1:]]),
-            }
-            print(json.dumps(record), flush=True)
-    serve.shutdown()
+    def __exit__(self, *_: object) -> None:
+        serve.shutdown()
+        ray.shutdown()
+        self._folder.cleanup()
 
 
-if __name__ == "__main__":
-    main()
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.serving.token_bytes import TokenBytes
 
 __all__ = ["IncrementalDetokenizer"]
-
-_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
@@ -30,18 +28,23 @@ class IncrementalDetokenizer:
         """`is_continuation` says that text stands before it, which keeps its leading space."""
         self._token_bytes = token_bytes
         self._skips_special_tokens = skips_special_tokens
-        self._decoder = _new_decoder(errors="replace")
+        self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain with this token, often that of the token."""
         if self._skips_special_tokens and self._token_bytes.is_special(token_id):
             return ""
-        return self._stripped(self._decoder.decode(self._token_bytes.of(token_id)))
+        known = self._held + self._token_bytes.of(token_id)
+        text, num_taken = utf_8_decode(known, "replace", False)
+        # The start of a character.
+        self._held = known[num_taken:]
+        return self._stripped(text) if self._num_stripped else text
 
     def flush(self) -> str:
         """Return the rest at the end: U+FFFD if a character is incomplete."""
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
     def _stripped(self, text: str) -> str:
         while self._num_stripped and text:

@@ -187,6 +187,8 @@ class EngineStream:
         self._engine = engine
         self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
         self._pending: list[TokenEvent] = []
+        # Looked up once: to ask for the running loop is a system call in some versions of Python.
+        self._new_waiter = asyncio.get_running_loop().create_future
         self._waiter: asyncio.Future[None] | None = None
         self._error: PagedRayError | None = None
 
@@ -199,7 +201,7 @@ class EngineStream:
                 raise self._error
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._new_waiter()
             await self._waiter
         events, self._pending = self._pending, []
         return events

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cluster.serving.text_stream import SequenceOutput, TextStream
 from pagedray.errors import DeadlineError, PagedRayError
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "GenerationOutput", "Usage"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+# These are made for every token, and hold nothing that could lead back to them.
+class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a call has used so far."""
 
     num_prompt_tokens: int
@@ -34,8 +35,7 @@ class Usage:
     num_generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOutput:
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the sequences of a call gained since the last output, one entry for each."""
 
     sequences: tuple[SequenceOutput, ...]
@@ -44,7 +44,7 @@ class GenerationOutput:
 
 
 class Generation:
-    """One running call. It ends itself at its deadline, and when its lease runs out."""
+    """One running call. It ends itself at its deadline."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Generation:
     ) -> None:
         self._call = call
         self._watch = watch
-        self._lease_s = given.lease_s
         self._deadline_s = requests[0].deadline_s
         self._texts = {
             (request.id, index): TextStream(
@@ -73,16 +72,14 @@ class Generation:
             for index in range(request.sampling.n)
         }
         self._num_unfinished = len(self._texts)
-        self._num_cached_tokens: dict[str, int] = {}
+        self._started_ids: set[str] = set()
+        self._num_cached_tokens = 0
         self._is_closed = False
-        self._is_waited_for = False
-        self._taken_s = time.monotonic()
         self._deadline_timer: asyncio.TimerHandle | None = None
-        self._lease_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine unless all of the above went well.
         self._stream = client.open(requests)
         watch.note_open(call.id)
-        self._start_timers()
+        self._start_timer()
 
     @property
     def id(self) -> str:
@@ -95,14 +92,11 @@ class Generation:
         Raises EngineError or DeadlineError if they cannot.
         """
         try:
-            self._is_waited_for = True
             async for events in self._stream:
                 output = self._output(events)
-                self._is_waited_for, self._taken_s = False, time.monotonic()
                 yield output
                 if output.is_last:
                     return
-                self._is_waited_for = True
         except PagedRayError as error:
             self._watch.end(error)
             raise
@@ -121,39 +115,39 @@ class Generation:
         if self._is_closed:
             return
         self._is_closed = True
-        self._stop_timers()
+        self._stop_timer()
         self._call.close()
         self._stream.close()
         self._watch.end("cancelled")
 
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
-        grouped: dict[tuple[str, int], list[TokenEvent]] = {}
-        for event in events:
-            grouped.setdefault((event.request_id, event.index), []).append(event)
-            self._num_cached_tokens.setdefault(event.request_id, event.num_cached_tokens)
-        sequences = tuple(
-            self._push(request_id, index, group)
-            for (request_id, index), group in grouped.items()
-            if not self._texts[request_id, index].is_finished
-        )
-        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        sequences: list[SequenceOutput] = []
+        num_tokens = 0
+        for (request_id, index), group in _by_sequence(events).items():
+            if request_id not in self._started_ids:
+                self._started_ids.add(request_id)
+                self._num_cached_tokens += group[0].num_cached_tokens
+            if not self._texts[request_id, index].is_finished:
+                sequence = self._push(request_id, index, group)
+                num_tokens += len(sequence.token_ids)
+                sequences.append(sequence)
         self._call.num_generated_tokens += num_tokens
         self._watch.add_tokens(
             num_tokens,
-            num_cached_tokens=sum(self._num_cached_tokens.values()),
+            num_cached_tokens=self._num_cached_tokens,
             started_s=events[0].started_s,
         )
         is_last = self._num_unfinished == 0
         if is_last:
             # Whoever reads the end may use the id again at once.
-            self._stop_timers()
+            self._stop_timer()
             self._call.end()
             self._watch.end(sequences[-1].finish_reason or "stop")
         return GenerationOutput(
-            sequences=sequences,
+            sequences=tuple(sequences),
             usage=Usage(
                 num_prompt_tokens=self._call.num_prompt_tokens,
-                num_cached_tokens=sum(self._num_cached_tokens.values()),
+                num_cached_tokens=self._num_cached_tokens,
                 num_generated_tokens=self._call.num_generated_tokens,
             ),
             is_last=is_last,
@@ -173,31 +167,29 @@ class Generation:
     def _is_late(self) -> bool:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
-    def _start_timers(self) -> None:
+    def _start_timer(self) -> None:
         # The engine ends what is late as well, but only between two steps, and not while it has
         # no ranks.
-        loop = asyncio.get_running_loop()
         if self._deadline_s is not None:
             delay_s = self._deadline_s - time.monotonic()
+            loop = asyncio.get_running_loop()
             self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_late()))
-        if self._lease_s is not None:
-            self._lease_timer = loop.call_later(self._lease_s, self._check_lease, self._lease_s)
 
-    def _check_lease(self, lease_s: float) -> None:
-        """End the call if nobody has taken an output for its lease, or look again later."""
-        idle_s = 0.0 if self._is_waited_for else time.monotonic() - self._taken_s
-        if idle_s >= lease_s:
-            self.fail(DeadlineError(f"Nobody took outputs of the call for {lease_s:g} s."))
-            self.close()
-            return
-        loop = asyncio.get_running_loop()
-        self._lease_timer = loop.call_later(lease_s - idle_s, self._check_lease, lease_s)
+    def _stop_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
 
-    def _stop_timers(self) -> None:
-        for timer in (self._deadline_timer, self._lease_timer):
-            if timer is not None:
-                timer.cancel()
-        self._deadline_timer = self._lease_timer = None
+
+def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
+    first = events[0]
+    if len(events) == 1:
+        # Most outputs.
+        return {(first.request_id, first.index): events}
+    grouped: dict[tuple[str, int], list[TokenEvent]] = {}
+    for event in events:
+        grouped.setdefault((event.request_id, event.index), []).append(event)
+    return grouped
 
 
 def _late() -> DeadlineError:

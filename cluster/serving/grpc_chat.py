@@ -81,17 +81,22 @@ class Chat:
 
     def response(self, request_id: str, output: GenerationOutput) -> pb.ChatResponse:
         """Return the message of the next output."""
-        response = pb.ChatResponse(
-            request_id=request_id,
-            sequences=[self._sequence(sequence) for sequence in output.sequences],
-        )
+        response = pb.ChatResponse(request_id=request_id)
+        for sequence in output.sequences:
+            self._add_sequence(response, sequence)
         write_frame(response, output, is_first=self._is_first)
         self._is_first = False
         return response
 
-    def _sequence(self, output: SequenceOutput) -> pb.ChatSequenceOutput:
+    def _add_sequence(self, response: pb.ChatResponse, output: SequenceOutput) -> None:
+        # Made where it is to be: a message that is put into another is copied.
+        add = response.sequences.add
+        if not (self._tools.is_read or output.finish_reason or output.logprobs):
+            # The message of most tokens.
+            add(index=output.index, content=output.text, token_ids=output.token_ids)
+            return
         delta = self._delta(output)
-        return pb.ChatSequenceOutput(
+        add(
             index=output.index,
             content=delta.content,
             tool_calls=[_call_delta(call) for call in delta.calls],
@@ -125,7 +130,10 @@ class Chat:
 
 def read_tokenize(message: pb.TokenizeRequest, tenant: Tenant) -> TokenizeInput:
     """Return what Tokenize is asked for. Raises InvalidRequestError."""
-    if message.WhichOneof("prompt") != "conversation":
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("One of text and conversation must be set.", param="prompt")
+    if kind == "text":
         return tokenize_input(message.text, message, tenant)
     conversation = message.conversation
     tools = _read_tools(conversation.tools)

@@ -41,10 +41,9 @@ def generate_response(
     request_id: str, output: GenerationOutput, *, is_first: bool
 ) -> pb.GenerateResponse:
     """Return what Generate streams of one output."""
-    response = pb.GenerateResponse(
-        request_id=request_id,
-        sequences=[_sequence(sequence) for sequence in output.sequences],
-    )
+    response = pb.GenerateResponse(request_id=request_id)
+    for sequence in output.sequences:
+        _add_sequence(response, sequence)
     write_frame(response, output, is_first=is_first)
     return response
 
@@ -112,11 +111,14 @@ def _call_load(call: CallInfo) -> pb.CallLoad:
     )
 
 
-def _sequence(output: SequenceOutput) -> pb.SequenceOutput:
+def _add_sequence(response: pb.GenerateResponse, output: SequenceOutput) -> None:
+    # Made where it is to be: a message that is put into another is copied.
+    add = response.sequences.add
     if output.finish_reason is None and not output.logprobs:
         # The message of most tokens.
-        return pb.SequenceOutput(index=output.index, text=output.text, token_ids=output.token_ids)
-    return pb.SequenceOutput(
+        add(index=output.index, text=output.text, token_ids=output.token_ids)
+        return
+    add(
         index=output.index,
         text=output.text,
         token_ids=output.token_ids,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cluster.serving.detokenizer import IncrementalDetokenizer
 from cluster.serving.stop_strings import StopMatcher
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["SequenceOutput", "TextStream"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
+# One is made for every token, and holds nothing that could lead back to it.
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one sequence gained since the last output."""
 
     prompt_index: int = 0

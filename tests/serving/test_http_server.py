@@ -41,6 +41,18 @@ def test_completion(openai_client: openai.OpenAI, engine: FakeEngine, tokenizer:
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
+def test_cached_tokens_count_once_for_each_prompt(
+    openai_client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.num_cached_tokens = 2
+    prompts = ["hello", "again", "more"]
+    answer = openai_client.completions.create(model="tiny", prompt=prompts, max_tokens=9, n=2)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 54
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 6
+
+
 def test_completion_has_16_tokens_by_default(
     openai_client: openai.OpenAI, engine: FakeEngine
 ) -> None:

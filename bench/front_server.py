@@ -1,0 +1,215 @@
+"""The fronts of one replica over an engine that only publishes tokens, pinned to one core.
+
+    python -m bench.front_server --core 0 --counter FILE
+
+It says on stdout where it serves, as a line of JSON, and answers each line of JSON on stdin with
+what it has used so far. `bench.fronts` drives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.token_counter import TokenCounter
+from cluster.engine_stats import EngineStats
+from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.stats import SchedulerStats
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.fronts import Fronts
+from cluster.serving.tokenizer import Tokenizer
+from pagedray.config import EngineConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from pagedray.errors import EngineError
+    from pagedray.request import Request
+
+MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-llama"
+TOKEN = 351
+TOKEN_TEXT = b" return"
+"""It stands nowhere else in an answer. A text of hexadecimal digits could be a part of an id."""
+MODEL_NAME = "none"
+CONTEXT = 10_000_000
+_POLL_S = 0.0002
+
+
+class PacedEngine:
+    """Publishes one token of every request a step, and no more than clients can take.
+
+    A step is run when its time has come and what clients have read lies less than `lead` tokens
+    a request behind what was published. Its thread does nothing else.
+    """
+
+    def __init__(self, client: EngineClient, counter: TokenCounter) -> None:
+        self._client = client
+        self._counter = counter
+        self._lock = threading.Lock()
+        self._requests: dict[str, Request] = {}
+        self._step_s = 0.0
+        self._lead = 1
+        self._num_published = 0
+        self._num_steps = 0
+        self._cpu_s = 0.0
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run)
+
+    @property
+    def is_healthy(self) -> bool:
+        """It always is."""
+        return True
+
+    @property
+    def error(self) -> EngineError | None:
+        """There is none."""
+        return None
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of its thread."""
+        return self._cpu_s
+
+    def set_pace(self, *, step_s: float, lead: int) -> None:
+        """Run a step every `step_s`, and forget what earlier requests got."""
+        with self._lock:
+            assert not self._requests
+            self._step_s, self._lead = step_s, lead
+            self._num_published = self._counter.value
+
+    def check_room(self, num_tokens: int) -> None:
+        """There always is room."""
+
+    def submit(self, request: Request) -> None:
+        """Give it tokens from the next step on."""
+        with self._lock:
+            self._requests[request.id] = request
+
+    def abort(self, request_id: str) -> None:
+        """Give it no more tokens."""
+        with self._lock:
+            self._requests.pop(request_id, None)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """Give it no more tokens; requests have one sequence."""
+        self.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Return the counts of this moment."""
+        with self._lock:
+            num_running = len(self._requests)
+        names = SchedulerStats.__struct_fields__
+        scheduler = SchedulerStats(**dict.fromkeys(names, 0) | {"num_running": num_running})
+        return EngineStats(
+            scheduler=scheduler,
+            num_steps=self._num_steps,
+            last_step_s=self._step_s,
+            num_prompt_tokens=0,
+            num_generated_tokens=self._num_published,
+            attention_servers={},
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._is_stopping = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        while not self._is_stopping:
+            now_s = time.monotonic()
+            if now_s < next_s:
+                time.sleep(next_s - now_s)
+            elif self._step():
+                # A step that is late is not made up for: a rank cannot either.
+                next_s = max(next_s + self._step_s, now_s)
+            else:
+                time.sleep(_POLL_S)
+            self._cpu_s = time.thread_time()
+
+    def _step(self) -> bool:
+        """Publish a token of each request, unless clients have too much to read."""
+        with self._lock:
+            num_unread = self._num_published - self._counter.value
+            if not self._requests or num_unread > (self._lead - 1) * len(self._requests):
+                return False
+            events = [
+                TokenEvent(request_id, 0, (TOKEN,), num_prompt_tokens=1, started_s=1.0)
+                for request_id in self._requests
+            ]
+            self._num_published += len(events)
+            self._num_steps += 1
+        self._client.publish(events)
+        return True
+
+
+def _config() -> EngineConfig:
+    model = ModelConfig(
+        name=MODEL_NAME,
+        folder=MODEL,
+        architecture="none",
+        vocab_size=3072,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=64,
+        max_positions=CONTEXT,
+    )
+    return EngineConfig(model=model)
+
+
+async def _serve(counter: TokenCounter) -> None:
+    loop = asyncio.get_running_loop()
+    client = EngineClient(loop)
+    engine = PacedEngine(client, counter)
+    client.attach(engine)
+    tokenizer = Tokenizer.from_folder(MODEL)
+    fronts = Fronts(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
+    await fronts.start()
+    await fronts.set_ready()
+    engine.start()
+    _say({"grpc_port": fronts.grpc_port, "http_port": fronts.http_port})
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    try:
+        while line := await reader.readline():
+            asked = json.loads(line)
+            if asked:
+                # Those of the run before may not have been missed yet.
+                while engine.stats().scheduler.num_running:
+                    await asyncio.sleep(0.01)
+                engine.set_pace(**asked)
+            _say({"cpu_s": time.process_time(), "engine_cpu_s": engine.cpu_s})
+    finally:
+        engine.stop()
+        await fronts.stop(0.0)
+
+
+def _say(what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> int:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--core", type=int, required=True)
+    parser.add_argument("--counter", type=Path, required=True)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {options.core})
+    asyncio.run(_serve(TokenCounter(options.counter)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""Streamed tokens a second over each front, with engines that compute nothing.
+
+    python -m bench.fronts --output bench/results/fronts.json
+
+The fronts have a process of their own on one core, and clients that only count have another. The
+engine is a thread of that process; it is in what is measured, and what it took is told apart. Ray
+Serve runs its proxy, its replica and the clients on all cores.
+
+Its pace is one of two. Either a step, which is one token for every stream, follows as soon as
+clients have read so much of what was published that no more than `lead` tokens a stream are on
+their way: with a lead of 1 every message has exactly one token. Or steps come at a fixed rate, as
+ranks would make them. Tokens that a stream has not sent yet when it has its turn go in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from bench.front_server import MODEL_NAME, TOKEN_TEXT
+from bench.ray_serve import ServeCluster
+from bench.stream_clients import EventClients, GrpcClients
+from bench.token_counter import TokenCounter
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench.stream_clients import Counts, StreamClients
+
+SERVER_CORE, CLIENT_CORE = 0, 1
+MOST_TOKENS = 500_000
+LEADS = (1, 2, 8)
+OFFERED_TOKENS_PER_S = 25_000
+MOST_LEAD = 64
+SERVE_STEPS_S = (0.008, 0.004)
+WARM_UP_S = 0.7
+SERVE_WARM_UP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    front: str
+    connections: int
+    lead: int | None
+    """Tokens of a stream that may be on their way; None is without a limit."""
+    offered: float | None
+    """Tokens/s that steps are to bring; None is as many as clients read."""
+    tokens_per_s: float
+    """What clients read by the wall clock."""
+    tokens_per_cpu_s: float
+    """For each second that the server's process ran, its engine included."""
+    tokens_per_message: float
+    server_cores: float
+    engine_cores: float | None
+    """What the engine took of these; it is not known of a replica of Ray Serve."""
+    client_cores: float
+    target: float | None
+    """Tokens/s that are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A front, as a client calls it."""
+
+    name: str
+    is_grpc: bool
+    path: str
+    target: float
+    shares_connection: bool = True
+
+
+KINDS = (
+    Kind(name="gRPC Generate", is_grpc=True, path="Generate", target=20_000),
+    Kind(
+        name="gRPC Generate",
+        is_grpc=True,
+        path="Generate",
+        target=20_000,
+        shares_connection=False,
+    ),
+    Kind(name="gRPC Chat", is_grpc=True, path="Chat", target=20_000),
+    Kind(name="SSE completions", is_grpc=False, path="/v1/completions", target=15_000),
+    Kind(name="SSE chat", is_grpc=False, path="/v1/chat/completions", target=15_000),
+)
+SERVE_KINDS = (
+    Kind(name="Ray Serve SSE", is_grpc=False, path="/v1/completions", target=5_000),
+    Kind(name="Ray Serve gRPC", is_grpc=True, path="Generate", target=5_000),
+)
+
+
+class FrontProcess:
+    """A process that runs `bench.front_server`."""
+
+    def __init__(self, counter_path: Path) -> None:
+        command = [sys.executable, "-m", "bench.front_server", "--core", str(SERVER_CORE)]
+        self._process = subprocess.Popen(
+            [*command, "--counter", str(counter_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        ports = self._hear()
+        self.grpc_port, self.http_port = int(ports["grpc_port"]), int(ports["http_port"])
+
+    def set_pace(self, *, step_s: float, lead: int) -> None:
+        """Wait until no request runs, then run steps at this pace."""
+        self._ask({"step_s": step_s, "lead": lead})
+
+    def usage(self) -> tuple[float, float]:
+        """Return the CPU seconds that the process, and its engine alone, have taken."""
+        used = self._ask({})
+        return used["cpu_s"], used["engine_cpu_s"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def _ask(self, what: dict[str, float]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        heard: dict[str, float] = json.loads(self._process.stdout.readline())
+        return heard
+
+
+def main() -> int:
+    """Measure every front and print a table."""
+    parser = argparse.ArgumentParser(description="Streamed tokens a second over each front.")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=2.5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| front | connections | lead | offered | tokens/s | per CPU s | per message |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in _rows(options.streams, options.seconds):
+        offered = "" if row.offered is None else f"{row.offered:.0f}"
+        print(
+            f"| {row.front} | {row.connections} | {row.lead or ''} | {offered} "
+            f"| {row.tokens_per_s:.0f} | {row.tokens_per_cpu_s:.0f} "
+            f"| {row.tokens_per_message:.2f} |",
+            flush=True,
+        )
+        rows.append(row)
+    if options.output:
+        _write(options.output, rows)
+    return 0
+
+
+def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(TokenCounter.NUM_BYTES))
+        file.flush()
+        path = Path(file.name)
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {CLIENT_CORE})
+        with FrontProcess(path) as server:
+            for kind in KINDS:
+                paces = [(0.0, lead) for lead in LEADS]
+                for step_s, lead in (*paces, (num_streams / OFFERED_TOKENS_PER_S, MOST_LEAD)):
+                    server.set_pace(step_s=step_s, lead=lead)
+                    port = server.grpc_port if kind.is_grpc else server.http_port
+                    with _clients(kind, port, num_streams, TokenCounter(path)) as clients:
+                        clients.read(WARM_UP_S)
+                        cpu_s, engine_s = server.usage()
+                        counts = clients.read(seconds)
+                        after_s, engine_after_s = server.usage()
+                    yield _row(
+                        kind,
+                        counts,
+                        num_streams=num_streams,
+                        lead=lead,
+                        step_s=step_s,
+                        cpu_s=after_s - cpu_s,
+                        engine_s=engine_after_s - engine_s,
+                    )
+        os.sched_setaffinity(0, cores)
+        yield from _serve_rows(num_streams, seconds, TokenCounter(path))
+
+
+def _serve_rows(num_streams: int, seconds: float, counter: TokenCounter) -> Iterator[Row]:
+    with ServeCluster() as cluster:
+        for step_s in SERVE_STEPS_S:
+            for kind in SERVE_KINDS:
+                # Another one: what was aborted may still run in the last.
+                model = cluster.deploy(step_s)
+                port = cluster.grpc_port if kind.is_grpc else cluster.http_port
+                with _clients(kind, port, num_streams, counter, model=model) as clients:
+                    clients.read(SERVE_WARM_UP_S)
+                    cpu_s = cluster.cpu_s()
+                    counts = clients.read(seconds)
+                    after_s = cluster.cpu_s()
+                yield _row(
+                    kind,
+                    counts,
+                    num_streams=num_streams,
+                    lead=None,
+                    step_s=step_s,
+                    cpu_s=after_s - cpu_s,
+                    engine_s=None,
+                )
+
+
+def _row(
+    kind: Kind,
+    counts: Counts,
+    *,
+    num_streams: int,
+    lead: int | None,
+    step_s: float,
+    cpu_s: float,
+    engine_s: float | None,
+) -> Row:
+    seconds = counts.seconds
+    return Row(
+        front=kind.name,
+        connections=1 if kind.is_grpc and kind.shares_connection else num_streams,
+        lead=lead,
+        offered=round(num_streams / step_s, 1) if step_s else None,
+        tokens_per_s=counts.num_tokens / seconds,
+        tokens_per_cpu_s=counts.num_tokens / cpu_s,
+        tokens_per_message=counts.num_tokens / counts.num_messages,
+        server_cores=cpu_s / seconds,
+        engine_cores=None if engine_s is None else engine_s / seconds,
+        client_cores=counts.cpu_s / seconds,
+        target=kind.target,
+    )
+
+
+def _clients(
+    kind: Kind, port: int, num_streams: int, counter: TokenCounter, *, model: str = MODEL_NAME
+) -> StreamClients:
+    if kind.is_grpc:
+        sampling = pb.SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
+        turn = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x")
+        message = (
+            pb.GenerateRequest(text="x", sampling=sampling)
+            if kind.path == "Generate"
+            else pb.ChatRequest(messages=[turn], sampling=sampling)
+        )
+        return GrpcClients(
+            port,
+            counter,
+            num_streams=num_streams,
+            num_connections=1 if kind.shares_connection else num_streams,
+            path=f"/pagedray.v1.GenerationService/{kind.path}",
+            message=message.SerializeToString(),
+            token_text=TOKEN_TEXT,
+        )
+    prompt = (
+        {"prompt": "x"}
+        if kind.path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    body = {"model": model, "stream": True, "max_tokens": MOST_TOKENS, "ignore_eos": True, **prompt}
+    return EventClients(
+        port,
+        counter,
+        num_streams=num_streams,
+        path=kind.path,
+        body=json.dumps(body).encode(),
+        token_text=TOKEN_TEXT,
+    )
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    report = {
+        "command": " ".join(["python -m bench.fronts", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("grpcio", "protobuf", "ray", "uvicorn")},
+        },
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
