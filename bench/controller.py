@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks
     from pagedray.errors import EngineError
 
 CONTEXT = 500
@@ -78,6 +79,12 @@ class InstantExecutor(Executor):
         output = self._answers.decode(answer)
         assert isinstance(output, StepOutput)
         self._outputs.append(output)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        raise AssertionError("No sequence has a structure.")
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
 
     def collect(self) -> StepOutput:
         output = self._outputs.popleft()

@@ -1,98 +1,392 @@
-"""What masks cost a step: 64 sequences that follow a grammar over a vocabulary of 128 256 tokens.
+"""What structured output costs those who ask for it, and those who do not.
 
-    python bench/structured.py
+    python -m bench.structured --output bench/results/structured.json
 
-Times tokens taken and masks made, as the controller does it while the ranks run the forward pass.
-The vocabulary is that of examples/tiny-llama and pairs of its tokens.
+With a vocabulary of 128 256 tokens, which are those of examples/tiny-llama and pairs of them, and
+64 sequences:
+
+- masks: the time to make those of a step, for sequences in random places of a grammar.
+- steps: the time between two steps of the real controller, over ranks whose forward pass takes
+  15 ms, as that of a model of 8 billion parameters on a GPU does. Some of the sequences follow a
+  grammar. A rank samples when it has computed and has its masks.
+- compilations: the wait for the grammars of strings of a limited length, by a server that has
+  just started and by one that has had a moment.
+- first request: how long a server's first structured request takes, and the longest that its event
+  loop does not come round meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import json
+import os
+import platform
 import random
 import statistics
+import sys
+import threading
 import time
+from collections import deque
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.controller import Controller
+from cluster.executor import CacheSize, Executor
+from cluster.options import EngineOptions, engine_config
+from cluster.serving.inputs import GenerationInput
 from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.validator import Validator
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.compiler_process import Limits
 from cluster.structured.vocabulary import Vocabulary, vocabulary_of
+from pagedray.batch import StepOutput
+from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from cluster.structured.mask_maker import CompiledGrammar
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
+    from pagedray.errors import EngineError
+
 _MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
-_SCHEMA = """{"type": "object", "required": ["name", "age", "tags"], "properties": {
-"name": {"type": "string"}, "age": {"type": "integer"},
-"tags": {"type": "array", "items": {"type": "string"}}}}"""
+_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "required": ["name", "age", "tags"],
+        "properties": {
+            "name": {"type": "string", "maxLength": 100},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+    }
+)
+_STRUCTURES = {
+    "json_object": Structure(kind="json_object"),
+    "json_schema": Structure(kind="json_schema", text=_SCHEMA),
+    "regex": Structure(kind="regex", text=r"(?:[a-z]+ )*\d{4}"),
+}
+_EOS = 0
+_NUM_SEQUENCES = 64
+_FORWARD_S = 0.015
+_LEARNING_S = 10.0
+_LIMITS = Limits(compile_s=60.0, wait_s=120.0, mask_s=5.0)
+
+Rows = list[dict[str, Any]]  # Any: names and numbers
 
 
-def main() -> None:
-    """Print the time of a step's masks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-sequences", type=int, default=64)
+class TimedExecutor(Executor):
+    """A rank whose forward pass takes a given time, and that samples any token that it may."""
+
+    def __init__(self) -> None:
+        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._masks: SimpleQueue[StepMasks] = SimpleQueue()
+        self._outputs: SimpleQueue[StepOutput] = SimpleQueue()
+        self._masked_rows: set[int] = set()
+        self._generator = random.Random(0)
+        self._step = -1
+        self.step_times: list[tuple[float, int]] = []
+        """When each step ended, and how many sequences it sampled."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(65536, 1024)
+
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        """There are no layers."""
+        return {}
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._step
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self._masks.put(masks)
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
+
+    def collect(self) -> StepOutput:
+        output = self._outputs.get()
+        self._step = output.step
+        return output
+
+    def restart(self) -> None:
+        raise AssertionError("These ranks do not die.")
+
+    def close(self) -> None:
+        self._plans.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            began_s = time.perf_counter()
+            for start in plan.starts:
+                self._masked_rows.discard(start.row)
+                if start.is_masked:
+                    self._masked_rows.add(start.row)
+            rows = [one.row for one in plan.sequences if one.is_sampled]
+            num_masked = sum(row in self._masked_rows for row in rows)
+            masks = deque(np.array_split(self._words(), num_masked)) if num_masked else deque()
+            token_ids = [
+                _pick(masks.popleft(), self._generator) if row in self._masked_rows else 300
+                for row in rows
+            ]
+            time.sleep(max(0.0, began_s + _FORWARD_S - time.perf_counter()))
+            self.step_times.append((time.perf_counter(), len(rows)))
+            self._outputs.put(StepOutput(plan.step, token_ids))
+
+    def _words(self) -> Any:
+        return np.frombuffer(self._masks.get().words, np.uint32)
+
+
+class EndlessSink:
+    """Puts a request in the place of each that ends, until there were enough steps."""
+
+    def __init__(self) -> None:
+        self.controller: Controller | None = None
+        self.requests: dict[str, Request] = {}
+        self._ids = itertools.count()
+
+    def submit(self, request: Request) -> None:
+        """Submit a request under an id of its own."""
+        assert self.controller is not None
+        named = Request(
+            id=f"{next(self._ids):032x}",
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            seed=request.seed,
+            eos_token_ids=request.eos_token_ids,
+            grammar=request.grammar,
+        )
+        self.requests[named.id] = named
+        self.controller.submit(named)
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Take the events of one step."""
+        for event in events:
+            if event.finish_reason is FinishReason.ERROR:
+                raise AssertionError("A sequence broke.")
+            if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.submit(self.requests.pop(event.request_id))
+
+    def fail_all(self, error: EngineError) -> None:
+        """The engine was stopped."""
+
+
+def main() -> int:
+    """Measure, print, and write what was found."""
+    parser = argparse.ArgumentParser(description="Cost of structured output.")
     parser.add_argument("--vocab-size", type=int, default=128_256)
-    parser.add_argument("--num-steps", type=int, default=50)
-    arguments = parser.parse_args()
-    vocabulary = _vocabulary(arguments.vocab_size)
-    compiler = StructureCompiler(
-        lambda: vocabulary, limits=Limits(compile_s=30.0, wait_s=60.0, mask_s=5.0)
-    )
+    parser.add_argument("--num-steps", type=int, default=200)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    vocabulary = _vocabulary(options.vocab_size)
+    report: dict[str, Any] = {  # Any: JSON
+        "command": " ".join(["python", "-m", "bench.structured", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "xgrammar": version("xgrammar"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "vocab_size": options.vocab_size,
+        "num_sequences": _NUM_SEQUENCES,
+    }
+    report["first_request"] = [_first_request(is_warm=False), _first_request(is_warm=True)]
+    report["compilations"] = _compilations(vocabulary)
+    compiler = StructureCompiler(lambda: vocabulary, limits=_LIMITS)
     try:
-        for structure in (
-            Structure(kind="json_object"),
-            Structure(kind="json_schema", text=_SCHEMA),
-            Structure(kind="regex", text=r"(?:[a-z]+ )*\d{4}"),
-        ):
-            _measure(compiler, structure, arguments.num_sequences, arguments.num_steps)
+        grammars = {
+            name: asyncio.run(compiler.compile(structure))
+            for name, structure in _STRUCTURES.items()
+        }
+        report["masks"] = [_masks(name, grammars[name], options.num_steps) for name in grammars]
+        report["steps"] = [_steps("none", None, 0, options.num_steps)]
+        for name, number in itertools.product(grammars, (8, _NUM_SEQUENCES)):
+            report["steps"].append(_steps(name, grammars[name], number, options.num_steps))
     finally:
         compiler.close()
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
 
 
 def _vocabulary(size: int) -> Vocabulary:
     tokenizer = Tokenizer.from_folder(_MODEL)
-    known = vocabulary_of(tokenizer.token_bytes, size=3072, eos_token_ids=(0,)).tokens
+    known = vocabulary_of(tokenizer.token_bytes, size=3072, eos_token_ids=(_EOS,)).tokens
     generator, tokens = random.Random(0), dict.fromkeys(known[261:])
     while len(tokens) < size - 261:
         tokens[generator.choice(known[261:]) + generator.choice(known[261:])] = None
-    return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(0,))
+    return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(_EOS,))
 
 
-def _measure(
-    compiler: StructureCompiler, structure: Structure, num_sequences: int, num_steps: int
-) -> None:
-    grammar = asyncio.run(compiler.compile(structure))
-    request = Request(
-        id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _first_request(*, is_warm: bool) -> dict[str, Any]:
+    """Return the time of the first structured request, and the event loop's longest stall."""
+    return asyncio.run(_timed_first_request(is_warm=is_warm))
+
+
+async def _timed_first_request(*, is_warm: bool) -> dict[str, Any]:
+    validator = Validator(
+        engine_config(_MODEL, EngineOptions(device="cpu")), Tokenizer.from_folder(_MODEL)
     )
+    if is_warm:
+        validator.warm_up()
+        await asyncio.sleep(5.0)
+    gaps: list[float] = []
+
+    async def beat() -> None:
+        last_s = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.002)
+            gaps.append(time.perf_counter() - last_s - 0.002)
+            last_s = time.perf_counter()
+
+    beating = asyncio.create_task(beat())
+    await asyncio.sleep(0.1)
+    gaps.clear()
+    began_s = time.perf_counter()
+    given = GenerationInput(
+        prompts=("x",), sampling={"structure": _STRUCTURES["json_schema"], "max_tokens": 5}
+    )
+    await validator.validate(given)
+    took_s = time.perf_counter() - began_s
+    await asyncio.sleep(0.1)
+    beating.cancel()
+    validator.close()
+    row = {"is_warm": is_warm, "request_s": took_s, "longest_stall_ms": max(gaps) * 1e3}
+    print(f"first request, warm {is_warm}: {took_s:.3f} s, longest stall {max(gaps) * 1e3:.1f} ms")
+    return row
+
+
+def _compilations(vocabulary: Vocabulary) -> Rows:
+    cold = [_compilation(vocabulary, most, wait_s=0.0) for most in (100, 1000)]
+    return cold + [_compilation(vocabulary, most, wait_s=_LEARNING_S) for most in (100, 4000)]
+
+
+def _compilation(vocabulary: Vocabulary, most: int, *, wait_s: float) -> dict[str, Any]:
+    compiler = StructureCompiler(lambda: vocabulary, limits=_LIMITS)
+    asyncio.run(compiler.compile(Structure(kind="regex", text="a")))
+    time.sleep(wait_s)
+    text = json.dumps({"type": "string", "maxLength": most})
+    began_s = time.perf_counter()
+    asyncio.run(compiler.compile(Structure(kind="json_schema", text=text)))
+    took_s = time.perf_counter() - began_s
+    compiler.close()
+    print(f"maxLength {most}, {wait_s:g} s after the start: {took_s:.2f} s")
+    return {"max_length": most, "after_s": wait_s, "compile_s": took_s}
+
+
+def _request(grammar: CompiledGrammar | None, max_tokens: int = 100_000) -> Request:
+    return Request(
+        id="r",
+        prompt_token_ids=(7,),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        seed=0,
+        eos_token_ids=(_EOS,),
+        grammar=grammar,
+    )
+
+
+def _masks(name: str, grammar: CompiledGrammar, num_steps: int) -> dict[str, Any]:
     generator = random.Random(0)
-    matchers = [grammar.matcher(request) for _ in range(num_sequences)]
-    token_ids = [[7] for _ in matchers]
+    asked = [(grammar.matcher(_request(grammar)), [7]) for _ in range(_NUM_SEQUENCES)]
     times_s = []
     for _ in range(num_steps):
         started_s = time.perf_counter()
-        masks = [m.mask(ids) for m, ids in zip(matchers, token_ids, strict=True)]
+        masks = grammar.masks(asked)
         times_s.append(time.perf_counter() - started_s)
         for index, mask in enumerate(masks):
-            # One that has ended begins anew.
-            token_id = 0 if isinstance(mask, FinishReason) else _pick(mask, generator)
-            if token_id == 0:
-                matchers[index], token_ids[index] = grammar.matcher(request), [7]
+            assert isinstance(mask, bytes), mask
+            token_id = _pick(np.frombuffer(mask, np.uint32), generator)
+            if token_id == _EOS:
+                # One that has ended begins anew.
+                asked[index] = grammar.matcher(_request(grammar)), [7]
             else:
-                token_ids[index].append(token_id)
-    median_ms, worst_ms = statistics.median(times_s) * 1e3, max(times_s) * 1e3
-    print(
-        f"{structure.kind:12} {num_sequences} sequences: median {median_ms:.2f} ms a step, "
-        f"worst {worst_ms:.2f} ms"
+                asked[index][1].append(token_id)
+    return {"structure": name, **_times(f"masks, {name}", times_s)}
+
+
+def _steps(
+    name: str, grammar: CompiledGrammar | None, num_structured: int, num_steps: int
+) -> dict[str, Any]:
+    executor, sink = TimedExecutor(), EndlessSink()
+    controller = sink.controller = Controller(_config(), executor, sink)
+    for index in range(_NUM_SEQUENCES):
+        sink.submit(_request(grammar if index < num_structured else None))
+    controller.start()
+    while len(executor.step_times) < num_steps + 10 and controller.error is None:
+        time.sleep(0.05)
+    assert controller.error is None
+    controller.stop()
+    executor.close()
+    ends = [when for when, _ in executor.step_times][10:]
+    times = [after - before for before, after in itertools.pairwise(ends)]
+    row = _times(f"steps, {num_structured} of {_NUM_SEQUENCES} with {name}", times)
+    return {"structure": name, "num_structured": num_structured, **row}
+
+
+def _times(what: str, times_s: list[float]) -> dict[str, float]:
+    median_ms = statistics.median(times_s) * 1e3
+    p90_ms = sorted(times_s)[len(times_s) * 9 // 10] * 1e3
+    print(f"{what}: median {median_ms:.2f} ms, p90 {p90_ms:.2f} ms, of {len(times_s)}", flush=True)
+    return {"median_ms": median_ms, "p90_ms": p90_ms}
+
+
+def _pick(words: Any, generator: random.Random) -> int:
+    """Return a token that a mask allows; the end only where it is all that may come."""
+    places = np.flatnonzero(words)
+    for _ in range(4):
+        place = int(places[generator.randrange(len(places))])
+        word = int(words[place])
+        bits = [bit for bit in range(32) if word >> bit & 1]
+        token_id = place * 32 + generator.choice(bits)
+        if token_id != _EOS:
+            return token_id
+    return _EOS
+
+
+def _config() -> EngineConfig:
+    model = ModelConfig(
+        name="none",
+        folder=Path(),
+        architecture="none",
+        vocab_size=128_256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=64,
+        max_positions=8192,
+    )
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(max_num_seqs=_NUM_SEQUENCES, max_num_batched_tokens=8192),
     )
 
 
-def _pick(mask: bytes, generator: random.Random) -> int:
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-    return int(generator.choice(np.flatnonzero(bits)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cluster.flags import add_engine_flags, engine_options
 from cluster.options import engine_config
+from cluster.serving.tool_calls import TOOL_CALL_FORMATS
 from pagedray import __version__
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 from pagedray.request import SamplingParams
@@ -107,6 +108,11 @@ def _add_serve(commands: _Commands) -> None:
     )
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call it (the folder's name)"
+    )
+    group.add_argument(
+        "--tool-call-format",
+        choices=TOOL_CALL_FORMATS,
+        help="how the model writes tool calls (found in its chat template)",
     )
     _add_observation(serve)
     add_engine_flags(serve, executor="ray")
@@ -240,6 +246,7 @@ def _serve(parsed: argparse.Namespace) -> int:
             authenticator=Authenticator(parsed.api_keys),
             certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
             tracer=otlp_tracer(parsed.otlp_endpoint),
+            tool_format=parsed.tool_call_format,
             drain_s=parsed.drain_s,
         )
         return server.run()

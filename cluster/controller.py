@@ -207,12 +207,14 @@ class Controller(StepLoop):
         """
         if len(self._in_flight) != 1:
             return
-        with self._wake:
-            masked = self._scheduler.masked()
+        # Without the lock: which plans are in flight is this thread's to change.
+        masked = self._scheduler.masked()
         if masked is None:
             return
         masks, ends = masked.masks()
         self._executor.send_masks(masks)
+        if not ends:
+            return
         with self._wake:
             events = self._scheduler.end(ends)
             self._note(events)

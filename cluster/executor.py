@@ -58,20 +58,20 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises WorkerError."""
 
+    @abstractmethod
     def send_masks(self, masks: StepMasks) -> None:
         """Send every rank the masks of the last plan, which it samples under. Raises WorkerError.
 
         The outputs of all plans before it have been collected.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def collect(self) -> StepOutput:
         """Return the output of the oldest plan that has none yet. Raises WorkerError."""
 
+    @abstractmethod
     def embed(self, plan: EmbedPlan) -> EmbedOutput:
         """Return what an encoder makes of texts; not beside other plans. Raises WorkerError."""
-        raise NotImplementedError
 
     @abstractmethod
     def restart(self) -> None:

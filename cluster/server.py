@@ -20,6 +20,7 @@ from pagedray.errors import StartupError
 if TYPE_CHECKING:
     from cluster.serving.authenticator import Authenticator
     from cluster.serving.tls import CertificateStore
+    from cluster.serving.tool_calls import ToolCallFormat
     from cluster.serving.tracing import Tracer
     from cluster.step_loop import StepLoop
     from pagedray.config import EngineConfig
@@ -48,9 +49,13 @@ class Server:
         authenticator: Authenticator,
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
+        tool_format: ToolCallFormat | None = None,
         drain_s: float,
     ) -> None:
-        """`drain_s` is what SIGTERM leaves running requests to end."""
+        """`drain_s` is what SIGTERM leaves running requests to end.
+
+        A `tool_format` of None is found in the model's chat template.
+        """
         self._config = config
         self._host = host
         self._grpc_port = grpc_port
@@ -58,6 +63,7 @@ class Server:
         self._authenticator = authenticator
         self._certificates = certificates
         self._tracer = tracer
+        self._tool_format = tool_format
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -89,9 +95,11 @@ class Server:
             authenticator=self._authenticator,
             certificates=self._certificates,
             tracer=self._tracer,
+            tool_format=self._tool_format,
         )
         # The ports are taken first: a busy one is told before a model is loaded.
         await fronts.start()
+        fronts.servicer.warm_up()
         try:
             return await self._run_engine(client, fronts)
         finally:

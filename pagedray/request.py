@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -136,14 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Matcher(Protocol):
-    """Where one sequence is in its grammar. For one thread; never raises."""
-
-    def mask(self, token_ids: Sequence[int]) -> bytes | FinishReason:
-        """Return which tokens may follow, or how the sequence ends if none may.
-
-        `token_ids` are all of the sequence's, the prompt included: those of the call before and
-        what came since. Bit `i % 32` of the int32 at `i // 32` stands for token `i`.
-        """
+    """Stands for one sequence that follows a grammar."""
 
 
 class Grammar(Protocol):
@@ -155,6 +148,15 @@ class Grammar(Protocol):
 
     def matcher(self, request: Request) -> Matcher:
         """Return a matcher for a continuation of the request, which is yet to begin."""
+
+    # Any: the matchers are its own kind's.
+    def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
+        """Return which tokens may follow, or how a sequence ends if none may; never raises.
+
+        Asked for are matchers, each with all tokens of its sequence, the prompt included: those
+        of the time before and what came since. They may be of any grammar of the same model. Bit
+        `i % 32` of the int32 at `i // 32` stands for token `i`.
+        """
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

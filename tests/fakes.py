@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from pagedray.batch import StepPlan
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
     from pagedray.errors import EngineError
     from pagedray.request import FinishReason
 
@@ -34,6 +34,8 @@ class FakeExecutor(Executor):
         self.restart_failures: deque[Exception] = deque()
         """Raised by the next restarts."""
         self.num_restarts = 0
+        self.masks: list[StepMasks] = []
+        """Those that were sent."""
         self.step_s = 0.0
         """What a step takes."""
         self.may_step = threading.Event()
@@ -56,6 +58,12 @@ class FakeExecutor(Executor):
         if self.submit_failures:
             raise self.submit_failures.popleft()
         self._plans.append(plan)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self.masks.append(masks)
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
 
     def collect(self) -> StepOutput:
         self.may_step.wait()

@@ -4,11 +4,12 @@ It may be asked without the scheduler's lock: a sequence that is ended meanwhile
 the token that is sampled under it is discarded.
 """
 
+from itertools import compress
 from typing import NamedTuple
 
 from cluster.scheduling.sequence import Sequence, SequenceState
 from pagedray.batch import StepMasks
-from pagedray.request import FinishReason
+from pagedray.request import FinishReason, Grammar, Matcher
 
 __all__ = ["MaskedStep"]
 
@@ -22,29 +23,28 @@ class MaskedStep(NamedTuple):
 
     def masks(self) -> tuple[StepMasks, list[tuple[Sequence, FinishReason]]]:
         """Return the masks, and the sequences for which no token is left to sample."""
+        # The step before may have ended one; its token of this step is discarded.
+        are_followed = [s.state is not SequenceState.FINISHED for s in self.sequences]
+        asked = [(_matcher(s), s.token_ids) for s in compress(self.sequences, are_followed)]
+        found = iter(_grammar(self.sequences[0]).masks(asked))
         rows: list[bytes] = []
         ends: list[tuple[Sequence, FinishReason]] = []
-        for sequence in self.sequences:
-            row = _mask(sequence)
+        for sequence, is_followed in zip(self.sequences, are_followed, strict=True):
+            row = next(found) if is_followed else None
             if isinstance(row, FinishReason):
                 ends.append((sequence, row))
-                row = _everything(sequence)
-            rows.append(row)
+                row = None
+            rows.append(b"\xff" * _grammar(sequence).num_mask_bytes if row is None else row)
         return StepMasks(self.step, b"".join(rows)), ends
 
 
-def _mask(sequence: Sequence) -> bytes | FinishReason:
-    # The step before may have ended it; its token of this step is discarded.
-    if sequence.state is SequenceState.FINISHED:
-        return _everything(sequence)
-    if sequence.matcher is None:
-        request = sequence.active.request
-        assert request.grammar is not None
-        sequence.matcher = request.grammar.matcher(request)
-    return sequence.matcher.mask(sequence.token_ids)
-
-
-def _everything(sequence: Sequence) -> bytes:
+def _grammar(sequence: Sequence) -> Grammar:
     grammar = sequence.active.request.grammar
     assert grammar is not None
-    return b"\xff" * grammar.num_mask_bytes
+    return grammar
+
+
+def _matcher(sequence: Sequence) -> Matcher:
+    if sequence.matcher is None:
+        sequence.matcher = _grammar(sequence).matcher(sequence.active.request)
+    return sequence.matcher

@@ -77,6 +77,8 @@ class Scheduler:
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
+        self._has_structures = False
+        """Whether a request with a grammar has ever come."""
         self._num_steps = 0
         self._num_scheduled_tokens = 0
         self._num_swapped_out_blocks = 0
@@ -109,6 +111,7 @@ class Scheduler:
             request, arrival=self._num_arrivals, max_model_len=self._max_model_len
         )
         self._num_arrivals += 1
+        self._has_structures = self._has_structures or request.grammar is not None
         self._roster.join(active)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
@@ -191,8 +194,11 @@ class Scheduler:
     def masked(self) -> MaskedStep | None:
         """Return what the only plan in flight samples under masks; None if that is nothing.
 
-        The tokens of all earlier steps are known then, which masks depend on.
+        The tokens of all earlier steps are known then, which masks depend on. Who makes plans
+        and takes outputs may ask while others submit and abort.
         """
+        if not self._has_structures:
+            return None
         (flight,) = self._in_flight
         sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
         return MaskedStep(flight.plan.step, sequences) if sequences else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.serving.text_pool import TextPool
     from cluster.serving.tls import CertificateStore
     from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.tool_calls import ToolCallFormat
     from cluster.serving.tracing import Tracer
     from pagedray.config import EngineConfig
 
@@ -41,6 +42,7 @@ class Fronts:
         authenticator: Authenticator | None = None,
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
+        tool_format: ToolCallFormat | None = None,
     ) -> None:
         """Port 0 lets the system choose; None leaves the front out.
 
@@ -53,6 +55,7 @@ class Fronts:
             text_pool=text_pool,
             authenticator=authenticator,
             tracer=tracer,
+            tool_format=tool_format,
         )
         self._grpc = (
             None

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from cluster.serving import grpc_chat, grpc_requests, grpc_responses
-from cluster.serving.tool_calls import detect_format
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class GrpcService:
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
-        self._tool_format = detect_format(servicer.tokenizer.template_source)
+        self._tool_format = servicer.tool_format
 
     async def generate(
         self, message: pb.GenerateRequest, call: Call

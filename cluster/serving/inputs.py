@@ -66,8 +66,6 @@ class GenerationInput:
     deadline_s: float | None = None
     """On the monotonic clock."""
     tenant: str = ""
-    lease_s: float | None = None
-    """The call ends if nobody takes an output for so long; None is never."""
     skips_special_tokens: bool = True
     """Whether special tokens have no text."""
     includes_stop: bool = False

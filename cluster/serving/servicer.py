@@ -84,6 +84,8 @@ class Servicer:
         self.tokenizer = tokenizer
         self.config = config
         self.authenticator = Authenticator() if authenticator is None else authenticator
+        if self.authenticator.asks_for_keys:
+            tokenizer.keep_no_words()
         self._text_pool = TextPool() if text_pool is None else text_pool
         self.metrics = Metrics(client, config)
         self.validator = Validator(
@@ -110,6 +112,11 @@ class Servicer:
     def num_running(self) -> int:
         """Calls that have not ended."""
         return len(self._calls)
+
+    def warm_up(self) -> None:
+        """Begin what takes a while and need not wait for the model; returns at once."""
+        if not self.config.model.is_encoder:
+            self.validator.warm_up()
 
     def set_ready(self) -> None:
         """Take requests from now on."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.text_pool import TextPool
     from cluster.serving.tokenizer import Tokenizer
-    from cluster.structured.grammar import CompiledGrammar
+    from cluster.structured.mask_maker import CompiledGrammar
     from pagedray.config import EngineConfig
 
 __all__ = ["Validator"]
@@ -83,7 +83,7 @@ class Validator:
         requests: list[Request] = []
         grammar = None
         if sampling.structure is not None:
-            grammar = await self._compiled(sampling.structure)
+            grammar = await self._compiled(sampling.structure, given.tenant)
         for prompt in given.prompts:
             request = await self._request(prompt, sampling, given, is_long=is_long)
             requests.append(msgspec.structs.replace(request, grammar=grammar))
@@ -91,13 +91,17 @@ class Validator:
             await asyncio.sleep(0)
         return tuple(requests)
 
-    async def _compiled(self, structure: Structure) -> CompiledGrammar:
+    async def _compiled(self, structure: Structure, tenant: str) -> CompiledGrammar:
         began_s = time.monotonic()
         try:
-            return await self._structures.compile(structure)
+            return await self._structures.compile(structure, tenant=tenant)
         finally:
             if self._note_compile is not None:
                 self._note_compile(structure.kind, time.monotonic() - began_s)
+
+    def warm_up(self) -> None:
+        """Start what compiles structures, so that the first of them finds it there."""
+        self._structures.warm_up()
 
     def close(self) -> None:
         """End the process that compiles structures, if there is one; may take a moment."""

@@ -1,9 +1,10 @@
 """The process that compiles grammars, and may be killed over any of them.
 
-It imports xgrammar and learns the vocabulary once, and then forks for each structure: a fork has a
-limit of time and of memory, kept by the kernel, and what it does cannot harm the next one. A
-structure comes with a socket of its own, on which its fork answers; one that was killed says
-nothing. Nothing that arrives is unpickled.
+It imports xgrammar and learns the vocabulary once, and then forks: for each structure, and once for
+the masks of all. The fork of a structure has a limit of time and of memory, kept by the kernel, and
+what it does cannot harm the next one. A structure comes with a socket of its own; behind the fork
+that compiles stands another, which tells on it how that one died. Nothing that arrives is
+unpickled.
 """
 
 from __future__ import annotations
@@ -11,22 +12,43 @@ from __future__ import annotations
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.grammar_text import grammar_text
+from cluster.structured.idle_learning import IdleLearning
+from cluster.structured.mask_process import serve_masks
 from cluster.structured.vocabulary import Vocabulary
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
-__all__ = ["Compiled", "Limits", "Refused", "Start", "limits_of", "main"]
+if TYPE_CHECKING:
+    from cluster.structured.xgrammar_library import Library
 
+__all__ = [
+    "COMPILE",
+    "MAKE_MASKS",
+    "Compiled",
+    "Died",
+    "Limits",
+    "Refused",
+    "Start",
+    "limits_of",
+    "main",
+]
+
+COMPILE = b"c"
+"""Comes with the socket of a structure."""
+MAKE_MASKS = b"m"
+"""Comes with the sockets for masks and for grammars."""
 _TRIAL_S = 0.1
 _NUM_TRIAL_TOKENS = 64
 
@@ -34,7 +56,7 @@ _NUM_TRIAL_TOKENS = 64
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one compilation may take."""
 
-    compile_s: float = 5.0
+    compile_s: float = 10.0
     """CPU time, of which a busy machine takes no more than an idle one."""
     wait_s: float = 50.0
     """Time for all of it, on a machine that is busy with other things."""
@@ -46,7 +68,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 def limits_of(compile_s: float) -> Limits:
     """Return the limits that go with so much CPU time for a compilation."""
-    return Limits(compile_s=compile_s, wait_s=10 * compile_s, mask_s=compile_s / 50)
+    return Limits(compile_s=compile_s, wait_s=5 * compile_s, mask_s=compile_s / 100)
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +81,19 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     """A compiled grammar, as xgrammar writes it in JSON."""
 
-    text: str
+    text: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Why a structure was not compiled, in words for its client."""
 
     message: str
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    """The fork that compiled was ended by a signal."""
+
+    signal: int
 
 
 def main() -> None:
@@ -75,28 +103,49 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.msgpack.decode(read_frame(control), type=Start)
-    # Imports take seconds, once.
+    # Nobody else may import it.
     from cluster.structured.xgrammar_library import Library
 
     library = Library(start.vocabulary)
     write_frame(control, b"")
+    learning = IdleLearning(library)
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        while not learning.is_over and not select.select([control], [], [], 0.0)[0]:
+            learning.step()
+        what, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not descriptors:
             return
-        with socket.socket(fileno=descriptors[0]) as connection:
-            if os.fork():
-                continue
+        connections = [socket.socket(fileno=one) for one in descriptors]
+        if not os.fork():
             control.close()
-            _answer(connection, library, start.limits)
-            # No clean-up of what is the parent's.
-            os._exit(0)
+            try:
+                if what == MAKE_MASKS:
+                    masks, grammars = connections
+                    serve_masks(masks, grammars, library)
+                else:
+                    (connection,) = connections
+                    _stand_behind(connection, library, start.limits)
+            finally:
+                # No clean-up of what is the parent's.
+                os._exit(0)
+        for one in connections:
+            one.close()
 
 
-def _answer(connection: socket.socket, library: object, limits: Limits) -> None:
-    from cluster.structured.xgrammar_library import Library
+def _stand_behind(connection: socket.socket, library: Library, limits: Limits) -> None:
+    """Have a fork answer, and answer in its place if a signal ends it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    process_id = os.fork()
+    if not process_id:
+        _answer(connection, library, limits)
+        os._exit(0)
+    _, status = os.waitpid(process_id, 0)
+    if os.WIFSIGNALED(status):
+        connection.settimeout(5.0)
+        write_frame(connection, msgspec.msgpack.encode(Died(os.WTERMSIG(status))))
 
-    assert isinstance(library, Library)
+
+def _answer(connection: socket.socket, library: Library, limits: Limits) -> None:
     structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
     _limit(limits)
     try:
@@ -104,10 +153,12 @@ def _answer(connection: socket.socket, library: object, limits: Limits) -> None:
         _try_out(library, text, limits)
     except InvalidRequestError as error:
         answer: Compiled | Refused = Refused(str(error))
-    except (RuntimeError, MemoryError, RecursionError) as error:
+    except MemoryError:
+        answer = Refused(f"structure takes more than {limits.memory_bytes >> 20} MiB to compile.")
+    except (RuntimeError, RecursionError) as error:
         answer = Refused(f"structure cannot be compiled: {_in_short(error)}.")
     else:
-        answer = Compiled(text)
+        answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)
     if len(body) > limits.answer_bytes:
         body = msgspec.msgpack.encode(Refused("structure has a grammar that is too large."))
@@ -131,17 +182,15 @@ def _limit(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _try_out(library: object, text: str, limits: Limits) -> None:
+def _try_out(library: Library, text: str, limits: Limits) -> None:
     """Follow the grammar for some random tokens; raise InvalidRequestError if that goes badly."""
-    from cluster.structured.xgrammar_library import Library
-
-    assert isinstance(library, Library)
-    walk = library.walk(text)
+    compiled, _ = library.load(text)
+    walk = library.walk(compiled)
     generator = random.Random(0)
     until_s = time.thread_time() + _TRIAL_S
     for index in range(_NUM_TRIAL_TOKENS):
         started_s = time.thread_time()
-        allowed = walk.allowed_ids()
+        allowed = walk.allowed_ids(library.vocab_size)
         if not len(allowed):
             if index == 0 and not walk.is_complete:
                 raise InvalidRequestError(

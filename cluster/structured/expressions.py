@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pagedray.errors import InvalidRequestError
 
 __all__ = [
-    "ANY_CHARACTER",
+    "MAX_SIZE",
+    "Ahead",
     "Characters",
     "Choice",
     "Expression",
@@ -79,7 +80,17 @@ class Rule:
     name: str
 
 
-Expression = Characters | Text | Sequence | Choice | Repeat | Rule
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Nothing, at the end of a rule behind which this always comes, or the end of the text.
+
+    It lets xgrammar tell beforehand that a token which goes on otherwise may not follow.
+    """
+
+    part: Expression
+
+
+Expression = Characters | Text | Sequence | Choice | Repeat | Rule | Ahead
 
 
 def refuse(message: str) -> InvalidRequestError:
@@ -102,9 +113,6 @@ def characters_but(ranges: Ranges) -> Characters:
     if first <= _MAX_CODE_POINT:
         left.append((first, _MAX_CODE_POINT))
     return Characters(tuple(left))
-
-
-ANY_CHARACTER = characters_but(())
 
 
 def size_of(expression: Expression) -> int:
@@ -152,6 +160,8 @@ def _written(expression: Expression) -> str:
             return _grouped(part) + _count(fewest, most)
         case Rule(name):
             return name
+        case Ahead(part):
+            return f"(={_written(part)})"
 
 
 def _grouped(expression: Expression) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.structured.expressions import Choice, Text, refuse, write
 from cluster.structured.json_schema import read_json_schema
 from cluster.structured.json_text import JSON_RULES, OBJECT
+from cluster.structured.loops import with_loops_as_rules
 from cluster.structured.regex import read_regex
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def grammar_text(structure: Structure) -> str:
         case "json_schema":
             return write(*read_json_schema(structure.text))
         case "regex":
-            return write({}, read_regex(structure.text))
+            return write(*with_loops_as_rules(read_regex(structure.text)))
         case "choice":
             return write({}, _choice(structure.text))
         case "grammar":

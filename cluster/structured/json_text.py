@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from cluster.structured.expressions import (
+    Ahead,
     Characters,
     Choice,
     Expression,
@@ -32,6 +33,7 @@ __all__ = [
     "PLAIN",
     "SPACE",
     "STRING",
+    "STRING_END",
     "VALUE",
     "as_json_string",
     "separated",
@@ -49,6 +51,11 @@ OBJECT = Rule("object")
 VALUE = Rule("value")
 
 _QUOTE = Text('"')
+_SPACES = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
+STRING_END = Sequence(
+    (_QUOTE, Ahead(Sequence((_SPACES, Characters(tuple((ord(c), ord(c)) for c in ",:]}"))))))
+)
+"""The quote behind a string, wherever it is."""
 _COMMA = Sequence((Text(","), SPACE))
 _DIGIT = Characters(((0x30, 0x39),))
 # What JSON has in a string only behind a backslash.
@@ -138,7 +145,7 @@ _INDENT = Sequence((Text("\n"), Repeat(_one_of("\t "), 0, None)))
 
 JSON_RULES: dict[str, Expression] = {
     "space": optional(Choice((Text(" "), _INDENT))),
-    "string": Sequence((_QUOTE, CONTENT, _QUOTE)),
+    "string": Sequence((_QUOTE, CONTENT, *STRING_END.parts)),
     "integer": _INTEGER,
     "number": Sequence((_INTEGER, optional(_FRACTION), optional(_EXPONENT))),
     "array": surrounded("[", separated(VALUE, 0, None), "]"),

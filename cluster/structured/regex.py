@@ -8,7 +8,9 @@ over.
 
 from __future__ import annotations
 
+from cluster.structured.compile_cost import MAX_COST, cost_of
 from cluster.structured.expressions import (
+    MAX_SIZE,
     Characters,
     Choice,
     Expression,
@@ -68,6 +70,11 @@ def read_regex(text: str) -> Expression:
     expression = reader.choice(depth=0)
     if not reader.is_at_end:
         raise reader.refusal("an unmatched )")
+    if cost_of(expression) > MAX_COST:
+        raise refuse(
+            f"structure has a regular expression that counts {cost_of(expression)} characters of "
+            f"most letters in all; at most {MAX_COST} are allowed."
+        )
     return expression
 
 
@@ -124,7 +131,14 @@ class _Reader:
             raise self.refusal("a repetition of a repetition")
         if size_of(part) == 0:
             return part
-        return Repeat(part, fewest, most)
+        repeat = Repeat(part, fewest, most)
+        for num, allowed, kind in (
+            (size_of(repeat), MAX_SIZE, "characters"),
+            (cost_of(repeat), MAX_COST, "characters of most letters"),
+        ):
+            if num > allowed:
+                raise self.refusal(f"a repetition of {num} {kind}, where {allowed} are allowed,")
+        return repeat
 
     def _count(self) -> tuple[int, int | None]:
         end = self._text.find("}", self._at, self._end)

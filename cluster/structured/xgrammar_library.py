@@ -1,15 +1,19 @@
 """xgrammar, as far as it is used: compiled grammars, and masks of what may follow.
 
-To import this module takes a few seconds, so it is imported where it is first needed.
+For the process that compiles and its forks only. What is used of xgrammar computes in C++ on arrays
+of any kind; torch and transformers, with which its import takes seconds and hundreds of megabytes,
+are named in annotations and in what is not used.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgrammar
+
+from cluster.structured.slim_import import StandIn, in_place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,27 +23,57 @@ if TYPE_CHECKING:
 __all__ = ["Library", "Walk"]
 
 
+# Any: the library has few types, and they say too little.
+def _imported() -> Any:
+    if "torch" not in sys.modules:
+        try:
+            # The library below it asks whether there is a torch, and does without.
+            with in_place(torch=None):
+                import tvm_ffi  # noqa: F401
+            with in_place(torch=StandIn("torch"), transformers=StandIn("transformers")):
+                import xgrammar
+        except Exception:
+            # A release that needs more of them; what was half imported must go.
+            for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+                del sys.modules[name]
+    import xgrammar
+
+    return xgrammar
+
+
+xgrammar = _imported()
+
+
 class Library:
     """xgrammar with one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._size = len(vocabulary.tokens)
+        self.vocab_size = len(vocabulary.tokens)
         # Any: the library does not say what its constructors return.
         self._info: Any = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             xgrammar.VocabType.RAW,
-            vocab_size=self._size,
+            vocab_size=self.vocab_size,
             stop_token_ids=list(vocabulary.eos_token_ids),
         )
+        # It keeps what it has found out of rules, for the forks as well. Its threads end with each
+        # grammar: none is lost by a fork.
+        self._compiler: Any = xgrammar.GrammarCompiler(
+            self._info, max_threads=min(8, len(os.sched_getaffinity(0))), cache_enabled=True
+        )
+
+    @property
+    def num_mask_words(self) -> int:
+        """int32 words of a mask."""
+        return -(-self.vocab_size // 32)
 
     def compile(self, text: str) -> str:
         """Return a compiled grammar as JSON. Raises RuntimeError."""
-        # Its threads begin here, since none would live through a fork.
-        num_threads = min(8, len(os.sched_getaffinity(0)))
-        compiler = xgrammar.GrammarCompiler(
-            self._info, max_threads=num_threads, cache_enabled=False
-        )
-        return str(compiler.compile_grammar(text).serialize_json())
+        return str(self._compiler.compile_grammar(text).serialize_json())
+
+    def learn(self, text: str) -> None:
+        """Compile a grammar only to compile the like of it faster. Raises RuntimeError."""
+        self._compiler.compile_grammar(text)
 
     def load(self, text: str) -> tuple[Any, int]:
         """Return a compiled grammar from its JSON, and its size in bytes."""
@@ -47,19 +81,15 @@ class Library:
         return compiled, int(compiled.memory_size_bytes)
 
     def walk(self, compiled: Any) -> Walk:
-        """Return the start of a compiled grammar, or of its JSON."""
-        if isinstance(compiled, str):
-            compiled, _ = self.load(compiled)
-        return Walk(xgrammar.GrammarMatcher(compiled), self._size)
+        """Return the start of a compiled grammar."""
+        return Walk(xgrammar.GrammarMatcher(compiled))
 
 
 class Walk:
     """A place in a grammar. Its methods raise RuntimeError when the library fails."""
 
-    def __init__(self, matcher: Any, size: int) -> None:
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._size = size
-        self._words: NDArray[np.int32] = np.zeros((1, -(-size // 32)), dtype=np.int32)
 
     @property
     def is_complete(self) -> bool:
@@ -75,13 +105,13 @@ class Walk:
         """Go on by a token, or return False if it may not follow."""
         return bool(self._matcher.accept_token(token_id))
 
-    def mask(self) -> NDArray[np.int32]:
-        """Return which tokens may follow, a bit each; valid until the next call."""
-        self._words.fill(0)
-        self._matcher.fill_next_token_bitmask(self._words, 0)
-        return self._words[0]  # type: ignore[no-any-return]  # the library has no types
+    def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
+        """Write which tokens may follow into a row of zeros, a bit each."""
+        self._matcher.fill_next_token_bitmask(masks, row)
 
-    def allowed_ids(self) -> NDArray[np.intp]:
+    def allowed_ids(self, vocab_size: int) -> NDArray[np.intp]:
         """Return the ids of the tokens that may follow."""
-        bits = np.unpackbits(self.mask().view(np.uint8), count=self._size, bitorder="little")
+        words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self.write_mask(words, 0)
+        bits = np.unpackbits(words[0].view(np.uint8), count=vocab_size, bitorder="little")
         return np.flatnonzero(bits)

@@ -79,6 +79,11 @@ def test_flags_are_read() -> None:
     assert (options.load_seed, options.enforce_eager) == (7, True)
 
 
+def test_serve_is_told_how_the_model_writes_tool_calls() -> None:
+    assert parsed("serve", "m", "--tool-call-format=llama3_json").tool_call_format == "llama3_json"
+    assert parsed("serve", "m").tool_call_format is None
+
+
 def test_more_than_one_rank_needs_ray_unless_told_otherwise() -> None:
     assert engine_options(parsed("chat", "m", "--tensor-parallel-size=2")).executor == "ray"
     given = parsed("chat", "m", "--tensor-parallel-size=2", "--executor=local")

@@ -95,7 +95,6 @@ def given(
     max_tokens: int = 10,
     prompts: tuple[tuple[int, ...], ...] = ((5, 6, 7),),
     deadline_s: float | None = None,
-    lease_s: float | None = None,
     priority: int = 0,
 ) -> GenerationInput:
     return GenerationInput(
@@ -104,7 +103,6 @@ def given(
         tenant=tenant,
         client_id=client_id,
         deadline_s=deadline_s,
-        lease_s=lease_s,
         priority=priority,
     )
 
@@ -214,30 +212,6 @@ async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: 
         await ended(call)
     assert opened.engine.num_sequences == 0
     call.close()
-
-
-async def test_call_whose_outputs_nobody_takes_ends_with_its_lease(opened: Opened) -> None:
-    opened.engine.is_paused = False
-    opened.engine.step_s = 0.005
-    never_read = await opened.servicer.start(given(max_tokens=200, tenant="ben", lease_s=0.1))
-    read_once = await opened.servicer.start(given(max_tokens=200, tenant="ben", lease_s=0.1))
-    outputs = read_once.outputs()
-    await anext(outputs)
-    await until(lambda: opened.servicer.num_running == 0)
-    assert opened.engine.num_sequences == 0
-    with pytest.raises(DeadlineError, match=r"Nobody took outputs of the call for 0\.1 s"):
-        async for _ in outputs:
-            pass
-    never_read.close()
-
-
-async def test_lease_holds_while_outputs_are_waited_for(opened: Opened) -> None:
-    call = await opened.servicer.start(given(lease_s=0.05))
-    reading = asyncio.create_task(ended(call))
-    await asyncio.sleep(0.3)
-    assert not reading.done()
-    opened.engine.is_paused = False
-    assert await reading is FinishReason.LENGTH
 
 
 async def test_encoder_generates_nothing_and_decoder_embeds_nothing(

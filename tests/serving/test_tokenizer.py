@@ -33,6 +33,14 @@ def test_text_is_encoded_alike_while_other_threads_run(tokenizer: Tokenizer) -> 
     assert tokenizer.encode_unlocked(text) == tokenizer.encode(text)
 
 
+def test_text_is_encoded_alike_by_what_keeps_no_words(tokenizer: Tokenizer, copy: Path) -> None:
+    # That the times are alike as well is measured by tests.load.tenant_timing.
+    forgetful = Tokenizer.from_folder(copy)
+    forgetful.keep_no_words()
+    text = "The quick brown fox, the quick brown dog. " * 3
+    assert forgetful.encode(text) == forgetful.encode(text) == tokenizer.encode(text)
+
+
 def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
     times_s = []
     for size in (100_000, 200_000):

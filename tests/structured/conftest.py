@@ -15,6 +15,8 @@ from cluster.structured.vocabulary import vocabulary_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster.structured.vocabulary import Vocabulary
+
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 VOCAB_SIZE = 3072
 EOS = 0
@@ -25,12 +27,15 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(TINY_LLAMA)
 
 
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return vocabulary_of(tokenizer.token_bytes, size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
 @pytest.fixture(scope="session")
 def compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
     """A compiler that minds no busy machine."""
-    vocabulary = vocabulary_of(tokenizer.token_bytes, size=VOCAB_SIZE, eos_token_ids=(EOS,))
     compiler = StructureCompiler(
-        lambda: vocabulary, limits=Limits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
+        lambda: vocabulary(tokenizer), limits=Limits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
     )
     yield compiler
     compiler.close()

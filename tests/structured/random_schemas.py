@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import random
 
     from cluster.serving.tokenizer import Tokenizer
-    from cluster.structured.grammar import CompiledGrammar
+    from cluster.structured.mask_maker import CompiledGrammar
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def random_text(
     )
     matcher, token_ids = grammar.matcher(request), [7]
     while len(token_ids) < max_tokens:
-        mask = matcher.mask(token_ids)
+        (mask,) = grammar.masks([(matcher, token_ids)])
         assert not isinstance(mask, FinishReason), mask
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
         closing = [i for i in allowed.tolist() if set(tokenizer.token_bytes.of(i)) <= set(b'"]},:')]

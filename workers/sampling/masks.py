@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_masks", "num_mask_bytes"]
 
-# What is added to the score of a forbidden and of an allowed token. Adding -inf, rather than
+# What is added to the scores of eight tokens, for each byte of a mask. Adding -inf, rather than
 # writing it, keeps a NaN visible.
-_ADDED = np.array([-np.inf, 0.0], dtype=np.float32)
+_ADDED = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 
 
 def num_mask_bytes(vocab_size: int) -> int:
@@ -52,7 +56,7 @@ def apply_masks(scores: Tensor, indices: IntArray, words: bytes) -> None:
 def _apply_on_cpu(scores: Tensor, indices: IntArray, masks: NDArray[np.uint8]) -> None:
     rows = scores.numpy()
     for index, mask in zip(indices.tolist(), masks, strict=True):
-        is_allowed = np.unpackbits(mask, count=rows.shape[1], bitorder="little")
+        added = _ADDED.take(mask, axis=0).reshape(-1)[: rows.shape[1]]
         # An infinite score becomes a NaN, hence a broken row.
         with np.errstate(invalid="ignore"):
-            rows[index] += _ADDED[is_allowed]
+            rows[index] += added

@@ -1,0 +1,99 @@
+"""One sequence on its way through a grammar, in the process that makes masks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from cluster.structured.mask_messages import Follow
+    from cluster.structured.xgrammar_library import Walk
+
+__all__ = ["Follower"]
+
+_SPARE_S = 0.5
+"""CPU time that a sequence may take for its masks beyond what its tokens allow."""
+_TOKEN_S = 0.01
+"""CPU time that each token allows."""
+
+
+class Follower:
+    """Follows one sequence. It never raises, and ends its own sequence when anything is amiss."""
+
+    def __init__(self, walk: Walk, follow: Follow, vocab_size: int) -> None:
+        self._walk = walk
+        self._min_tokens = follow.min_tokens
+        self._num_tokens = 0
+        self._eos = _bits(follow.eos_token_ids, vocab_size) if follow.ignores_eos else None
+        self._early = (
+            _bits((*follow.eos_token_ids, *follow.stop_token_ids), vocab_size)
+            if follow.min_tokens
+            else None
+        )
+        self._spent_s = 0.0
+        self._end: FinishReason | None = None
+        self.complaint = ""
+        """Why it ended with an error, if it did."""
+
+    def write_mask(
+        self, token_ids: Sequence[int], masks: NDArray[np.int32], row: int
+    ) -> FinishReason | None:
+        """Take tokens and write which may follow, or return how the sequence ends if none may.
+
+        `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero.
+        """
+        if self._end is not None:
+            return self._end
+        started_s = time.thread_time()
+        try:
+            found = self._next(token_ids, masks, row)
+        # A grammar's failure must not be that of the others, whatever the library raises.
+        except Exception as error:
+            found = self._failed(f"its grammar failed: {error!r:.200}")
+        self._spent_s += time.thread_time() - started_s
+        if self._spent_s > _SPARE_S + _TOKEN_S * self._num_tokens:
+            found = self._failed(
+                f"its grammar took {self._spent_s:.2f} s for {self._num_tokens} tokens"
+            )
+        self._end = found
+        return found
+
+    def _next(
+        self, token_ids: Sequence[int], masks: NDArray[np.int32], row: int
+    ) -> FinishReason | None:
+        for token_id in token_ids:
+            if not self._walk.take(token_id):
+                return self._failed("its grammar refused a token")
+        self._num_tokens += len(token_ids)
+        self._walk.write_mask(masks, row)
+        words = masks[row]
+        if self._eos is not None:
+            words &= ~self._eos
+        if not words.any():
+            if self._walk.is_complete:
+                return FinishReason.STOP
+            return self._failed("its grammar allows no token any more")
+        if self._early is not None and self._num_tokens < self._min_tokens:
+            later = words & ~self._early
+            # Where only an end may follow, the grammar decides.
+            if later.any():
+                words[:] = later
+        return None
+
+    def _failed(self, complaint: str) -> FinishReason:
+        self.complaint = complaint
+        return FinishReason.ERROR
+
+
+def _bits(token_ids: Iterable[int], size: int) -> NDArray[np.int32]:
+    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if token_id < size]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,112 @@
+"""Which sequences of a step get masks, and what becomes of those that end meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.batch import StepOutput
+from pagedray.config import SchedulerConfig
+from pagedray.request import FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EVERYTHING = b"\xff" * 4
+
+
+class LastTokenGrammar:
+    """Allows one token only, that of the number of tokens so far; after three nothing may come."""
+
+    num_mask_bytes = 4
+
+    def __init__(self) -> None:
+        self.num_questions = 0
+
+    def matcher(self, request: Request) -> str:
+        return request.id
+
+    # Any: what `matcher` returns.
+    def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
+        self.num_questions += 1
+        return [
+            FinishReason.STOP if len(token_ids) > 3 else (1 << len(token_ids)).to_bytes(4, "little")
+            for _, token_ids in asked
+        ]
+
+
+def request(name: str, grammar: LastTokenGrammar | None) -> Request:
+    plain = Request(id=name, prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=9), seed=0)
+    return msgspec.structs.replace(plain, grammar=grammar)
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(
+        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        block_size=4,
+        num_blocks=32,
+        num_cpu_blocks=0,
+        max_model_len=32,
+        enable_prefix_cache=False,
+    )
+
+
+def run_step(one: Scheduler, token_id: int) -> None:
+    plan = one.schedule()
+    assert plan is not None
+    one.update(StepOutput(plan.step, [token_id] * len(plan.sequences)))
+    one.acknowledge(plan.step)
+
+
+def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> None:
+    one, grammar = scheduler(), LastTokenGrammar()
+    for name, given in (("a", None), ("b", grammar), ("c", None), ("d", grammar)):
+        one.add(request(name, given))
+    plan = one.schedule()
+    assert plan is not None
+    assert [start.is_masked for start in plan.starts] == [False, True, False, True]
+    masked = one.masked()
+    assert masked is not None
+    masks, ends = masked.masks()
+    assert masks.step == plan.step
+    assert masks.words == (1 << 1).to_bytes(4, "little") * 2
+    assert ends == []
+    # One question for all of them.
+    assert grammar.num_questions == 1
+
+
+def test_without_a_grammar_nothing_is_masked() -> None:
+    one = scheduler()
+    one.add(request("a", None))
+    one.schedule()
+    assert one.masked() is None
+
+
+def test_what_ended_meanwhile_is_not_asked_for_and_may_sample_anything() -> None:
+    one, grammar = scheduler(), LastTokenGrammar()
+    for name in ("a", "b"):
+        one.add(request(name, grammar))
+    one.schedule()
+    masked = one.masked()
+    assert masked is not None
+    one.abort("a")
+    masks, ends = masked.masks()
+    assert masks.words == EVERYTHING + (1 << 1).to_bytes(4, "little")
+    assert ends == []
+
+
+def test_a_sequence_for_which_nothing_is_left_ends_without_a_token() -> None:
+    one, grammar = scheduler(), LastTokenGrammar()
+    one.add(request("a", grammar))
+    for token_id in (1, 2, 3):
+        run_step(one, token_id)
+    one.schedule()
+    masked = one.masked()
+    assert masked is not None
+    masks, ends = masked.masks()
+    assert masks.words == EVERYTHING
+    (event,) = one.end(ends)
+    assert (event.token_ids, event.finish_reason) == ((), FinishReason.STOP)
+    assert one.end(ends) == []
