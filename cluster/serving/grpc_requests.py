@@ -44,6 +44,8 @@ _MAX_EMBED_PROMPTS = 2048
 _MAX_CHOICES = 1024
 # Looking at each costs a microsecond, on the event loop.
 _MAX_NESTED = 8192
+_MOST_NAMED_BYTES = 1024
+"""Unknown fields of a message in which the first one is looked for."""
 _MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
 # What a client says with its sampling, and the servicer takes beside it.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
@@ -64,7 +66,8 @@ def parse(kind: type[Incoming], body: bytes) -> Incoming:
         message = kind.FromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"The message is not a valid {kind.__name__}.") from error
-    _check_known_fields(message, _MAX_NESTED)
+    _check_num_nested(message, _MAX_NESTED)
+    _check_known_fields(message, body)
     return message
 
 
@@ -127,12 +130,8 @@ def check_size(name: str, size: int, most: int) -> None:
         raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
 
 
-def _check_known_fields(message: Message, room: int) -> int:
+def _check_num_nested(message: Message, room: int) -> int:
     """Return what is left of the room for nested messages. Raises InvalidRequestError."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown) > 0:
-        number = unknown[0].field_number
-        raise InvalidRequestError(f"{type(message).__name__} has no field {number}.")
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
@@ -144,8 +143,37 @@ def _check_known_fields(message: Message, room: int) -> int:
                     f"{_MAX_NESTED} others.",
                     param=descriptor.name,
                 )
-            room = _check_known_fields(nested, room)
+            room = _check_num_nested(nested, room)
     return room
+
+
+def _check_known_fields(message: Message, body: bytes) -> None:
+    """Raise InvalidRequestError for a message with fields that it does not have; drop them."""
+    # Looking at unknown fields costs a microsecond each, and a body has room for two million.
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    num_unknown_bytes = num_bytes - message.ByteSize()
+    if num_unknown_bytes == 0:
+        return
+    kind = type(message)
+    if num_unknown_bytes > _MOST_NAMED_BYTES:
+        raise InvalidRequestError(
+            f"{kind.__name__} has {num_unknown_bytes} bytes of fields that are not known here."
+        )
+    _refuse_unknown_field(kind.FromString(body))
+
+
+def _refuse_unknown_field(message: Message) -> None:
+    """Raise InvalidRequestError, with the number of the first unknown field, if there is one."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
+        number = unknown[0].field_number
+        raise InvalidRequestError(f"{type(message).__name__} has no field {number}.")
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for nested in value if descriptor.is_repeated else (value,):
+            _refuse_unknown_field(nested)
 
 
 def _deadline_s(

@@ -22,5 +22,9 @@ def listen(front: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or "it cannot be bound"
         raise DeviceError(f"{front} port {port} of {host} is not to be had: {reason}.") from error
+    # Connections inherit it. Without it, what follows a small write waits until the client has
+    # acknowledged that, which clients do up to 40 ms later; asyncio sets it only on sockets that
+    # were made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener

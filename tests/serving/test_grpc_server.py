@@ -290,6 +290,10 @@ def test_tokenize(stub: Stub, tokenizer: Tokenizer) -> None:
     assert list(response.token_ids) == tokenizer.encode(TEXT)
     bare = stub.Tokenize(pb.TokenizeRequest(text=TEXT, add_special_tokens=False))
     assert list(bare.token_ids) == tokenizer.encode(TEXT, add_special_tokens=False)
+    assert list(stub.Tokenize(pb.TokenizeRequest(text="")).token_ids) == tokenizer.encode("")
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tokenize(pb.TokenizeRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_server_info(stub: Stub) -> None:
@@ -348,7 +352,9 @@ def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -
     [
         (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field 127."),
         (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field 127."),
+        (b"x" * 3_000_000, "GenerateRequest has 3000000 bytes of fields that are not known here."),
     ],
+    ids=["message", "nested message", "many"],
 )
 def test_unknown_field_is_refused(server: Server, body: bytes, text: str) -> None:
     error = _raw_call(server, "Generate", body)

@@ -80,6 +80,10 @@ class ServerProcess:
     grpc_port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[str] | None = None
+    # Kept open, so that reading the metrics does not change what the server holds.
+    _http: httpx.Client = field(
+        default_factory=lambda: httpx.Client(limits=httpx.Limits(keepalive_expiry=2.0))
+    )
 
     @property
     def pid(self) -> int:
@@ -113,11 +117,14 @@ class ServerProcess:
         for line in self._process.stdout:
             if line.startswith("Ready:"):
                 return
+        # Left open, it would be warned of in a later test.
+        self._process.stdout.close()
+        self._http.close()
         raise AssertionError(f"The server ended with exit code {self._process.wait()}.")
 
     def metrics(self) -> dict[str, float]:
         """Return its metrics, by name and labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self._http.get(f"{self.url}/metrics").text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -152,6 +159,7 @@ class ServerProcess:
         trace: TracebackType | None,
     ) -> None:
         assert self._process is not None
+        self._http.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:

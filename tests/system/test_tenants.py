@@ -73,17 +73,31 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def long_request(request_id: str = "") -> pagedray_pb2.GenerateRequest:
+def endless_request(request_id: str) -> pagedray_pb2.GenerateRequest:
+    """Return a request of 115 200 tokens: of no machine are they sampled before it is looked at."""
     return pagedray_pb2.GenerateRequest(
         text="x",
         request_id=request_id,
-        sampling=pagedray_pb2.SamplingParams(max_tokens=150, ignore_eos=True),
+        sampling=pagedray_pb2.SamplingParams(n=128, max_tokens=900, ignore_eos=True),
+    )
+
+
+def unread_request() -> pagedray_pb2.GenerateRequest:
+    """Return a request whose answer is more than a client has room for that does not read it.
+
+    However fast it is generated, the call goes on until somebody reads.
+    """
+    return pagedray_pb2.GenerateRequest(
+        text="x",
+        sampling=pagedray_pb2.SamplingParams(max_tokens=200, logprobs=20, ignore_eos=True),
     )
 
 
 def stub(server: ServerProcess) -> pagedray_pb2_grpc.GenerationServiceStub:
+    # The room for what is not read stays small.
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
     return pagedray_pb2_grpc.GenerationServiceStub(
-        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options)
     )
 
 
@@ -128,10 +142,10 @@ def test_no_tenant_learns_from_the_cache_what_another_sent(server: ServerProcess
 
 def test_no_tenant_sees_or_ends_what_another_runs(server: ServerProcess) -> None:
     service = stub(server)
-    stream = service.Generate(long_request("mine"), metadata=metadata("ann"), timeout=TIMEOUT_S)
+    stream = service.Generate(endless_request("mine"), metadata=metadata("ann"), timeout=TIMEOUT_S)
     next(stream)
     # The same id is another's to use.
-    other = service.Generate(long_request("mine"), metadata=metadata("ben"), timeout=TIMEOUT_S)
+    other = service.Generate(endless_request("mine"), metadata=metadata("ben"), timeout=TIMEOUT_S)
     next(other)
     other.cancel()
     foreign = pagedray_pb2.AbortRequest(request_ids=["mine"])
@@ -176,7 +190,7 @@ def test_changed_and_signalled_keys_are_read_again(server: ServerProcess, key_fi
 
 def test_sigterm_lets_running_calls_end_and_takes_no_more(server: ServerProcess) -> None:
     service = stub(server)
-    stream = service.Generate(long_request(), metadata=metadata("ann"), timeout=TIMEOUT_S)
+    stream = service.Generate(unread_request(), metadata=metadata("ann"), timeout=TIMEOUT_S)
     next(stream)
     with httpx.Client(base_url=server.url) as http:
         server.send(signal.SIGTERM)
@@ -185,8 +199,8 @@ def test_sigterm_lets_running_calls_end_and_takes_no_more(server: ServerProcess)
         refused = http.post("/v1/completions", json=body, headers=bearer("ann"))
         assert refused.status_code == 503
     with pytest.raises(grpc.RpcError) as caught:
-        list(service.Generate(long_request(), metadata=metadata("ann"), timeout=TIMEOUT_S))
+        list(service.Generate(unread_request(), metadata=metadata("ann"), timeout=TIMEOUT_S))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     *_, last = stream
-    assert last.usage.num_generated_tokens == 150
+    assert last.usage.num_generated_tokens == 200
     assert server.wait(TIMEOUT_S) == 0

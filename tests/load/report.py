@@ -1,0 +1,74 @@
+"""What a run found, with what it was found on: printed, and written as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+__all__ = ["Report", "times_ms"]
+
+_PACKAGES = ("grpcio", "msgspec", "protobuf", "pydantic", "starlette", "torch", "uvicorn")
+
+
+class Report:
+    """The figures of one program."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of the program in this folder."""
+        self._found: dict[str, object] = {
+            "command": " ".join(["python -m", f"tests.load.{name}", *_arguments()]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "cpu": _cpu_model(),
+            "python": platform.python_version(),
+            "packages": {package: version(package) for package in _PACKAGES},
+        }
+
+    @staticmethod
+    def add_argument(parser: argparse.ArgumentParser) -> None:
+        """Let the command name a file for the figures."""
+        parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures here")
+
+    def add(self, name: str, figures: object) -> None:
+        """Keep figures, and print them."""
+        self._found[name] = figures
+        print(json.dumps({name: figures}), flush=True)
+
+    def write(self, path: Path | None) -> None:
+        """Write everything as JSON, if there is a path."""
+        if path is not None:
+            path.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def times_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the number, the median, the 99th percentile and the largest of times."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return {"count": 0}
+    places = {"p50_ms": len(ordered) // 2, "p99_ms": len(ordered) * 99 // 100, "max_ms": -1}
+    return {"count": len(ordered)} | {
+        name: round(ordered[place] * 1e3, 2) for name, place in places.items()
+    }
+
+
+def _arguments() -> list[str]:
+    """Return what the program was told, but where to write."""
+    given = sys.argv[1:]
+    if "--output" in given:
+        place = given.index("--output")
+        del given[place : place + 2]
+    return given
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,174 @@
+"""Good bodies of every method and endpoint that takes one, short to serve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+__all__ = ["json_bodies", "protobuf_bodies"]
+
+_MODEL = "model"
+_SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+_TEXT = "h\u00e9llo \u4e16"
+_PLAIN = pb.SamplingParams(max_tokens=2, temperature=0.0)
+_SAMPLING = pb.SamplingParams(
+    max_tokens=2, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=["zz"], n=2, seed=7,
+    logit_bias={5: 1.0}, logprobs=1, min_tokens=1, stop_token_ids=[9], repetition_penalty=1.1,
+    presence_penalty=0.5, frequency_penalty=-0.5, ignore_eos=True,
+)  # fmt: skip
+_USER = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content=_TEXT)
+_CALL = pb.ToolCall(id="c", name="look", arguments='{"a":1}')
+_TURNS = (
+    pb.ChatMessage(role=pb.CHAT_ROLE_SYSTEM, content="s"),
+    _USER,
+    pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=[_CALL]),
+    pb.ChatMessage(role=pb.CHAT_ROLE_TOOL, content="1", tool_call_id="c", name="look"),
+)
+_TOOL = pb.Tool(name="look", description="d", parameters=_SCHEMA)
+
+
+def _structured(structure: pb.Structure) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        text="x", sampling=pb.SamplingParams(max_tokens=2, structure=structure)
+    )
+
+
+_BY_METHOD: dict[str, tuple[Message, ...]] = {
+    "Generate": (
+        pb.GenerateRequest(
+            request_id="a", text=_TEXT, sampling=_SAMPLING, priority=1, timeout={"seconds": 20}
+        ),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=_PLAIN),
+        pb.GenerateRequest(text="def", sampling=_PLAIN, model=_MODEL),
+    ),
+    "Generate of a structure": (
+        _structured(pb.Structure(json_schema=_SCHEMA)),
+        _structured(pb.Structure(regex="[ab]+c")),
+        _structured(pb.Structure(choices=pb.Choices(texts=["yes", "no"]))),
+        _structured(pb.Structure(json_object=True)),
+        _structured(pb.Structure(grammar='root ::= "a" | "b"')),
+    ),
+    "Chat": (
+        pb.ChatRequest(messages=[_USER], sampling=_SAMPLING, model=_MODEL),
+        pb.ChatRequest(
+            messages=_TURNS,
+            sampling=_PLAIN,
+            tools=[_TOOL],
+            tool_choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE),
+            parallel_tool_calls=False,
+        ),
+    ),
+    "Embed": (
+        pb.EmbedRequest(
+            prompts=[pb.EmbedPrompt(text="x"), pb.EmbedPrompt(token_ids=pb.TokenIds(ids=[1]))],
+            dimensions=3,
+            pooling=pb.POOLING_MEAN,
+            normalize=False,
+        ),
+    ),
+    "Tokenize": (
+        pb.TokenizeRequest(text=_TEXT, add_special_tokens=False),
+        pb.TokenizeRequest(conversation=pb.Conversation(messages=_TURNS, tools=[_TOOL])),
+    ),
+    "Detokenize": (pb.DetokenizeRequest(token_ids=[5, 6, 7], skip_special_tokens=True),),
+    "Abort": (pb.AbortRequest(request_ids=["a", "b"]),),
+    "ListModels": (pb.ListModelsRequest(),),
+    "GetServerInfo": (pb.GetServerInfoRequest(),),
+    "GetLoads": (pb.GetLoadsRequest(),),
+}
+
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_TOOL_OBJECT = {
+    "type": "function",
+    "function": {"name": "look", "description": "d", "parameters": _PARAMETERS},
+}
+_COMMON: dict[str, Any] = {  # Any: JSON
+    "model": _MODEL, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3,
+    "min_p": 0.1, "seed": 7, "n": 2, "stop": ["zz", "y"], "logit_bias": {"5": 1.0},
+    "stop_token_ids": [9], "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": -0.5, "ignore_eos": True, "user": "u", "priority": 1,
+}  # fmt: skip
+_MESSAGES = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": _TEXT}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a":1}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+]
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+_SHORT = {"model": _MODEL, "max_tokens": 2}
+_CHAT = {**_SHORT, "messages": [{"role": "user", "content": "x"}]}
+
+_BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
+    "/v1/completions": (
+        {**_COMMON, "prompt": _TEXT, "logprobs": 1},
+        {**_COMMON, **_STREAM, "prompt": ["a", "b"]},
+        {**_SHORT, "prompt": [[5, 6], [7]], "echo": False},
+    ),
+    "/v1/completions with a structure": (
+        {**_SHORT, "prompt": "x", "guided_regex": "[ab]+c"},
+        {**_SHORT, "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}},
+        {**_SHORT, "prompt": "x", "guided_grammar": 'root ::= "a" | "b"'},
+    ),
+    "/v1/chat/completions": (
+        {**_COMMON, "messages": _MESSAGES, "logprobs": True, "top_logprobs": 2},
+        {
+            **_SHORT,
+            **_STREAM,
+            "messages": _MESSAGES,
+            "tools": [_TOOL_OBJECT],
+            "tool_choice": "none",
+        },
+    ),
+    "/v1/chat/completions with a structure": (
+        {
+            **_CHAT,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": _PARAMETERS},
+            },
+        },
+        {**_CHAT, "tools": [_TOOL_OBJECT], "tool_choice": "required"},
+    ),
+    "/v1/embeddings": (
+        {"model": _MODEL, "input": ["x", "y"], "dimensions": 3, "encoding_format": "float"},
+    ),
+    "/tokenize": (
+        {"model": _MODEL, "prompt": _TEXT, "add_special_tokens": False},
+        {"messages": _MESSAGES, "tools": [_TOOL_OBJECT], "add_generation_prompt": True},
+    ),
+    "/detokenize": ({"model": _MODEL, "tokens": [5, 6, 7]},),
+}
+
+
+def protobuf_bodies(model: str) -> dict[str, list[bytes]]:
+    """Return messages by method, and what is to be told apart of it behind a space."""
+    return {
+        kind: [_named(message, model).SerializeToString() for message in messages]
+        for kind, messages in _BY_METHOD.items()
+    }
+
+
+def json_bodies(model: str) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
+    """Return bodies by path, and what is to be told apart of it behind a space."""
+    return {
+        kind: [body | {"model": model} if "model" in body else body for body in bodies]
+        for kind, bodies in _BY_PATH.items()
+    }
+
+
+def _named(message: Message, model: str) -> Message:
+    named = type(message)()
+    named.CopyFrom(message)
+    if isinstance(named, pb.GenerateRequest | pb.ChatRequest) and named.model:
+        named.model = model
+    return named

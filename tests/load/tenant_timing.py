@@ -1,0 +1,212 @@
+"""What one tenant can learn of another by a clock: `python -m tests.load.tenant_timing`.
+
+Ann sends prompts. Ben measures the time to the first token of each, and that of prompts which
+nobody has sent: they must be alike. Ann's own second time must be told apart, or the clock is too
+coarse to say anything. The same for texts that are only tokenized, for structures that are
+compiled, and for Abort: of an id under which Ann runs a request, and of one that never was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import string
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.load.keep_alive import KeepAlive
+from tests.load.measured_server import MeasuredServer, pin_load
+from tests.load.rank_test import p_value
+from tests.load.report import Report
+from tests.load.tenant_keys import write_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+__all__ = ["TenantClocks"]
+
+_NUM_PROMPT_TOKENS = 400
+_NUM_WORDS = 150
+_WORD_LENGTH = 8
+_LEAST_P = 0.01
+
+
+class TenantClocks:
+    """Two tenants on one server, each with a clock."""
+
+    def __init__(self, server: MeasuredServer, keys: dict[str, str], *, seed: int = 0) -> None:
+        self._server = server
+        self._keys = keys
+        self._chance = random.Random(seed)
+        self._http = {
+            name: KeepAlive(server.http_port, headers={"authorization": f"Bearer {key}"})
+            for name, key in keys.items()
+        }
+
+    async def first_tokens(self, number: int) -> dict[str, object]:
+        """Compare so many prompts that Ann has sent with as many that nobody has."""
+        times: dict[str, list[float]] = {
+            "ben_of_anns": [], "ben_of_nobodys": [], "ann_of_her_own": [], "ann_of_nobodys": [],
+        }  # fmt: skip
+        for _ in range(number):
+            anns = self._prompt()
+            await self._first_token("ann", anns)
+            # Whoever comes first finds the machine in another state: the order is drawn.
+            looks = [
+                ("ben_of_anns", "ben", anns),
+                ("ben_of_nobodys", "ben", self._prompt()),
+                ("ann_of_her_own", "ann", anns),
+                ("ann_of_nobodys", "ann", self._prompt()),
+            ]
+            self._chance.shuffle(looks)
+            for look, name, prompt in looks:
+                times[look].append(await self._first_token(name, prompt))
+        for connection in self._http.values():
+            connection.close()
+        return {
+            "another_tenants_prompt": _compared(times["ben_of_anns"], times["ben_of_nobodys"]),
+            "own_prompt": _compared(times["ann_of_her_own"], times["ann_of_nobodys"]),
+        }
+
+    async def texts(self, number: int) -> dict[str, object]:
+        """Compare so many texts that Ann has had tokenized with as many that nobody has."""
+        return await self._compare_looks(number, self._tokenize, self._words)
+
+    async def structures(self, number: int) -> dict[str, object]:
+        """Compare so many structures that Ann has used with as many that nobody has."""
+        return await self._compare_looks(number, self._generate_word, self._word)
+
+    async def aborts(self, number: int) -> dict[str, object]:
+        """Compare so many aborts of what Ann runs with as many of what nobody runs."""
+        times: dict[str, list[float]] = {"foreign": [], "unknown": []}
+        async with grpc.aio.insecure_channel(self._server.grpc_target) as channel:
+            # Any: the generated stub is not async to mypy.
+            stub: Any = pagedray_pb2_grpc.GenerationServiceStub(channel)
+            ann, ben = (
+                (("authorization", f"Bearer {self._keys[name]}"),) for name in ("ann", "ben")
+            )
+            sampling = pb.SamplingParams(n=128, max_tokens=900, ignore_eos=True)
+            request = pb.GenerateRequest(request_id="anns-0", text="x", sampling=sampling)
+            running = stub.Generate(request, metadata=ann)
+            reading = asyncio.create_task(_read(running))
+            await asyncio.sleep(0.5)
+            for index in range(number):
+                # Ids of one length, and each unknown one another.
+                looks = [("foreign", "anns-0"), ("unknown", f"none-{index % 10}")]
+                self._chance.shuffle(looks)
+                for look, name in looks:
+                    started_s = time.perf_counter()
+                    await stub.Abort(pb.AbortRequest(request_ids=[name]), metadata=ben)
+                    times[look].append(time.perf_counter() - started_s)
+            assert not reading.done(), "Ann's request has ended."
+            running.cancel()
+            await asyncio.wait((reading,))
+        return {"foreign_id": _compared(times["foreign"], times["unknown"])}
+
+    async def _compare_looks(
+        self,
+        number: int,
+        look: Callable[[str, str], Coroutine[None, None, float]],
+        make: Callable[[], str],
+    ) -> dict[str, object]:
+        times: dict[str, list[float]] = {"anns": [], "nobodys": []}
+        for _ in range(number):
+            anns = make()
+            await look("ann", anns)
+            looks = [("anns", anns), ("nobodys", make())]
+            self._chance.shuffle(looks)
+            for which, sent in looks:
+                times[which].append(await look("ben", sent))
+        for connection in self._http.values():
+            connection.close()
+        return _compared(times["anns"], times["nobodys"])
+
+    async def _tokenize(self, name: str, text: str) -> float:
+        answer = await self._http[name].post("/tokenize", json.dumps({"prompt": text}).encode())
+        assert answer.status == 200, answer
+        return answer.seconds
+
+    async def _generate_word(self, name: str, word: str) -> float:
+        body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1, "guided_regex": word}
+        answer = await self._http[name].post("/v1/completions", json.dumps(body).encode())
+        assert answer.status == 200, answer
+        return answer.seconds
+
+    async def _first_token(self, name: str, prompt: list[int]) -> float:
+        body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = await self._http[name].post("/v1/completions", json.dumps(body).encode())
+        assert answer.status == 200, answer
+        return answer.seconds
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of a prompt that nobody has sent.
+
+        All have one length: kernels keep what they prepare for a length, whoever's it is.
+        """
+        return [self._chance.randrange(10, 3000) for _ in range(_NUM_PROMPT_TOKENS)]
+
+    def _words(self) -> str:
+        """Return words of letters, such as nobody has sent."""
+        return " ".join(self._word() for _ in range(_NUM_WORDS))
+
+    def _word(self) -> str:
+        return "".join(self._chance.choices(string.ascii_lowercase, k=_WORD_LENGTH))
+
+
+async def _read(call: Any) -> None:  # Any: the stub is not async to mypy
+    async for _ in call:
+        pass
+
+
+def _compared(first: list[float], second: list[float]) -> dict[str, object]:
+    p = p_value(first, second)
+    return {
+        "samples": len(first),
+        "median_ms": round(statistics.median(first) * 1e3, 3),
+        "other_median_ms": round(statistics.median(second) * 1e3, 3),
+        "p": float(f"{p:.3g}"),
+        "can_be_told_apart": p < _LEAST_P,
+    }
+
+
+def main() -> None:
+    """Measure, and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=300, help="of each kind (%(default)s)")
+    parser.add_argument("--texts", type=int, default=3000, help="of each kind (%(default)s)")
+    parser.add_argument("--structures", type=int, default=100, help="of each kind (%(default)s)")
+    parser.add_argument("--aborts", type=int, default=1000, help="of each kind (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    Report.add_argument(parser)
+    options = parser.parse_args()
+    report = Report("tenant_timing")
+    pin_load()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.toml"
+        keys = write_keys(path, "ann", "ben")
+        with MeasuredServer(f"--api-keys={path}", "--log-level=warning") as server:
+            report.add("server", server.command)
+            asyncio.run(TenantClocks(server, keys, seed=-1).first_tokens(20))
+            clocks = TenantClocks(server, keys, seed=options.seed)
+            report.add("first_token", asyncio.run(clocks.first_tokens(options.samples)))
+            report.add("tokenized_text", asyncio.run(
+                TenantClocks(server, keys, seed=options.seed).texts(options.texts)
+            ))  # fmt: skip
+            report.add("structure", asyncio.run(
+                TenantClocks(server, keys, seed=options.seed).structures(options.structures)
+            ))  # fmt: skip
+            report.add("abort", asyncio.run(clocks.aborts(options.aborts)))
+    report.write(options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Short runs of the programs of this folder, against one real server.
+
+What they time is not asserted: that is for a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.load import cancels, overload
+from tests.load.measured_server import MeasuredServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MeasuredServer]:
+    """A server whose queue is short; it has logged no mistake when all is over."""
+    with MeasuredServer(*overload.SERVER_ARGUMENTS) as running:
+        yield running
+        assert running.answers()
+        assert running.mistakes()["tracebacks"] == 0
+
+
+@pytest.mark.parametrize("front", ["grpc", "http"])
+async def test_cancelled_calls_leave_no_sequence_and_no_block(
+    server: MeasuredServer, front: str
+) -> None:
+    canceller = cancels.Canceller(server)
+    cancel = canceller.over_grpc if front == "grpc" else canceller.over_http
+    times = await cancel(16)
+    assert len(times.calls) == 16
+    assert len(times.blocks) == 2
+
+
+async def test_what_there_is_no_room_for_is_refused_and_the_rest_served(
+    server: MeasuredServer,
+) -> None:
+    figures = await overload.overload(
+        server, overload.HttpClient, num_tokens=32, peak_s=0.5, overload_s=0.5
+    )
+    refusals, served = figures["refusals"], figures["served"]
+    assert isinstance(refusals, dict)
+    assert isinstance(served, dict)
+    assert refusals["count"] > 0
+    assert served["count"] > 0
