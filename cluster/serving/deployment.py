@@ -16,14 +16,15 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.serving.autoscaling import ReplicaLoad
-from cluster.serving.http_app import HttpApp
 from cluster.serving.http_app import build_app as build_http_app
 from cluster.serving.ray_metrics import RayMetrics
 from cluster.serving.replica import Replica, executor_in
 from cluster.serving.serve_grpc import ServeGrpc
 from cluster.serving.serve_handle import ServeHandle
+from cluster.serving.serve_leases import Leases
 from cluster.serving.serve_options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.serve_pace import Pace
+from cluster.serving.serve_replicas import call_others, current_call_id
 from cluster.serving.tenant import ANYBODY
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from ray.serve import Application
     from ray.serve.grpc_util import RayServegRPCContext
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from cluster.options import EngineOptions
     from cluster.serving.inputs import Prompt
@@ -50,6 +52,10 @@ _NO_LIMIT = 1_000_000_000
 _ROUTER = "cluster.serving.router:AffinityRouter"
 # Serve carries about a thousand messages a second from a replica.
 _MESSAGES_PER_S = 800.0
+# Of HTTP it carries more, but it takes whatever comes: what it cannot carry would pile up.
+_HTTP_PARTS_PER_S = 2000.0
+# What an Abort waits for replicas that do not answer at once.
+_ABORT_WAIT_S = 0.5
 _POLICY = "cluster.serving.autoscaling:TokensPolicy"
 
 
@@ -69,13 +75,23 @@ class PagedRay:
             {"deployment": context.deployment, "replica": context.replica_tag},
         )
         self._metrics.start()
+        self._leases = Leases(arguments.serve.lease_s)
         pace = Pace(_MESSAGES_PER_S)
         self._grpc = ServeGrpc(self._replica.servicer, pace)
         self._handle = ServeHandle(self._replica.servicer, pace)
 
-    def __serve_build_asgi_app__(self) -> HttpApp:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return what answers HTTP, once the replica is ready."""
-        return build_http_app(self._replica.servicer, read_timeout_s=_READ_TIMEOUT_S)
+        servicer = self._replica.servicer
+        app = build_http_app(servicer, read_timeout_s=_READ_TIMEOUT_S)
+        pace = Pace(_HTTP_PARTS_PER_S)
+
+        async def leased(scope: Scope, receive: Receive, send: Send) -> None:
+            # The life of the application is no call.
+            with self._leases.held(current_call_id() if scope["type"] == "http" else None):
+                await app(scope, receive, pace.paced(send, lambda: servicer.num_running))
+
+        return leased
 
     # These are coroutines for Serve to run them on the servicer's event loop.
     async def check_health(self) -> None:
@@ -99,16 +115,18 @@ class PagedRay:
     async def Generate(  # noqa: N802
         self, request: Incoming, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[Message]:
-        async with aclosing(self._grpc.stream("Generate", request, grpc_context)) as messages:
-            async for message in messages:
-                yield message
+        with self._leases.held(current_call_id()):
+            async with aclosing(self._grpc.stream("Generate", request, grpc_context)) as messages:
+                async for message in messages:
+                    yield message
 
     async def Chat(  # noqa: N802
         self, request: Incoming, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[Message]:
-        async with aclosing(self._grpc.stream("Chat", request, grpc_context)) as messages:
-            async for message in messages:
-                yield message
+        with self._leases.held(current_call_id()):
+            async with aclosing(self._grpc.stream("Chat", request, grpc_context)) as messages:
+                async for message in messages:
+                    yield message
 
     async def Embed(  # noqa: N802
         self, request: Incoming, grpc_context: RayServegRPCContext
@@ -174,9 +192,10 @@ class PagedRay:
             timeout_s=timeout_s,
             key=key,
         )
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        with self._leases.held(current_call_id()):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
 
     async def embed(
         self,
@@ -205,10 +224,22 @@ class PagedRay:
         for request_id in request_ids:
             self._replica.servicer.abort(tenant_name, request_id)
 
+    async def renew(self, call_ids: Sequence[str]) -> None:
+        """Let calls of this replica run on, by the ids that Serve gave them."""
+        self._leases.renew(frozenset(call_ids))
+
     async def _broadcast_abort(self, tenant_name: str, request_ids: Sequence[str]) -> None:
-        context = serve.get_replica_context()
-        replicas = serve.get_deployment_handle(context.deployment, context.app_name)
-        await replicas.broadcast("abort_here", tenant_name, list(request_ids)).results_async()
+        # A replica that is to stop may have it, of which Serve's own broadcast knows nothing.
+        await self.abort_here(tenant_name, request_ids)
+        replica = serve.get_replica_context().replica_id
+        await call_others(
+            replica.deployment_id,
+            {replica.unique_id},
+            "abort_here",
+            tenant_name,
+            list(request_ids),
+            timeout_s=_ABORT_WAIT_S,
+        )
 
     async def __del__(self) -> None:
         """End the engine; Serve calls it when requests have ended or may run no longer."""
@@ -248,6 +279,7 @@ def deployment_options(arguments: ServeArguments) -> dict[str, Any]:
         "max_constructor_retry_count": 3,
         "request_router_config": RequestRouterConfig(
             request_router_class=_ROUTER,  # type: ignore[arg-type]  # the stubs are narrower than the library
+            request_router_kwargs={"lease_s": options.lease_s},
             request_routing_stats_period_s=1.0,  # type: ignore[arg-type]  # the stubs are narrower than the library
         ),
         **_replica_number(options),

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from cluster.controller import Controller
 from cluster.embedder import Embedder
 from cluster.executor import Executor, LocalExecutor
+from cluster.log_lines import logging_to
 from cluster.options import engine_config
 from cluster.ray_executor import RayExecutor
 from cluster.serving.authenticator import Authenticator
@@ -24,6 +26,7 @@ from cluster.serving.engine_client import EngineClient
 from cluster.serving.serve_progress import ProgressWatch
 from cluster.serving.servicer import Servicer
 from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.tracing import otlp_tracer
 from pagedray.config import EngineConfig
 from pagedray.errors import EngineError, StartupError
 
@@ -46,21 +49,29 @@ class Replica:
 
     def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
         self.config = config
+        options = arguments.serve
+        self._tracer = otlp_tracer(options.otlp_endpoint)
         self._client = EngineClient(asyncio.get_running_loop())
-        keys = arguments.serve.api_keys
-        self._authenticator = Authenticator(None if keys is None else Path(keys))
+        self._authenticator = Authenticator(
+            None if options.api_keys is None else Path(options.api_keys)
+        )
         model = config.model
         self.servicer = Servicer(
             self._client,
             Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder),
             config,
             authenticator=self._authenticator,
+            tracer=self._tracer,
+            tool_format=options.tool_call_format,
         )
         self._watch = ProgressWatch(
-            stall_timeout_s=arguments.serve.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
+            stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
         )
         self._executor: Executor | None = None
         self._engine: Controller | Embedder | None = None
+        # Last: a replica that was not made has nobody to stop it.
+        self._log = ExitStack()
+        self._log.enter_context(logging_to(form=options.log_format, level=options.log_level))
 
     @classmethod
     async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> Replica:
@@ -77,6 +88,7 @@ class Replica:
         return replica
 
     async def _start(self, make_executor: MakeExecutor, placement: PlacementGroup | None) -> None:
+        self.servicer.warm_up()
         self._executor = await asyncio.to_thread(make_executor, self.config, placement)
         engine: Controller | Embedder
         if self.config.model.is_encoder:
@@ -115,12 +127,16 @@ class Replica:
         """End what runs, then the engine and its ranks. Stopping twice is harmless."""
         engine, self._engine = self._engine, None
         executor, self._executor = self._executor, None
+        tracer, self._tracer = self._tracer, None
         await self.servicer.drain(_END_GRACE_S if engine is not None else 0.0)
         if engine is not None:
             await asyncio.to_thread(engine.stop)
         if executor is not None:
             await asyncio.to_thread(executor.close)
         await self.servicer.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+        self._log.close()
 
 
 def executor_in(config: EngineConfig, placement: PlacementGroup | None) -> Executor:

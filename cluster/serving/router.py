@@ -8,34 +8,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray.serve.request_router import RequestRouter
+from ray.serve.request_router import RequestRouter, RunningReplica
 
 from cluster.serving.serve_affinity import preferred, prefix_key
+from cluster.serving.serve_renewals import Renewals
 
 if TYPE_CHECKING:
-    from ray.serve._private.common import ReplicaID
+    from ray.serve._private.common import ReplicaID, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
-    from ray.serve.request_router import PendingRequest, RunningReplica
+    from ray.serve.request_router import PendingRequest
 
 __all__ = ["AffinityRouter"]
+
+_RENEWALS_PER_LEASE = 6
 
 
 class AffinityRouter(RequestRouter):
     """Sends what begins alike, or belongs to one session, to one replica while its load allows."""
 
     def initialize_state(  # type: ignore[override]  # Serve passes keywords
-        self, *, slack: float = 1.25, calm: float = 0.25, call_load: float = 0.01
+        self,
+        *,
+        slack: float = 1.25,
+        calm: float = 0.25,
+        call_load: float = 0.01,
+        lease_s: float = 30.0,
     ) -> None:
         """Take what the deployment is configured with; loads are shares of a replica's cache.
 
         `slack` and `calm` bound how much more than others a replica may have; `call_load` is
-        what a call counts that a replica has not told of yet.
+        what a call counts that a replica has not told of yet. A stream that nobody reads for
+        `lease_s` is to end.
         """
         self._slack = slack
         self._calm = calm
         self._call_load = call_load
         self._loads: dict[ReplicaID, tuple[float, float]] = {}
         self._num_sent: dict[ReplicaID, int] = {}
+        self._renewals = Renewals(period_s=lease_s / _RENEWALS_PER_LEASE, idle_s=lease_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas there are, and what they tell of themselves."""
@@ -46,6 +56,10 @@ class AffinityRouter(RequestRouter):
         }
         self._loads = told
         super().update_replicas(replicas)
+
+    def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
+        """Return the way to a replica, on which its streams are renewed."""
+        return _LeasingReplica(replica_info, self._renewals)
 
     async def choose_replicas(
         self,
@@ -68,6 +82,21 @@ class AffinityRouter(RequestRouter):
     def _load(self, replica_id: ReplicaID) -> float:
         told, _ = self._loads.get(replica_id, (0.0, 0.0))
         return told + self._num_sent.get(replica_id, 0) * self._call_load
+
+
+class _LeasingReplica(RunningReplica):
+    """The way to one replica, which is told what of its streams is read."""
+
+    def __init__(self, replica_info: RunningReplicaInfo, renewals: Renewals) -> None:
+        super().__init__(replica_info)
+        self._renewals = renewals
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        """Send a request."""
+        result = super().try_send_request(pr, with_rejection)
+        if pr.metadata.is_streaming:
+            self._renewals.add(result, self, pr.metadata.internal_request_id)
+        return result
 
 
 def _told_load(replica: RunningReplica) -> tuple[float, float]:

@@ -52,10 +52,9 @@ class ServeGrpc:
     ) -> AsyncGenerator[Message]:
         """Yield what a streaming method answers, many tokens in a message."""
         try:
-            with self._servicer.metrics.counting_refusals("ray"):
-                message = self._parse(method, request)
+            message, call = self._let_in(method, request, context)
             run = getattr(self._service, python_name(method))
-            async with aclosing(run(message, _call_of(context))) as answers:
+            async with aclosing(run(message, call)) as answers:
                 async for answer in answers:
                     yield answer
                     # What comes meanwhile is one message then.
@@ -68,8 +67,8 @@ class ServeGrpc:
     ) -> Message:
         """Return what another method answers."""
         try:
-            run = getattr(self._service, python_name(method))
-            answer = await run(self._parse(method, request), _call_of(context))
+            message, call = self._let_in(method, request, context)
+            answer = await getattr(self._service, python_name(method))(message, call)
         except Exception as error:
             return _refusal(context, error)
         assert isinstance(answer, Message)
@@ -80,9 +79,8 @@ class ServeGrpc:
     ) -> Message:
         """Answer Abort, which concerns every replica."""
         try:
-            message = self._parse("Abort", request)
+            message, call = self._let_in("Abort", request, context)
             assert isinstance(message, pb.AbortRequest)
-            call = _call_of(context)
             answer = await self._service.abort(message, call)
             tenant = self._servicer.authenticate(call.authorization)
             await broadcast(tenant.name, list(message.request_ids))
@@ -95,10 +93,16 @@ class ServeGrpc:
         status = health_pb2.HealthCheckResponse
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
 
-    def _parse(self, method: str, request: Message | bytes) -> Message:
-        # Serve decodes messages itself where its configuration names the generated code.
-        body = request if isinstance(request, bytes) else request.SerializeToString()
-        return parse(self._kinds[method], body)
+    def _let_in(
+        self, method: str, request: Message | bytes, context: RayServegRPCContext
+    ) -> tuple[Message, Call]:
+        """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
+        call = _call_of(context)
+        with self._servicer.metrics.counting_refusals(call.front):
+            self._servicer.authenticate(call.authorization)
+            # Serve decodes messages itself where its configuration names the generated code.
+            body = request if isinstance(request, bytes) else request.SerializeToString()
+            return parse(self._kinds[method], body), call
 
 
 def _call_of(context: RayServegRPCContext) -> Call:

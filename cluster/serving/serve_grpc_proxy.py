@@ -145,11 +145,15 @@ def _streaming(
                 # An empty message carries the end of a call that failed.
                 if message:
                     await context.write(message)
-        except asyncio.CancelledError:
-            await _cancel(messages)
+        except BaseException:
+            # A call whose client has gone is cancelled, or its next message cannot be written, or
+            # first the one and then the other: what ends the replica's part must not be cancelled.
+            # It is waited for, since it uses the call, which grpc frees behind this.
+            ending = asyncio.create_task(_cancel(messages))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait((ending,))
             raise
-        finally:
-            await messages.aclose()
         await proxied.finish()
 
     return handle
@@ -175,6 +179,7 @@ async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
         await waiting
+    await messages.aclose()
 
 
 async def _proxied(body: bytes, context: Context, method: str) -> _ProxiedContext:

@@ -53,10 +53,10 @@ class ServeHandle:
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield what the continuations gain, many tokens in an output."""
         servicer = self._servicer
-        tenant = self._tenant(key)
         with servicer.metrics.counting_refusals("ray"):
+            tenant = self._tenant(key)
             given = GenerationInput(
-                prompts=(_read_prompt(prompt, "prompt"),),
+                prompts=(_read_prompt(prompt),),
                 sampling=_read_sampling(sampling),
                 model=model,
                 client_id=request_id,
@@ -85,44 +85,66 @@ class ServeHandle:
         key: str | None,
     ) -> EmbeddingOutput:
         """Return the vectors of texts."""
-        tenant = self._tenant(key)
-        if isinstance(prompts, str) or len(prompts) > _MAX_EMBED_PROMPTS:
-            raise InvalidRequestError(
-                f"prompts must be a list of at most {_MAX_EMBED_PROMPTS}.", param="prompts"
-            )
-        read = [_read_prompt(prompt, "prompts") for prompt in prompts]
-        return await self._servicer.embed(
-            EmbeddingInput(
-                prompts=tuple(one for one in read if not isinstance(one, ChatPrompt)),
+        with self._servicer.metrics.counting_refusals("ray"):
+            given = EmbeddingInput(
+                prompts=_read_texts(prompts),
                 dimensions=dimensions,
                 model=model,
                 deadline_s=_read_deadline(timeout_s),
-                tenant=tenant.name,
+                tenant=self._tenant(key).name,
                 origin=_ORIGIN,
             )
-        )
+        return await self._servicer.embed(given)
 
     def loads(self, key: str | None) -> ServerLoads:
         """Return what there is to do, with the calls that the key's tenant may know of."""
-        return self._servicer.loads(self._tenant(key))
+        with self._servicer.metrics.counting_refusals("ray"):
+            tenant = self._tenant(key)
+        return self._servicer.loads(tenant)
 
     def tenant_name(self, key: str | None) -> str:
         """Return whose key it is. Raises AuthenticationError."""
-        return self._tenant(key).name
+        with self._servicer.metrics.counting_refusals("ray"):
+            return self._tenant(key).name
 
     def _tenant(self, key: str | None) -> Tenant:
         return self._servicer.authenticate(None if key is None else f"Bearer {key}")
 
 
-def _read_prompt(prompt: Prompt | Sequence[int], param: str) -> Prompt:
-    if isinstance(prompt, str | ChatPrompt):
+def _read_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
+    read = prompt if isinstance(prompt, ChatPrompt) else _read_text(prompt)
+    if read is None:
+        raise InvalidRequestError(
+            f"prompt must be a text, token ids or a ChatPrompt, not a {type(prompt).__name__}.",
+            param="prompt",
+        )
+    return read
+
+
+def _read_texts(prompts: Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompts, str) or len(prompts) > _MAX_EMBED_PROMPTS:
+        raise InvalidRequestError(
+            f"prompts must be a list of at most {_MAX_EMBED_PROMPTS}.", param="prompts"
+        )
+    texts = []
+    for prompt in prompts:
+        text = _read_text(prompt)
+        if text is None:
+            raise InvalidRequestError(
+                f"prompts must be texts or token ids, not a {type(prompt).__name__}.",
+                param="prompts",
+            )
+        texts.append(text)
+    return tuple(texts)
+
+
+def _read_text(prompt: object) -> str | tuple[int, ...] | None:
+    """Return a text or token ids; None of anything else."""
+    if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt):
         return tuple(prompt)
-    raise InvalidRequestError(
-        f"{param} must be a text, token ids or a ChatPrompt, not a {type(prompt).__name__}.",
-        param=param,
-    )
+    return None
 
 
 def _read_sampling(given: SamplingParams | Mapping[str, object] | None) -> Mapping[str, object]:

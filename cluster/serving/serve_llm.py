@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from cluster.serving.deployment import deployment_options
 from cluster.serving.http_app import build_app
 from cluster.serving.replica import Replica, executor_in
+from cluster.serving.serve_leases import Leases
 from cluster.serving.serve_options import read_arguments
+from cluster.serving.serve_replicas import current_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from starlette.types import ASGIApp, Message, Scope
 
@@ -36,7 +38,9 @@ class PagedRayLLM:
     # Any: the configuration and the requests are the library's, which need not be installed.
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self.llm_config = llm_config
-        self._replica = await Replica.started(_arguments(llm_config), executor_in)
+        arguments = _arguments(llm_config)
+        self._leases = Leases(arguments.serve.lease_s)
+        self._replica = await Replica.started(arguments, executor_in)
         self._app = build_app(self._replica.servicer, read_timeout_s=_READ_TIMEOUT_S)
 
     @classmethod
@@ -67,6 +71,10 @@ class PagedRayLLM:
         """Raise EngineError unless the engine makes progress or has none to make."""
         self._replica.check()
 
+    async def renew(self, call_ids: Sequence[str]) -> None:
+        """Let calls of this replica run on, by the ids that Serve gave them."""
+        self._leases.renew(frozenset(call_ids))
+
     async def __del__(self) -> None:
         """End the engine."""
         if hasattr(self, "_replica"):
@@ -81,11 +89,12 @@ class PagedRayLLM:
         status = 0
         whole: list[bytes] = []
         body = request.model_dump_json(exclude_unset=True).encode()
-        async for status, part in post(self._app, path, body):
-            if status == 200 and request.stream:
-                yield part.decode()
-            else:
-                whole.append(part)
+        with self._leases.held(current_call_id()):
+            async for status, part in post(self._app, path, body):
+                if status == 200 and request.stream:
+                    yield part.decode()
+                else:
+                    whole.append(part)
         if not whole:
             return
         answer = json.loads(b"".join(whole))

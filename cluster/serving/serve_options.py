@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from cluster.log_lines import LogFormat
 from cluster.options import EngineOptions
+from cluster.serving.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
@@ -33,6 +35,15 @@ class ServeOptions:
     """The file of API keys, as every node sees it; None asks nobody for a key."""
     stall_timeout_s: float = 120.0
     """A replica that has work and makes no step for so long is replaced."""
+    lease_s: float = 30.0
+    """A stream that nobody has read for so long ends."""
+    tool_call_format: ToolCallFormat | None = None
+    """How the model writes tool calls; None is found in its chat template."""
+    log_format: LogFormat = "text"
+    """How a replica writes its log to standard error, which Ray keeps."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    otlp_endpoint: str | None = None
+    """The OTLP collector that spans go to; None is what OpenTelemetry's own variables say."""
 
     def __post_init__(self) -> None:
         _check_at_least("num_replicas", self.num_replicas, 1)
@@ -46,6 +57,7 @@ class ServeOptions:
             )
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _check_at_least("stall_timeout_s", self.stall_timeout_s, 1)
+        _check_at_least("lease_s", self.lease_s, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,6 @@ def test_ray_serve_and_the_application_take_the_configuration(ray_service: Manif
     arguments = read_arguments(application.args)
     # The file that the Secret is mounted as.
     assert arguments.serve.api_keys == "/etc/pagedray/keys.toml"
-    # Ranks of a replica meet on their host's loopback.
-    assert arguments.serve.placement_strategy == "STRICT_PACK"
 
 
 def test_what_the_proxies_load_is_there(ray_service: Manifest) -> None:
@@ -106,7 +104,6 @@ def served(
         serve.shutdown()
 
 
-@pytest.mark.slow
 def test_http_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{served.http_port}", timeout=60.0) as client:
         assert client.get(_ready_path(served.container)).status_code == 200
@@ -118,7 +115,6 @@ def test_http_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-@pytest.mark.slow
 def test_grpc_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)

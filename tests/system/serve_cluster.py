@@ -28,12 +28,17 @@ SMALL = {
 }
 """The arguments of two small replicas."""
 _START_LIMIT_S = 300
+_GUARDED_HTTP = "cluster.serving.serve_http_proxy:middlewares"
+_GUARDED_GRPC = "cluster.serving.serve_grpc_proxy.add_services"
+_PLAIN_GRPC = "pagedray.v1.pagedray_pb2_grpc.add_GenerationServiceServicer_to_server"
 
 
 class ServeCluster:
     """Ray Serve with both fronts on the loopback, until the block that holds it is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_guarded: bool = True) -> None:
+        """Without guards Serve's proxies are as they come, with none of our parts in them."""
+        self._is_guarded = is_guarded
         self.http_port = free_port()
         self.grpc_port = free_port()
 
@@ -54,16 +59,14 @@ class ServeCluster:
 
     def start(self) -> None:
         """Start Serve without an application."""
-        callback = "cluster.serving.serve_http_proxy:middlewares"
+        variables = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP}
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},
             grpc_options={
                 "port": self.grpc_port,
-                "grpc_servicer_functions": ["cluster.serving.serve_grpc_proxy.add_services"],
+                "grpc_servicer_functions": [_GUARDED_GRPC if self._is_guarded else _PLAIN_GRPC],
             },
-            controller_options={
-                "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": callback}}
-            },
+            controller_options={"runtime_env": {"env_vars": variables if self._is_guarded else {}}},
         )
 
     def deploy(self, **arguments: object) -> None:
@@ -78,13 +81,12 @@ class ServeCluster:
         client._wait_for_application_running("default", timeout_s=_START_LIMIT_S)  # type: ignore[union-attr]  # it is there
         client.wait_for_proxies_serving(wait_for_applications_running=True)  # type: ignore[union-attr]  # it is there
 
-    def replica_pids(self) -> dict[str, int]:
-        """Return the process of each running replica by its name."""
-        deployment = self._details()
+    def replica_pids(self, state: str = "RUNNING") -> dict[str, int]:
+        """Return the process of each replica in a state by its name."""
         return {
             one["replica_id"]: one["pid"]
-            for one in deployment["replicas"]
-            if one["state"] == "RUNNING"
+            for one in self._details()["replicas"]
+            if one["state"] == state
         }
 
     async def loads(self) -> list[ServerLoads]:

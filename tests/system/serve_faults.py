@@ -1,119 +1,42 @@
-"""Streams through Ray Serve while replicas go: `python -m tests.system.serve_faults`.
+"""What Ray Serve's clients see while replicas go and calls are cancelled.
 
-Half of the clients stream over gRPC and half over HTTP. It prints how each ended.
+    python -m tests.system.serve_faults kill redeploy cancel-grpc cancel-http lost
+
+Each part prints what it found; `--output` keeps it in a file beside what other parts found.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import json
 import logging
 import math
 import os
-import random
+import platform
 import signal
+import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-import openai
 import ray
 
-from pagedray.v1 import pagedray_pb2 as pb
-from pagedray.v1 import pagedray_pb2_grpc
+from tests.system.serve_cancels import cancel_many, lose_some
 from tests.system.serve_cluster import ServeCluster
+from tests.system.serve_streams import Streams, summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Ended", "Streams", "cancel_many", "kill_one", "redeploy", "until_whole"]
+    from tests.system.serve_cancels import CancelFront, Cancelled
 
+__all__ = ["kill_one", "redeploy", "until_whole"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How one stream ended."""
-
-    id: str
-    num_tokens: int
-    error: str
-    """The gRPC code, or the text that HTTP was told; empty if the stream was finished."""
-
-
-class Streams:
-    """Clients that stream a number of tokens each, every other one over HTTP."""
-
-    def __init__(self, cluster: ServeCluster, *, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._channel = grpc.aio.insecure_channel(cluster.grpc_target)
-        self._stub = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
-        self._openai = openai.AsyncOpenAI(
-            base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
-        )
-        self._tasks: list[asyncio.Task[Ended]] = []
-
-    async def start(self, number: int) -> None:
-        """Start streams, and return when the first tokens of each have come."""
-        flowing = []
-        for index in range(len(self._tasks), len(self._tasks) + number):
-            run = self._over_grpc if index % 2 else self._over_http
-            flowing.append(asyncio.Event())
-            self._tasks.append(asyncio.create_task(run(f"stream-{index}", flowing[-1])))
-        await asyncio.gather(*(event.wait() for event in flowing))
-
-    @property
-    def num_running(self) -> int:
-        """Streams that have not ended."""
-        return sum(not task.done() for task in self._tasks)
-
-    async def ended(self) -> list[Ended]:
-        """Wait for the ends of all streams."""
-        return await asyncio.gather(*self._tasks)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
-        await self._openai.close()
-
-    async def _over_grpc(self, name: str, is_flowing: asyncio.Event) -> Ended:
-        request = pb.GenerateRequest(
-            request_id=name,
-            text=f"{name}: def read(path):\n",
-            sampling=pb.SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, seed=1),
-        )
-        num_tokens, error = 0, ""
-        try:
-            async for response in self._stub.Generate(request):
-                num_tokens += sum(len(one.token_ids) for one in response.sequences)
-                is_flowing.set()
-        except grpc.aio.AioRpcError as refusal:
-            error = refusal.code().name
-        is_flowing.set()
-        return Ended(id=name, num_tokens=num_tokens, error=error)
-
-    async def _over_http(self, name: str, is_flowing: asyncio.Event) -> Ended:
-        num_tokens, error = 0, ""
-        try:
-            stream = await self._openai.completions.create(
-                model="tiny-llama",
-                prompt=f"{name}: def read(path):\n",
-                max_tokens=self._num_tokens,
-                seed=1,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_headers={"x-request-id": name},
-                extra_body={"ignore_eos": True},
-            )
-            async for chunk in stream:
-                is_flowing.set()
-                if chunk.usage is not None:
-                    num_tokens = chunk.usage.completion_tokens
-        except openai.APIError as refusal:
-            error = refusal.message
-        is_flowing.set()
-        return Ended(id=name, num_tokens=num_tokens, error=error)
+_PARTS = ("kill", "redeploy", "cancel-grpc", "cancel-http", "lost")
+_LEASE_S = 3.0
 
 
 async def kill_one(cluster: ServeCluster) -> list[set[str]]:
@@ -145,89 +68,123 @@ async def redeploy(
     return set(before) - set(cluster.replica_pids())
 
 
-async def cancel_many(cluster: ServeCluster, *, number: int, seed: int = 0) -> list[float]:
-    """Cancel calls over gRPC at random moments; return how long each was known afterwards."""
-    chance = random.Random(seed)
-    async with grpc.aio.insecure_channel(cluster.grpc_target) as channel:
-        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        return [
-            await _cancel_one(cluster, stub, f"cancelled-{index}", chance.random() * 0.2)
-            for index in range(number)
-        ]
+async def _kill(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
+    streams = Streams(cluster, num_tokens=num_tokens)
+    await streams.start(num_clients)
+    calls = await kill_one(cluster)
+    ended = await streams.ended()
+    await streams.close()
+    lost = {one.id for one in ended if one.error}
+    return summary(ended, num_tokens) | {
+        "calls_of_replicas": [len(one) for one in calls],
+        "ended_are_of_one_replica": any(lost <= one for one in calls),
+        "new_replica_after_s": round(await until_whole(cluster, 2), 1),
+    }
 
 
-async def _cancel_one(
-    cluster: ServeCluster,
-    stub: pagedray_pb2_grpc.GenerationServiceStub,
-    name: str,
-    after_s: float,
-) -> float:
-    sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
-    call = stub.Generate(pb.GenerateRequest(request_id=name, text=name, sampling=sampling))
-
-    async def read() -> None:
-        async for _ in call:
-            pass
-
-    reading = asyncio.create_task(read())
-    await asyncio.sleep(after_s)
-    call.cancel()
-    cancelled_s = time.monotonic()
-    with contextlib.suppress(asyncio.CancelledError):
-        await reading
-    while any(one.id == name for loads in await cluster.loads() for one in loads.calls):
-        if time.monotonic() - cancelled_s > 5.0:
-            return math.inf
-        await asyncio.sleep(0.01)
-    return time.monotonic() - cancelled_s
+async def _redeploy(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
+    streams = Streams(cluster, num_tokens=num_tokens)
+    await streams.start(num_clients)
+    started_s = time.monotonic()
+    gone = await redeploy(cluster, streams, num_at_once=num_clients, stall_timeout_s=100.0)
+    took_s = time.monotonic() - started_s
+    ended = await streams.ended()
+    await streams.close()
+    return summary(ended, num_tokens) | {
+        "streams_at_once": num_clients,
+        "replicas_replaced": len(gone),
+        "took_s": round(took_s, 1),
+    }
 
 
-def _summary(ended: Sequence[Ended], num_tokens: int) -> str:
-    ends = Counter(one.error or "finished" for one in ended)
-    short = sum(one.num_tokens != num_tokens for one in ended if not one.error)
-    named = ", ".join(f"{count} {end!r}" for end, count in ends.most_common())
-    return f"{len(ended)} streams: {named}; {short} finished ones lack tokens"
+async def _cancel(cluster: ServeCluster, front: CancelFront, number: int) -> dict[str, object]:
+    return _figures(await cancel_many(cluster, front=front, number=number))
 
 
-async def _report(num_clients: int, num_tokens: int, num_cancels: int) -> None:
-    with ServeCluster() as cluster:
-        cluster.deploy()
+async def _lost(cluster: ServeCluster, number: int) -> dict[str, object]:
+    """Cancel calls over Serve's gRPC proxy as it is without our part in it."""
+    found = await lose_some(cluster, number=number)
+    return {
+        "cancels": found.num_cancels,
+        "lost": len(found.gone_s),
+        "lease_s": _LEASE_S,
+        "lost_are_gone": _times(found.gone_s),
+        "most_tokens_of_a_lost_call": max(found.num_tokens, default=0),
+        "tokens_of_a_call_to_its_end": found.most_tokens,
+    }
 
-        streams = Streams(cluster, num_tokens=num_tokens)
-        await streams.start(num_clients)
-        calls = await kill_one(cluster)
-        ended = await streams.ended()
-        lost = {one.id for one in ended if one.error}
-        print(f"Kill, of replicas with {[len(one) for one in calls]} calls:")
-        print(f"  {_summary(ended, num_tokens)}")
-        print(f"  the ends are those of one replica: {lost in calls}")
-        print(f"  a new replica after {await until_whole(cluster, 2):.1f} s")
-        await streams.close()
 
-        streams = Streams(cluster, num_tokens=num_tokens)
-        await streams.start(num_clients)
-        # Few follow those that end: new replicas start on the same cores.
-        gone = await redeploy(cluster, streams, num_at_once=4, stall_timeout_s=100.0)
-        print(f"Redeploy of {len(gone)} replicas:")
-        print(f"  {_summary(await streams.ended(), num_tokens)}")
-        await streams.close()
+def _figures(found: Cancelled) -> dict[str, object]:
+    return {
+        "cancels": len(found.gone_s),
+        "begun": found.num_begun,
+        "never_gone": found.gone_s.count(math.inf),
+        "gone_within_200_ms": sum(one <= 0.2 for one in found.gone_s),
+        "gone": _times(found.gone_s),
+        "all_free_after_a_round": _times(found.free_s),
+        "a_look_took": _times(found.look_s),
+    }
 
-        known_s = sorted(await cancel_many(cluster, number=num_cancels))
-        print(f"Cancels: {num_cancels}, of which {known_s.count(math.inf)} are lost")
-        print(f"  gone after {known_s[len(known_s) // 2]:.3f} s, at most {known_s[-1]:.3f} s")
+
+def _times(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    places = {"p50_ms": len(ordered) // 2, "p99_ms": len(ordered) * 99 // 100, "max_ms": -1}
+    return {name: round(ordered[place] * 1000, 1) for name, place in places.items()}
+
+
+async def _run(part: str, cluster: ServeCluster, given: argparse.Namespace) -> dict[str, object]:
+    if part == "kill":
+        return await _kill(cluster, given.clients, given.tokens)
+    if part == "redeploy":
+        return await _redeploy(cluster, given.clients, given.tokens)
+    if part == "lost":
+        return await _lost(cluster, given.lost)
+    return await _cancel(cluster, "http" if part == "cancel-http" else "grpc", given.cancels)
+
+
+def _keep(path: Path, part: str, found: dict[str, object]) -> None:
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[part] = {
+        "command": " ".join(["python -m tests.system.serve_faults", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("grpcio", "ray", "torch", "uvicorn")},
+        "found": found,
+    }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def main() -> None:
     """Start a Ray cluster here, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=_PARTS)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=600)
-    parser.add_argument("--cancels", type=int, default=300)
-    arguments = parser.parse_args()
+    parser.add_argument("--cancels", type=int, default=2000)
+    parser.add_argument("--lost", type=int, default=160)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    asyncio.run(_report(arguments.clients, arguments.tokens, arguments.cancels))
+    for part in given.parts:
+        with ServeCluster(is_guarded=part != "lost") as cluster:
+            cluster.deploy(lease_s=_LEASE_S)
+            found = asyncio.run(_run(part, cluster, given))
+        print(json.dumps({part: found}), flush=True)
+        if given.output is not None:
+            _keep(given.output, part, found)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
 import openai
 import pytest
+import ray
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.serving.deployment import build_app
+from cluster.serving.deployment import PagedRay, deployment_options
+from cluster.serving.serve_options import read_arguments
 from pagedray.errors import PagedRayError, UnknownModelError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.system.serve_cancels import CancelFront, cancel_many
 from tests.system.serve_cluster import SMALL, ServeCluster
-from tests.system.serve_faults import Streams, cancel_many, kill_one, redeploy, until_whole
+from tests.system.serve_faults import kill_one, redeploy, until_whole
+from tests.system.serve_streams import Streams
+from tests.system.span_collector import SpanCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +38,13 @@ pytestmark = pytest.mark.slow
 DEATH_TEXT = "The replica that served the request has ended; another try may reach another one."
 PROMPT = "def read_config(path):\n"
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-CONFIG = f"""
+LEASE_S = 6.0
+CONFIG = """
 applications:
   - name: default
     route_prefix: /
     import_path: pagedray:build_app
-    args: {json.dumps(SMALL)}
+    args: {arguments}
     deployments:
       - name: PagedRay
         health_check_period_s: 1.0
@@ -42,9 +52,17 @@ applications:
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_cluster: None) -> Iterator[ServeCluster]:
+def collector() -> Iterator[SpanCollector]:
+    with SpanCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_cluster: None, collector: SpanCollector) -> Iterator[ServeCluster]:
+    told = {"log_format": "json", "otlp_endpoint": collector.url, "lease_s": LEASE_S}
+    config = CONFIG.format(arguments=json.dumps(SMALL | told))
     with ServeCluster() as cluster:
-        cluster.deploy_config(ServeDeploySchema.model_validate(yaml.safe_load(CONFIG)))
+        cluster.deploy_config(ServeDeploySchema.model_validate(yaml.safe_load(config)))
         yield cluster
 
 
@@ -223,9 +241,81 @@ async def test_abort_finds_its_call_in_whatever_replica(cluster: ServeCluster) -
             assert sequences[-1].finish_reason == pb.FINISH_REASON_ABORTED
 
 
-async def test_cancelled_calls_end_in_their_replica(cluster: ServeCluster) -> None:
-    # A tenth of them would be lost by Serve's proxy alone.
-    assert max(await cancel_many(cluster, number=40)) < 5.0
+async def test_a_stream_ends_when_nobody_reads_it(cluster: ServeCluster) -> None:
+    # It is what a lost cancel and a caller that died look like to a replica.
+    sampling = {"max_tokens": 900, "ignore_eos": True, "n": 24}
+    generate: Any = cluster.handle.options(stream=True).generate  # Any: it has no type
+    read, dropped = (
+        generate.remote(name, sampling, request_id=name) for name in ("read", "dropped")
+    )
+    reading = asyncio.create_task(collect(read))
+    await anext(dropped)
+    num_tokens, begin_s = 0, time.monotonic()
+    while calls := [call for one in await cluster.loads() for call in one.calls]:
+        if "dropped" not in {call.id for call in calls}:
+            break
+        num_tokens = sum(call.num_generated_tokens for call in calls if call.id == "dropped")
+        await asyncio.sleep(0.05)
+    assert time.monotonic() - begin_s > LEASE_S
+    assert 0 < num_tokens < 24 * 900
+    outputs = await reading
+    assert time.monotonic() - begin_s > 1.5 * LEASE_S
+    assert outputs[-1].usage.num_generated_tokens == 24 * 900
+
+
+# Any: what a handle yields has no type.
+async def collect(stream: Any) -> list[Any]:
+    return [output async for output in stream]
+
+
+def test_what_replicas_measure_is_on_rays_port(cluster: ServeCluster) -> None:
+    over_handle(cluster)
+    told = asyncio.run(cluster.loads())
+    wanted = {float(one.num_generated_tokens) for one in told}
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        families = text_string_to_metric_families(httpx.get(url).text)
+        samples = [one for family in families for one in family.samples]
+        found = {
+            one.labels["replica"]: one.value
+            for one in samples
+            if one.name == "ray_pagedray_generated_tokens_total"
+        }
+        if set(found.values()) == wanted:
+            break
+        assert time.monotonic() < deadline_s, f"{found}, not {wanted}"
+        time.sleep(0.5)
+    assert set(found) == set(cluster.replica_pids())
+    buckets = "ray_pagedray_request_duration_seconds_bucket"
+    assert any(one.name == buckets and one.value > 0 for one in samples)
+
+
+def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanCollector) -> None:
+    sampling = {"max_tokens": 4, "ignore_eos": True}
+    list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="told"))  # type: ignore[arg-type]  # the stubs are narrower than the library
+    span = collector.span_with("gen_ai.response.id", "told", timeout_s=30.0)
+    assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
+    node: Any = ray._private.worker._global_node  # Any: Ray's own
+    (line,) = (
+        json.loads(line)
+        for path in Path(node.get_logs_dir_path()).glob("worker-*.err")
+        for line in path.read_text().splitlines()
+        if line.startswith("{") and '"id": "told"' in line
+    )
+    assert (line["message"], line["outcome"], line["generated_tokens"]) == ("call", "length", 4)
+
+
+@pytest.mark.parametrize("front", ["grpc", "http"])
+async def test_cancelled_calls_leave_nothing_behind(
+    cluster: ServeCluster, front: CancelFront
+) -> None:
+    # A tenth of those over gRPC would be lost by Serve's proxy alone.
+    cancelled = await cancel_many(cluster, front=front, number=32)
+    # Long before a lease would have ended them.
+    assert max(cancelled.gone_s) < LEASE_S / 2
+    assert max(cancelled.free_s) < LEASE_S / 2
+    assert cancelled.num_begun > 0
 
 
 async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster) -> None:
@@ -243,19 +333,11 @@ async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster)
     await until_whole(cluster, 2)
 
 
-async def test_a_redeploy_drops_no_stream(cluster: ServeCluster) -> None:
-    streams = Streams(cluster, num_tokens=200)
-    await streams.start(16)
-    gone = await redeploy(cluster, streams, num_at_once=2, executor="local")
-    ended = await streams.ended()
-    await streams.close()
-    assert len(gone) == 2
-    assert {(one.num_tokens, one.error) for one in ended} == {(200, "")}
-    assert len(ended) > 16
-
-
 def test_a_model_that_is_not_there_is_told_in_one_line(cluster: ServeCluster) -> None:
-    app = build_app({"model": "/nowhere", "executor": "local", "device": "cpu"})
+    arguments = read_arguments({"model": "/nowhere", "executor": "local", "device": "cpu"})
+    # All CPUs are taken by the replicas that run.
+    options = deployment_options(arguments) | {"ray_actor_options": {"num_cpus": 0}}
+    app = serve.deployment(PagedRay, **options).bind(arguments)  # type: ignore[attr-defined]  # Serve's decorator
     with pytest.raises(RuntimeError):
         serve.run(app, name="broken", route_prefix="/broken")
     status = serve.status().applications["broken"]
@@ -263,3 +345,30 @@ def test_a_model_that_is_not_there_is_told_in_one_line(cluster: ServeCluster) ->
     (deployment,) = status.deployments.values()
     assert "CheckpointError: /nowhere is not a folder" in deployment.message
     serve.delete("broken")
+
+
+async def test_a_redeploy_drops_no_stream_and_abort_reaches_those_it_drains(
+    cluster: ServeCluster,
+) -> None:
+    kept = Streams(cluster, num_tokens=200)
+    aborted = Streams(cluster, num_tokens=900, name="aborted")
+    await aborted.start(8)
+    assert all(one.calls for one in await cluster.loads())
+    await kept.start(16)
+    change = asyncio.create_task(redeploy(cluster, kept, num_at_once=2, executor="local"))
+    while not cluster.replica_pids("STOPPING"):
+        assert not change.done()
+        await asyncio.sleep(0.1)
+    # Serve itself has forgotten the replica that drains.
+    assert len(await cluster.loads()) < 2
+    await aborted.abort([f"aborted-{index}" for index in range(8)])
+    ended = await aborted.ended()
+    assert {one.error for one in ended} == {""}
+    assert max(one.num_tokens for one in ended) < 900
+    gone = await change
+    ended = await kept.ended()
+    await kept.close()
+    await aborted.close()
+    assert len(gone) == 2
+    assert {(one.num_tokens, one.error) for one in ended} == {(200, "")}
+    assert len(ended) > 16

@@ -1,0 +1,234 @@
+"""Cancels of calls through Ray Serve, and a look at when the replicas are rid of them.
+
+A call is gone when no replica tells of it; its blocks are free when all replicas are idle and
+have all their blocks, which is looked for after each round of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import grpc
+import httpx
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from cluster.serving.server_info import ServerLoads
+    from tests.system.serve_cluster import ServeCluster
+
+__all__ = ["CancelFront", "Cancelled", "Lost", "cancel_many", "lose_some"]
+
+CancelFront = Literal["grpc", "http"]
+_LONGEST_S = 0.3
+"""The latest moment, from its start on, at which a call is cancelled."""
+_POLL_S = 0.01
+_GIVE_UP_S = 60.0
+_LOST_AFTER_S = 1.0
+"""What is known for so long after its cancel is lost."""
+_MAX_TOKENS = 900
+_NUM_SEQUENCES = 16
+"""Of a call that is to run for long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """What became of calls that were cancelled, in seconds from the cancel on."""
+
+    gone_s: list[float]
+    """When each call was known to no replica; infinite if it was lost."""
+    free_s: list[float]
+    """When all replicas were idle with all blocks free, after the last cancel of each round."""
+    num_begun: int
+    """Calls that were sent something before their cancel."""
+    look_s: list[float]
+    """What each look at the replicas took, which the times above include."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """What became of calls whose cancels Serve lost."""
+
+    num_cancels: int
+    gone_s: list[float]
+    """When each lost call was known to no replica, in seconds from its cancel on."""
+    num_tokens: list[int]
+    """The tokens that each lost call had when it was last seen."""
+    most_tokens: int
+    """What a call has that nothing ends."""
+
+
+class _Watch:
+    """Looks at the replicas again and again, and remembers which calls they tell of."""
+
+    def __init__(self, cluster: ServeCluster) -> None:
+        self._cluster = cluster
+        self._cancelled_s: dict[str, float] = {}
+        self._gone_s: dict[str, float] = {}
+        self.look_s: list[float] = []
+        self._idle_since_s = 0.0
+
+    def note_cancel(self, name: str) -> None:
+        """Note that a call is cancelled at this moment."""
+        self._cancelled_s[name] = time.monotonic()
+
+    async def look(self) -> None:
+        """Ask the replicas once."""
+        asked_s = time.monotonic()
+        loads = await self._cluster.loads()
+        told_s = time.monotonic()
+        self.look_s.append(told_s - asked_s)
+        running = {call.id for one in loads for call in one.calls}
+        for name, cancelled_s in self._cancelled_s.items():
+            if name in running:
+                # It came late: what was thought gone had not yet arrived.
+                self._gone_s.pop(name, None)
+            elif name not in self._gone_s and asked_s >= cancelled_s:
+                self._gone_s[name] = told_s - cancelled_s
+        is_idle = all(_is_idle(one) for one in loads)
+        if not is_idle or not self._idle_since_s:
+            self._idle_since_s = told_s if is_idle else 0.0
+
+    async def until_free(self) -> float:
+        """Return how long after the last cancel all replicas were idle with all blocks free."""
+        last_s = max(self._cancelled_s.values())
+        self._idle_since_s = 0.0
+        while not self._idle_since_s:
+            if time.monotonic() - last_s > _GIVE_UP_S:
+                return math.inf
+            await self.look()
+            await asyncio.sleep(_POLL_S)
+        return self._idle_since_s - last_s
+
+    def gone_s(self) -> list[float]:
+        """Return how long each call was known after its cancel."""
+        return [self._gone_s.get(name, math.inf) for name in self._cancelled_s]
+
+
+async def cancel_many(
+    cluster: ServeCluster,
+    *,
+    front: CancelFront,
+    number: int,
+    at_once: int = 8,
+    seed: int = 0,
+) -> Cancelled:
+    """Cancel calls of a front at random moments, some of them at once."""
+    chance = random.Random(seed)
+    watch = _Watch(cluster)
+    free_s: list[float] = []
+    num_begun = 0
+    async with (
+        grpc.aio.insecure_channel(cluster.grpc_target) as channel,
+        httpx.AsyncClient(base_url=cluster.url, timeout=None) as client,
+    ):
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+
+        async def over_grpc(name: str, note_begin: Callable[[], None]) -> None:
+            sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
+            request = pb.GenerateRequest(request_id=name, text=name, sampling=sampling)
+            call = stub.Generate(request)
+            try:
+                async for _ in call:
+                    note_begin()
+            finally:
+                # grpc does not cancel by itself a call whose request is still being sent.
+                call.cancel()
+
+        async def over_http(name: str, note_begin: Callable[[], None]) -> None:
+            body = {"prompt": name, "max_tokens": 900, "ignore_eos": True, "seed": 1}
+            async with client.stream(
+                "POST",
+                "/v1/completions",
+                json=body | {"model": "tiny-llama", "stream": True},
+                headers={"x-request-id": name},
+            ) as answer:
+                async for _ in answer.aiter_raw():
+                    note_begin()
+
+        run = over_grpc if front == "grpc" else over_http
+        for begin in range(0, number, at_once):
+            names = [f"{front}-{index}" for index in range(begin, min(begin + at_once, number))]
+            calls = asyncio.gather(
+                *(_cancel_one(watch, run, one, chance.random() * _LONGEST_S) for one in names)
+            )
+            while not calls.done():
+                await watch.look()
+                await asyncio.sleep(_POLL_S)
+            num_begun += sum(await calls)
+            free_s.append(await watch.until_free())
+    return Cancelled(gone_s=watch.gone_s(), free_s=free_s, num_begun=num_begun, look_s=watch.look_s)
+
+
+async def lose_some(cluster: ServeCluster, *, number: int, at_once: int = 8) -> Lost:
+    """Cancel calls over gRPC as soon as a message has come, when Serve's own proxy loses some."""
+    sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True, n=_NUM_SEQUENCES)
+    lost = Lost(
+        num_cancels=number, gone_s=[], num_tokens=[], most_tokens=_MAX_TOKENS * _NUM_SEQUENCES
+    )
+    async with grpc.aio.insecure_channel(cluster.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+
+        async def cancel_at(name: str, num_messages: int) -> None:
+            call = stub.Generate(pb.GenerateRequest(request_id=name, text=name, sampling=sampling))
+            messages = aiter(call)
+            for _ in range(num_messages):
+                await anext(messages)
+            call.cancel()
+
+        for begin in range(0, number, at_once):
+            names = [f"lost-{index}" for index in range(begin, min(begin + at_once, number))]
+            await asyncio.gather(
+                *(cancel_at(one, 1 + index % 4) for index, one in enumerate(names))
+            )
+            cancelled_s = time.monotonic()
+            seen: dict[str, tuple[float, int]] = {}
+            while time.monotonic() - cancelled_s < _GIVE_UP_S:
+                found = {call.id: call for one in await cluster.loads() for call in one.calls}
+                age_s = time.monotonic() - cancelled_s
+                seen |= {name: (age_s, found[name].num_generated_tokens) for name in found}
+                if not found:
+                    break
+                await asyncio.sleep(_POLL_S)
+            for gone_s, num_tokens in seen.values():
+                if gone_s >= _LOST_AFTER_S:
+                    lost.gone_s.append(gone_s)
+                    lost.num_tokens.append(num_tokens)
+    return lost
+
+
+async def _cancel_one(
+    watch: _Watch,
+    run: Callable[[str, Callable[[], None]], Awaitable[None]],
+    name: str,
+    after_s: float,
+) -> bool:
+    """Cancel one call; return whether it had been sent anything."""
+    begun = asyncio.Event()
+    call = asyncio.ensure_future(run(name, begun.set))
+    await asyncio.sleep(after_s)
+    watch.note_cancel(name)
+    is_begun = begun.is_set()
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    return is_begun
+
+
+def _is_idle(loads: ServerLoads) -> bool:
+    num_sequences = loads.num_running + loads.num_waiting + loads.num_swapped
+    return (
+        not loads.calls
+        and num_sequences == 0
+        and loads.num_queued_requests == 0
+        and loads.num_free_blocks == loads.num_blocks
+    )

@@ -1,0 +1,122 @@
+"""Clients that stream through Ray Serve, half of them over gRPC and half over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import openai
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.system.serve_cluster import ServeCluster
+
+__all__ = ["Ended", "Streams", "summary"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How one stream ended."""
+
+    id: str
+    num_tokens: int
+    error: str
+    """The gRPC code, or the text that HTTP was told; empty if the stream was finished."""
+
+
+class Streams:
+    """Clients that stream a number of tokens each, every other one over HTTP."""
+
+    def __init__(self, cluster: ServeCluster, *, num_tokens: int, name: str = "stream") -> None:
+        """The id of a stream is `name` and its number."""
+        self._name = name
+        self._num_tokens = num_tokens
+        self._channel = grpc.aio.insecure_channel(cluster.grpc_target)
+        self._stub = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
+        )
+        self._tasks: list[asyncio.Task[Ended]] = []
+
+    async def start(self, number: int) -> None:
+        """Start streams, and return when the first tokens of each have come."""
+        flowing = []
+        for index in range(len(self._tasks), len(self._tasks) + number):
+            run = self._over_grpc if index % 2 else self._over_http
+            flowing.append(asyncio.Event())
+            self._tasks.append(asyncio.create_task(run(f"{self._name}-{index}", flowing[-1])))
+        await asyncio.gather(*(event.wait() for event in flowing))
+
+    @property
+    def num_running(self) -> int:
+        """Streams that have not ended."""
+        return sum(not task.done() for task in self._tasks)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Ask for the end of streams."""
+        await self._stub.Abort(pb.AbortRequest(request_ids=names))
+
+    async def ended(self) -> list[Ended]:
+        """Wait for the ends of all streams."""
+        return await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+        await self._openai.close()
+
+    async def _over_grpc(self, name: str, is_flowing: asyncio.Event) -> Ended:
+        request = pb.GenerateRequest(
+            request_id=name,
+            text=f"{name}: def read(path):\n",
+            sampling=pb.SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, seed=1),
+        )
+        num_tokens, error = 0, ""
+        try:
+            async for response in self._stub.Generate(request):
+                num_tokens += sum(len(one.token_ids) for one in response.sequences)
+                is_flowing.set()
+        except grpc.aio.AioRpcError as refusal:
+            error = refusal.code().name
+        is_flowing.set()
+        return Ended(id=name, num_tokens=num_tokens, error=error)
+
+    async def _over_http(self, name: str, is_flowing: asyncio.Event) -> Ended:
+        num_tokens, error = 0, ""
+        try:
+            stream = await self._openai.completions.create(
+                model="tiny-llama",
+                prompt=f"{name}: def read(path):\n",
+                max_tokens=self._num_tokens,
+                seed=1,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers={"x-request-id": name},
+                extra_body={"ignore_eos": True},
+            )
+            async for chunk in stream:
+                is_flowing.set()
+                if chunk.usage is not None:
+                    num_tokens = chunk.usage.completion_tokens
+        except openai.APIError as refusal:
+            error = refusal.message
+        is_flowing.set()
+        return Ended(id=name, num_tokens=num_tokens, error=error)
+
+
+def summary(ended: Sequence[Ended], num_tokens: int) -> dict[str, object]:
+    """Return how many streams ended in which way."""
+    whole = sum(one.num_tokens == num_tokens for one in ended if not one.error)
+    return {
+        "streams": len(ended),
+        "whole": whole,
+        "short": sum(not one.error for one in ended) - whole,
+        "errors": dict(Counter(one.error for one in ended if one.error)),
+    }

@@ -1,0 +1,82 @@
+"""A collector of OpenTelemetry's spans, as a server of OTLP over HTTP on the loopback."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+
+__all__ = ["SpanCollector"]
+
+
+class SpanCollector:
+    """Keeps the attributes of all spans it is sent, until the block that holds it is left."""
+
+    def __init__(self) -> None:
+        spans: list[dict[str, str]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            # The name is the library's.
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                request = ExportTraceServiceRequest.FromString(body)
+                spans.extend(
+                    {one.key: _text(one.value) for one in span.attributes}
+                    for resource in request.resource_spans
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                )
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                """Leave the test's output alone."""
+
+        self._spans = spans
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def span_with(self, key: str, value: str, *, timeout_s: float) -> dict[str, str]:
+        """Wait for a span with an attribute, and return all its attributes."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            for span in list(self._spans):
+                if span.get(key) == value:
+                    return span
+            time.sleep(0.05)
+        raise AssertionError(f"No span came with {key} = {value}.")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _text(value: AnyValue) -> str:
+    kind = value.WhichOneof("value")
+    return "" if kind is None else str(getattr(value, kind))
