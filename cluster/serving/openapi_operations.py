@@ -143,7 +143,8 @@ OPERATIONS = (
         method="GET",
         path="/loads",
         tag="Server",
-        summary="Tell what the server has to do, and of the caller's own running calls.",
+        summary="Tell what the server has to do, and of the caller's own running calls. Sums "
+        "over all tenants are 0 without the key of an admin.",
         answer_text="The loads of this moment.",
         answers=((_JSON, "ServerLoads"),),
         errors=(401, 403, 500, 503),

@@ -50,7 +50,7 @@ class CallInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoads:
-    """What a server has to do at one moment."""
+    """What a server has to do at one moment; sums over all tenants are 0 for all but admins."""
 
     is_ready: bool
     uptime_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from cluster.serving.server_info import CallInfo, ServerInfo, ServerLoads
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from cluster.engine_stats import EngineStats
     from pagedray.config import EngineConfig
 
-__all__ = ["server_info", "server_loads"]
+__all__ = ["own_loads", "server_info", "server_loads"]
+
+_TOLD_TO_ALL = frozenset(("is_ready", "uptime_s", "num_blocks", "num_cpu_blocks", "calls"))
 
 
 def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
@@ -66,3 +69,12 @@ def server_loads(
         num_preemptions=scheduler.num_swap_preemptions + scheduler.num_recompute_preemptions,
         calls=calls,
     )
+
+
+def own_loads(loads: ServerLoads) -> ServerLoads:
+    """Return what one tenant of several may know: 0 for what all of them do together.
+
+    Sums tell how long a prompt of another was, and when it came.
+    """
+    sums = [field.name for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL]
+    return replace(loads, **dict.fromkeys(sums, 0))

@@ -21,7 +21,7 @@ from cluster.serving.embedding import Embedding, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation import Generation, GenerationOutput, Usage
 from cluster.serving.metrics import Metrics
-from cluster.serving.server_report import server_info, server_loads
+from cluster.serving.server_report import own_loads, server_info, server_loads
 from cluster.serving.text_pool import TextPool
 from cluster.serving.tool_calls import detect_format
 from cluster.serving.validator import Validator
@@ -238,16 +238,17 @@ class Servicer:
         return server_info(self.config, self.client.replica.stats())
 
     def loads(self, tenant: Tenant) -> ServerLoads:
-        """Return what there is to do, and those of the calls that a tenant may know of.
+        """Return what there is to do, as far as a tenant may know of it.
 
         Raises EngineError before the model is loaded.
         """
-        return server_loads(
+        loads = server_loads(
             self.client.replica.stats(),
             is_ready=self.is_ready,
             uptime_s=time.monotonic() - self._started_s,
             calls=self._calls.infos(tenant),
         )
+        return loads if tenant.is_admin else own_loads(loads)
 
     def _check_kind(self, *, is_encoder: bool) -> None:
         model = self.config.model

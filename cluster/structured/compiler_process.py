@@ -145,6 +145,10 @@ def _stand_behind(connection: socket.socket, library: Library, limits: Limits) -
         write_frame(connection, msgspec.msgpack.encode(Died(os.WTERMSIG(status))))
 
 
+def _too_much_memory(limits: Limits) -> Refused:
+    return Refused(f"structure takes more than {limits.memory_bytes >> 20} MiB to compile.")
+
+
 def _answer(connection: socket.socket, library: Library, limits: Limits) -> None:
     structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
     _limit(limits)
@@ -154,9 +158,13 @@ def _answer(connection: socket.socket, library: Library, limits: Limits) -> None
     except InvalidRequestError as error:
         answer: Compiled | Refused = Refused(str(error))
     except MemoryError:
-        answer = Refused(f"structure takes more than {limits.memory_bytes >> 20} MiB to compile.")
+        answer = _too_much_memory(limits)
     except (RuntimeError, RecursionError) as error:
-        answer = Refused(f"structure cannot be compiled: {_in_short(error)}.")
+        # How the library's own code tells that it got no memory.
+        if "std::bad_alloc" in str(error):
+            answer = _too_much_memory(limits)
+        else:
+            answer = Refused(f"structure cannot be compiled: {_in_short(error)}.")
     else:
         answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)

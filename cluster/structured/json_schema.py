@@ -49,6 +49,10 @@ __all__ = ["read_json_schema"]
 _MAX_DEPTH = 64
 _MAX_NODES = 4096
 _MAX_ONE_OF = 128
+_MAX_PROPERTIES = 256
+"""Of one object. Ways to compile grow by the square of their number, and so does memory."""
+_MAX_OPTIONAL = 128
+"""Properties of one object that may be missing."""
 
 
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
@@ -268,6 +272,13 @@ class _Reader:
         if missing := [name for name in required if name not in properties]:
             fail(f"{path}/required", f"names {missing[0][:40]!r}, which is not in properties")
         required = frozenset(required)
+        if len(properties) > _MAX_PROPERTIES:
+            fail(f"{path}/properties", f"may have {_MAX_PROPERTIES} properties at most")
+        if len(properties) - len(required) > _MAX_OPTIONAL:
+            fail(
+                f"{path}/properties",
+                f"may have {_MAX_OPTIONAL} properties at most that are not required",
+            )
         fewest, most = counts_of(schema, path, "minProperties", "maxProperties")
         if not properties:
             return self._map(schema, path, depth, fewest, most)

@@ -8,7 +8,7 @@ over.
 
 from __future__ import annotations
 
-from cluster.structured.compile_cost import MAX_COST, cost_of
+from cluster.structured.compile_cost import MAX_COST, MAX_SKIPS, cost_of, skips_of
 from cluster.structured.expressions import (
     MAX_SIZE,
     Characters,
@@ -74,6 +74,11 @@ def read_regex(text: str) -> Expression:
         raise refuse(
             f"structure has a regular expression that counts {cost_of(expression)} characters of "
             f"most letters in all; at most {MAX_COST} are allowed."
+        )
+    if skips_of(expression) > MAX_SKIPS:
+        raise refuse(
+            f"structure has a regular expression with {skips_of(expression)} parts in a row that "
+            f"may be left out; at most {MAX_SKIPS} are allowed."
         )
     return expression
 

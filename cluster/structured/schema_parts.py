@@ -21,22 +21,24 @@ def members_in_order(
 ) -> Expression:
     """Return members in order with commas between those that are there.
 
-    From the last on there are two rules a member: what follows if there is one before it, and
-    what follows if there is none; they are added to `rules`.
+    From the last on there are two rules a member: what follows if there is one before it, and,
+    unless there must be one, what follows if there is none; they are added to `rules`.
     """
     number = len(rules)
+    first_required = are_required.index(True) if True in are_required else len(members)
     behind: Expression = InOrder(())
     alone: Expression = InOrder(())
     for index in range(len(members) - 1, -1, -1):
         member, is_required = members[index], are_required[index]
         with_comma = InOrder((Text(","), SPACE, member))
-        first = InOrder((member, behind))
-        new_alone = first if is_required else Choice((first, alone))
+        if index <= first_required:
+            first = InOrder((member, behind))
+            rules[f"from{number}x{index}"] = first if is_required else Choice((first, alone))
+            alone = Rule(f"from{number}x{index}")
         behind = InOrder((with_comma if is_required else optional(with_comma), behind))
         # Rules of their own, so that what follows is written once.
         rules[f"more{number}x{index}"] = behind
-        rules[f"from{number}x{index}"] = new_alone
-        behind, alone = Rule(f"more{number}x{index}"), Rule(f"from{number}x{index}")
+        behind = Rule(f"more{number}x{index}")
     return alone
 
 

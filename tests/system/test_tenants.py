@@ -140,6 +140,20 @@ def test_no_tenant_learns_from_the_cache_what_another_sent(server: ServerProcess
     assert num_cached_tokens(server, "ben") > 50
 
 
+def test_sums_over_tenants_are_told_to_admins(server: ServerProcess) -> None:
+    num_cached_tokens(server, "ann")
+    with httpx.Client(base_url=server.url) as http:
+        for name in ("ben", "root"):
+            over_http = http.get("/loads", headers=bearer(name)).json()
+            over_grpc = stub(server).GetLoads(
+                pagedray_pb2.GetLoadsRequest(), metadata=metadata(name), timeout=TIMEOUT_S
+            )
+            sums = {over_http["num_prompt_tokens"], over_grpc.num_prompt_tokens}
+            sums |= {over_http["num_steps"], over_grpc.num_steps, over_http["num_cached_blocks"]}
+            assert (sums == {0}) == (name == "ben")
+            assert over_http["num_blocks"] == over_grpc.num_blocks == 512
+
+
 def test_no_tenant_sees_or_ends_what_another_runs(server: ServerProcess) -> None:
     service = stub(server)
     stream = service.Generate(endless_request("mine"), metadata=metadata("ann"), timeout=TIMEOUT_S)
