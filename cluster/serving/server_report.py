@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.serving.server_info import CallInfo, ServerInfo, ServerLoads
 from pagedray import __version__
@@ -76,5 +76,8 @@ def own_loads(loads: ServerLoads) -> ServerLoads:
 
     Sums tell how long a prompt of another was, and when it came.
     """
-    sums = [field.name for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL]
-    return replace(loads, **dict.fromkeys(sums, 0))
+    # Any: fields of two types of numbers.
+    none: dict[str, Any] = {
+        field.name: 0 for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL
+    }
+    return replace(loads, **none)
