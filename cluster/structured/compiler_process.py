@@ -159,12 +159,18 @@ def _answer(connection: socket.socket, library: Library, limits: Limits) -> None
         answer: Compiled | Refused = Refused(str(error))
     except MemoryError:
         answer = _too_much_memory(limits)
+    except UnicodeDecodeError as error:
+        # The library cuts a character in two where it quotes what it does not expect.
+        message = bytes(error.object).decode(errors="replace")
+        answer = Refused(f"structure cannot be compiled: {_in_short(message)}.")
     except (RuntimeError, RecursionError) as error:
         # How the library's own code tells that it got no memory.
         if "std::bad_alloc" in str(error):
             answer = _too_much_memory(limits)
         else:
-            answer = Refused(f"structure cannot be compiled: {_in_short(error)}.")
+            answer = Refused(
+                f"structure cannot be compiled: {_in_short(str(error) or type(error).__name__)}."
+            )
     else:
         answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)
@@ -215,9 +221,9 @@ def _try_out(library: Library, text: str, limits: Limits) -> None:
             return
 
 
-def _in_short(error: BaseException) -> str:
+def _in_short(message: str) -> str:
     # Behind the place in the library's sources.
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = " ".join(message.split())
     return line.rpartition(".cc:")[2].partition(": ")[2][:200].rstrip(".") or line[:200].rstrip(".")
 
 

@@ -79,6 +79,15 @@ def test_the_process_is_there_before_the_first_structure_and_has_no_torch(
     assert "xgrammar" not in sys.modules
 
 
+@pytest.mark.parametrize("text", ["à", "root ::= 世", "\x9f\U000408e8ñ%"])
+def test_grammar_that_is_none_is_refused_whatever_it_is_written_in(
+    text: str, compiler: StructureCompiler
+) -> None:
+    # The library quotes a part of a character, which is no text.
+    with pytest.raises(InvalidRequestError, match=r"Unexpected character: \ufffd"):
+        asyncio.run(compiler.compile(Structure(kind="grammar", text=text)))
+
+
 def test_what_takes_too_long_is_told_as_that_and_harms_no_other(
     own_compiler: StructureCompiler,
 ) -> None:
