@@ -61,7 +61,7 @@ class LoadsClient:
             self._connection.request("GET", self._path, headers=self._headers)
             answer = self._connection.getresponse()
             body = answer.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             self._connection.close()
             raise EngineError(
                 f"The server is not reachable: {error or type(error).__name__}."

@@ -47,8 +47,8 @@ StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choic
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """What a continuation must look like.
 
-    Raises InvalidRequestError for what is too long; whether the text is a schema, an expression or
-    a grammar is found when it is compiled.
+    Whether the text is a schema, an expression or a grammar, and not too long, is found when it is
+    compiled.
     """
 
     kind: StructureKind

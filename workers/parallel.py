@@ -225,8 +225,8 @@ def _open_nccl(
     # Collectives wait for one another anyway: a stream of lower priority would only add delay.
     options.is_high_priority_stream = True
     if host == LOOPBACK:
-        # Left to itself it listens on the node's first other interface.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Left to itself, or as set for groups of several nodes, it listens on another interface.
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # Ray shows a rank only the GPU that is its own.
     torch.cuda.set_device(device.index or 0)
     return nccl(store, rank, size, options)

@@ -88,8 +88,9 @@ class PagedRay:
 
         async def leased(scope: Scope, receive: Receive, send: Send) -> None:
             # The life of the application is no call.
-            with self._leases.held(current_call_id() if scope["type"] == "http" else None):
-                await app(scope, receive, pace.paced(send, lambda: servicer.num_running))
+            call_id = current_call_id() if scope["type"] == "http" else None
+            with self._leases.held(call_id), pace.stream() as stream:
+                await app(scope, receive, stream.paced(send))
 
         return leased
 

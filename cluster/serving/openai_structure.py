@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cluster.serving.openai_schema import BodyPart, named_schema, read_part, renamed
+from cluster.serving.openai_schema import BodyPart, named_schema, read_part
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure, StructureKind
 
@@ -68,15 +68,12 @@ class WantedStructure:
         """The parameter that it stands in."""
 
     def add(self, kind: StructureKind, text: str, param: str) -> None:
-        """Ask for a structure. Raises InvalidRequestError for a second one, or one too large."""
+        """Ask for a structure. Raises InvalidRequestError for a second one."""
         if self.param is not None:
             raise InvalidRequestError(
                 f"{param} and {self.param} contradict each other.", param=param
             )
-        try:
-            self.structure = Structure(kind=kind, text=text)
-        except InvalidRequestError as error:
-            raise renamed(error, {"structure": param}) from error
+        self.structure = Structure(kind=kind, text=text)
         self.param = param
 
     def add_schema(self, given: object, param: str) -> None:

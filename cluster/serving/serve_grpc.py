@@ -6,7 +6,6 @@ beside an empty message, never raised: Serve would log each with a trace.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -54,11 +53,11 @@ class ServeGrpc:
         try:
             message, call = self._let_in(method, request, context)
             run = getattr(self._service, python_name(method))
-            async with aclosing(run(message, call)) as answers:
-                async for answer in answers:
-                    yield answer
-                    # What comes meanwhile is one message then.
-                    await asyncio.sleep(self._pace.pause_s(self._servicer.num_running))
+            with self._pace.stream() as stream:
+                async with aclosing(run(message, call)) as answers:
+                    async for answer in answers:
+                        yield answer
+                        await stream.pause()
         except Exception as error:
             yield _refusal(context, error)
 

@@ -5,7 +5,6 @@ It turns plain arguments into the servicer's words; the same validator stands be
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -67,11 +66,12 @@ class ServeHandle:
             )
         generation = await servicer.start(given)
         try:
-            async with aclosing(generation.outputs()) as outputs:
-                async for output in outputs:
-                    yield output
-                    # What comes meanwhile is one output then.
-                    await asyncio.sleep(self._pace.pause_s(servicer.num_running))
+            with self._pace.stream() as stream:
+                async with aclosing(generation.outputs()) as outputs:
+                    async for output in outputs:
+                        yield output
+                        if not output.is_last:
+                            await stream.pause()
         finally:
             generation.close()
 

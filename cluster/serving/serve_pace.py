@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from starlette.types import Message, Send
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "PacedStream"]
 
 
 class Pace:
-    """Spreads a number of messages a second over the streams that run."""
+    """Spreads a number of messages a second over the streams that have begun."""
 
     def __init__(self, messages_per_s: float) -> None:
         self._messages_per_s = messages_per_s
+        self._num_streams = 0
 
-    def pause_s(self, num_streams: int) -> float:
+    @contextmanager
+    def stream(self) -> Iterator[PacedStream]:
+        """Yield a stream, which counts from its first message to the end of the block."""
+        stream = PacedStream(self)
+        try:
+            yield stream
+        finally:
+            self._num_streams -= stream.has_begun
+
+    def pause_s(self, stream: PacedStream) -> float:
         """Return how long a stream is to wait after a message; a lone stream hardly waits."""
-        return max(num_streams, 1) / self._messages_per_s
+        self._num_streams += not stream.has_begun
+        stream.has_begun = True
+        return self._num_streams / self._messages_per_s
 
-    def paced(self, send: Send, num_streams: Callable[[], int]) -> Send:
+
+class PacedStream:
+    """One answer in parts."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self.has_begun = False
+        """Whether it has had a message."""
+
+    async def pause(self) -> None:
+        """Wait after a message. What comes meanwhile is one message then."""
+        await asyncio.sleep(self._pace.pause_s(self))
+
+    def paced(self, send: Send) -> Send:
         """Return what sends the parts of an answer at this pace; a whole answer does not wait."""
 
         async def send_paced(message: Message) -> None:
             await send(message)
             if message.get("more_body", False):
-                await asyncio.sleep(self.pause_s(num_streams()))
+                await self.pause()
 
         return send_paced

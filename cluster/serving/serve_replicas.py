@@ -33,7 +33,7 @@ def current_call_id() -> str | None:
     # Direct ingress has connections of its own, which tell of their ends.
     if RAY_SERVE_ENABLE_DIRECT_INGRESS:
         return None
-    return _get_serve_request_context()._internal_request_id
+    return _get_serve_request_context()._internal_request_id or None
 
 
 async def call_replica(replica: RunningReplica, method: str, *arguments: object) -> object:

@@ -72,7 +72,7 @@ def server_loads(
 
 
 def own_loads(loads: ServerLoads) -> ServerLoads:
-    """Return what one tenant of several may know: 0 for what all of them do together.
+    """Return what one tenant of several may know, as if nobody had sent anything but its calls.
 
     Sums tell how long a prompt of another was, and when it came.
     """
@@ -80,4 +80,6 @@ def own_loads(loads: ServerLoads) -> ServerLoads:
     none: dict[str, Any] = {
         field.name: 0 for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL
     }
+    none["num_free_blocks"] = loads.num_blocks
+    none["num_free_cpu_blocks"] = loads.num_cpu_blocks
     return replace(loads, **none)

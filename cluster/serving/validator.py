@@ -81,15 +81,15 @@ class Validator:
         _check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
         requests: list[Request] = []
-        grammar = None
-        if sampling.structure is not None:
-            grammar = await self._compiled(sampling.structure, given.tenant)
         for prompt in given.prompts:
-            request = await self._request(prompt, sampling, given, is_long=is_long)
-            requests.append(msgspec.structs.replace(request, grammar=grammar))
+            requests.append(await self._request(prompt, sampling, given, is_long=is_long))
             # Others come in between; many prompts take their time.
             await asyncio.sleep(0)
-        return tuple(requests)
+        if sampling.structure is None:
+            return tuple(requests)
+        # Last, for it costs most.
+        grammar = await self._compiled(sampling.structure, given.tenant)
+        return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests)
 
     async def _compiled(self, structure: Structure, tenant: str) -> CompiledGrammar:
         began_s = time.monotonic()

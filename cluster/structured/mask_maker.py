@@ -23,7 +23,7 @@ from pagedray.errors import EngineError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pagedray.request import Request
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _SPARE_S = 10.0
 """How long an answer may take beyond what the process lets itself take."""
 _LOAD_S = 60.0
+_MOST_LIVES = 3
+"""Processes that may end, one after another, before a question is given up."""
 
 Outcome = bytes | FinishReason
 
@@ -115,19 +117,10 @@ class MaskMaker:
             return FinishReason.ERROR
 
     def _asked(self, asked: Sequence[tuple[_Matcher, Sequence[int]]]) -> list[Outcome]:
-        try:
-            for matcher, _ in asked:
-                if matcher.grammar.life != self._life or self._sockets is None:
-                    self._load(matcher.grammar)
-        except (EngineError, OSError) as error:
-            # There is no process, or it does not take what it took once.
-            raise _DeathError(error) from error
-        sockets = self._sockets
-        if sockets is None:
-            raise _DeathError("It has just ended.")
+        life, sockets = self._loaded({matcher.grammar for matcher, _ in asked})
         connection, _ = sockets
         question = AskMasks(
-            [matcher.ask(token_ids, self._life) for matcher, token_ids in asked],
+            [matcher.ask(token_ids, life) for matcher, token_ids in asked],
             _drained(self._ended_sequence_ids),
             _drained(self._ended_grammar_ids),
         )
@@ -137,7 +130,9 @@ class MaskMaker:
             answer = msgspec.msgpack.decode(read_frame(connection), type=Masks)
         except (OSError, EOFError) as error:
             with self._grammar_lock:
-                self._disconnect()
+                # Who compiles may have started another by now.
+                if self._sockets is sockets:
+                    self._disconnect()
             raise _DeathError(error) from error
         for complaint in answer.complaints:
             logger.warning("A sequence is ended: %s.", complaint)
@@ -147,6 +142,24 @@ class MaskMaker:
             for row in range(len(asked))
         ]
 
+    def _loaded(
+        self, grammars: Iterable[CompiledGrammar]
+    ) -> tuple[int, tuple[socket.socket, socket.socket]]:
+        """Return a process that has all of these grammars: which one it is, and its sockets."""
+        for _ in range(_MOST_LIVES):
+            with self._grammar_lock:
+                life, sockets = self._life, self._sockets
+            missing = [one for one in grammars if sockets is None or one.life != life]
+            if sockets is not None and not missing:
+                return life, sockets
+            try:
+                for grammar in missing:
+                    self._load(grammar)
+            except (EngineError, OSError) as error:
+                # There is no process, or it does not take what it took once.
+                raise _DeathError(error) from error
+        raise _DeathError("One after another has ended.")
+
     def _load(self, grammar: CompiledGrammar) -> int:
         with self._grammar_lock:
             if self._sockets is None:
@@ -155,7 +168,8 @@ class MaskMaker:
             _, connection = self._sockets
             try:
                 connection.settimeout(_LOAD_S)
-                write_frame(connection, msgspec.msgpack.encode(Load(grammar.id, grammar.text)))
+                load = Load(grammar.id, grammar.text, _drained(self._ended_grammar_ids))
+                write_frame(connection, msgspec.msgpack.encode(load))
                 answer = msgspec.msgpack.decode(read_frame(connection), type=Loaded | LoadFailed)
             except (OSError, EOFError) as error:
                 self._disconnect()
@@ -242,4 +256,9 @@ class _Matcher:
 
 
 def _drained(ids: deque[int]) -> list[int]:
-    return [ids.popleft() for _ in range(len(ids))]
+    drained = []
+    # Two threads may do so at once.
+    with contextlib.suppress(IndexError):
+        while True:
+            drained.append(ids.popleft())
+    return drained

@@ -54,6 +54,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     grammar_id: int
     text: bytes
+    ended_grammar_ids: list[int]
+    """Others that nobody needs any more."""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):

@@ -80,6 +80,7 @@ class _Maker:
 
     def load(self, load: Load) -> int:
         """Keep a grammar; return its size in bytes. Raises RuntimeError."""
+        self._forget(load.ended_grammar_ids)
         compiled, num_bytes = self._library.load(load.text.decode())
         self._grammars[load.grammar_id] = compiled
         return num_bytes
@@ -88,8 +89,7 @@ class _Maker:
         """Return the masks of a step."""
         for sequence_id in question.ended_sequence_ids:
             self._followers.pop(sequence_id, None)
-        for grammar_id in question.ended_grammar_ids:
-            self._grammars.pop(grammar_id, None)
+        self._forget(question.ended_grammar_ids)
         num_asks = len(question.asks)
         if num_asks > len(self._words):
             self._words = np.zeros((num_asks, self._library.num_mask_words), dtype=np.int32)
@@ -109,6 +109,10 @@ class _Maker:
         else:
             self._work_off(left, ends, complaints)
         return Masks(ends, complaints, self._words[:num_asks].tobytes())
+
+    def _forget(self, grammar_ids: list[int]) -> None:
+        for grammar_id in grammar_ids:
+            self._grammars.pop(grammar_id, None)
 
     def _work_off(
         self,
