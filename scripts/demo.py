@@ -76,6 +76,8 @@ def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[b
             "--device=cpu",
             f"--grpc-port={grpc_port}",
             f"--http-port={http_port}",
+            # A line for each call would stand in the midst of the text.
+            "--log-level=warning",
         ],
         cwd=ROOT,
         start_new_session=True,
