@@ -33,6 +33,7 @@ class Renewals:
         self._idle_s = idle_s
         self._open: dict[_Reader, tuple[RunningReplica, str]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._renewals: set[asyncio.Task[None]] = set()
 
     def add(self, result: ReplicaResult, replica: RunningReplica, call_id: str) -> None:
         """Renew a stream from now on, until it ends or is read no more."""
@@ -56,7 +57,11 @@ class Renewals:
             for reader, (replica, call_id) in self._open.items():
                 if reader.idle_s() < self._idle_s:
                     read.setdefault(replica, []).append(call_id)
-            await asyncio.gather(*(self._renew(one, ids) for one, ids in read.items()))
+            # Nobody waits: one that does not answer would delay the others.
+            for replica, call_ids in read.items():
+                renewal = asyncio.create_task(self._renew(replica, call_ids))
+                self._renewals.add(renewal)
+                renewal.add_done_callback(self._renewals.discard)
 
     async def _renew(self, replica: RunningReplica, call_ids: list[str]) -> None:
         try:
