@@ -23,7 +23,13 @@ from tests.checkpoints import (
     save_checkpoint,
     save_word_tokenizer,
 )
-from tests.system.test_greedy_equality import NUM_TOKENS, PROMPT_LENGTHS, Truth, generated
+from tests.system.test_greedy_equality import (
+    NUM_TOKENS,
+    PROMPT_LENGTHS,
+    Truth,
+    checked_until_preempted,
+    generated,
+)
 from tests.system.test_rank_death import ranks
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache
@@ -133,12 +139,7 @@ def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: st
         preemption=preemption,
         enable_prefix_cache=False,
     ) as llm:
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    if preemption == "swap":
-        assert stats.num_swap_preemptions > 0
-    else:
-        assert stats.num_recompute_preemptions > 0
+        checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
 
 
 def test_all_at_once_changes_nothing(truth: Truth) -> None:
@@ -151,9 +152,9 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
         max_num_seqs=5,
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    assert stats.num_swap_preemptions + stats.num_recompute_preemptions > 0
+        stats = checked_until_preempted(
+            llm, truth, "num_swap_preemptions", "num_recompute_preemptions"
+        )
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
 
@@ -207,8 +208,7 @@ def test_ray_rank_that_runs_one_plan_ahead_changes_nothing(truth: Truth, ray_clu
         preemption="swap",
     ) as llm:
         for _ in range(5):
-            assert generated(llm, truth.prompts) == truth.continuations
-        assert llm.stats().scheduler.num_swap_preemptions > 0
+            checked_until_preempted(llm, truth, "num_swap_preemptions")
 
 
 @pytest.mark.multigpu
@@ -229,9 +229,7 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         # Prefix hits, and blocks that have been elsewhere in between.
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    assert stats.num_swap_preemptions > 0
+        stats = checked_until_preempted(llm, truth, "num_swap_preemptions")
     assert stats.num_hit_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pagedray import LLM, SamplingParams
 from tests.checkpoints import CASES, VOCAB_SIZE, Case, greedy_tokens, save_checkpoint
 
+if TYPE_CHECKING:
+    from cluster.scheduling.stats import SchedulerStats
+
 NUM_TOKENS = 40
+NUM_TRIES = 20
 PROMPT_LENGTHS = (3, 17, 32, 41, 64, 70)
 
 
@@ -47,6 +51,20 @@ def generated(llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     generations = llm.generate(prompts, params, show_progress=False)
     return [list(generation.completions[0].token_ids) for generation in generations]
+
+
+def checked_until_preempted(llm: LLM, truth: Truth, *counts: str) -> SchedulerStats:
+    """Check run after run, and return the statistics when one of these counts is no longer 0.
+
+    Requests are taken in while others run already. On a machine that is busy with other things one
+    may come so late that it is in nobody's way.
+    """
+    for _ in range(NUM_TRIES):
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = llm.stats().scheduler
+        if any(getattr(stats, count) for count in counts):
+            return stats
+    pytest.fail(f"Not one of {counts} in {NUM_TRIES} runs.")
 
 
 def local_llm(truth: Truth, **options: Any) -> LLM:  # Any: engine options of any type
@@ -98,12 +116,7 @@ def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: st
         preemption=preemption,
         enable_prefix_cache=False,
     ) as llm:
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    if preemption == "swap":
-        assert stats.num_swap_preemptions > 0
-    else:
-        assert stats.num_recompute_preemptions > 0
+        checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
 
 
 def test_all_at_once_changes_nothing(truth: Truth) -> None:
@@ -117,9 +130,9 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
         max_num_seqs=5,
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    assert stats.num_swap_preemptions + stats.num_recompute_preemptions > 0
+        stats = checked_until_preempted(
+            llm, truth, "num_swap_preemptions", "num_recompute_preemptions"
+        )
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
 
@@ -140,8 +153,6 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         # Prefix hits, and blocks that have been elsewhere in between.
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = llm.stats().scheduler
-    assert stats.num_swap_preemptions > 0
+        stats = checked_until_preempted(llm, truth, "num_swap_preemptions")
     assert stats.num_hit_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks
