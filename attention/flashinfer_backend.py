@@ -57,9 +57,15 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
 
             return SharedGroup(params, self._spec, is_graph=is_graph)
 
+        uploader = self._uploaders[params.attention_type is AttentionType.ENCODER_DECODER]
+        return self._group_by_library(params, is_graph=is_graph, uploader=uploader)
+
+    def _group_by_library(
+        self, params: AttentionParams, *, is_graph: bool, uploader: PageUploader
+    ) -> GpuGroup:
+        """Return what plans for layers that the library can serve."""
         from attention.flashinfer.group import FlashInferGroup
 
-        uploader = self._uploaders[params.attention_type is AttentionType.ENCODER_DECODER]
         return FlashInferGroup(params, self._spec, is_graph=is_graph, uploader=uploader)
 
 

@@ -11,9 +11,10 @@ AUTO = "auto"
 
 # In the order in which "auto" tries them, fastest first. The modules import their libraries later.
 _BACKENDS = {
+    "hybrid": ("attention.hybrid_backend", "HybridBackend"),
+    "torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend"),
     "flashinfer": ("attention.flashinfer_backend", "FlashInferBackend"),
     "xformers": ("attention.xformers_backend", "XFormersBackend"),
-    "torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend"),
 }
 
 # What stands for a name on a GPU, if it is not the same as on a CPU.

@@ -145,8 +145,8 @@ def main() -> int:
             return 1
         finally:
             process.join()
-    if options.output is not None:
-        _write(options.output, options.shape, rows)
+        if options.output is not None:
+            _write(options.output, options.shape, rows)
     return 0
 
 

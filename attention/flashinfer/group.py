@@ -4,16 +4,16 @@ import torch
 
 from attention.flashinfer.decode import FlashInferDecode
 from attention.flashinfer.pages import PageUploader
-from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
+from attention.flashinfer.prompt_group import PromptGroup
 from attention.gpu.batch import GpuBatch, Rows
-from attention.gpu.group import GpuGroup, LayerCache
-from attention.params import AttentionParams, AttentionSpec, AttentionType
+from attention.gpu.group import LayerCache
+from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["FlashInferGroup"]
 
 
-class FlashInferGroup(GpuGroup):
-    """Plans what a step needs ahead of it, and anything else when it is run."""
+class FlashInferGroup(PromptGroup):
+    """Decodes by the library too."""
 
     def __init__(
         self,
@@ -24,12 +24,7 @@ class FlashInferGroup(GpuGroup):
         uploader: PageUploader,
     ) -> None:
         """`uploader` serves all groups whose layers see the same keys."""
-        super().__init__(params, spec, is_graph=is_graph)
-        self._uploader = uploader
-        self._is_cross = params.attention_type is AttentionType.ENCODER_DECODER
-        self._is_encoder = params.attention_type is AttentionType.ENCODER
-        self._prefill = PagedPrefill(params, spec)
-        self._fresh = RaggedPrefill(params, spec)
+        super().__init__(params, spec, is_graph=is_graph, uploader=uploader)
         self._decode = FlashInferDecode(params, spec, is_graph=is_graph)
 
     @property
@@ -39,37 +34,10 @@ class FlashInferGroup(GpuGroup):
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
-        prefills, decodes = batch.rows_of(self.params.attention_type)
-        if not self.params.is_cached:
-            fresh = batch.encoders if self._is_encoder else prefills
-            if fresh is not None:
-                self._fresh.plan(fresh)
-            return
-        if prefills is not None:
-            self._plan_prefills(prefills)
-        if decodes is not None and self._has_blocks(decodes):
+        super().plan(batch)
+        _, decodes = batch.rows_of(self.params.attention_type)
+        if self.params.is_cached and decodes is not None and self._has_blocks(decodes):
             self._decode.plan(decodes, self._uploader.pages_of(decodes))
-
-    def prefill(
-        self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
-    ) -> None:
-        """Attend for queries of several tokens over cached keys."""
-        if self._prefill.planned is not rows:
-            self._prefill.plan(rows, self._uploader.pages_of(rows))
-        self._prefill.run(query, cache, out)
-
-    def fresh(
-        self,
-        rows: Rows,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Attend for sequences whose keys are those of their own tokens."""
-        if self._fresh.planned is not rows:
-            self._fresh.plan(rows)
-        self._fresh.run(query, key, value, out)
 
     def decode(self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
         """Attend for one query token of each sequence over cached keys."""
@@ -77,15 +45,3 @@ class FlashInferGroup(GpuGroup):
         if self._decode.planned is not rows and not self.is_graph:
             self._decode.plan(rows, self._uploader.pages_of(rows))
         self._decode.run(query, cache, out)
-
-    def _plan_prefills(self, rows: Rows) -> None:
-        if rows.is_fresh and not self._is_cross and self.spec.cache_dtype == self.spec.dtype:
-            self._fresh.plan(rows)
-        elif self._has_blocks(rows):
-            self._prefill.plan(rows, self._uploader.pages_of(rows))
-
-    def _has_blocks(self, rows: Rows) -> bool:
-        """Return whether the keys have blocks: in a profile run they have none."""
-        assert rows.host_block_tables is not None
-        num_slots: int = rows.host_block_tables.shape[1] * self.spec.block_size
-        return int(rows.host_seq_lens.max(initial=0)) <= num_slots

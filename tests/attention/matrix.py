@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend
 
-BACKENDS = ("flashinfer", "xformers", "torch_sdpa")
+BACKENDS = ("flashinfer", "xformers", "torch_sdpa", "hybrid")
 _TYPES = (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 

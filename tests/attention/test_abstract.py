@@ -163,14 +163,14 @@ def test_selector_finds_the_backend(name: str) -> None:
     assert backend.get_name() in BACKEND_NAMES
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "xformers"])
+@pytest.mark.parametrize("name", ["hybrid", "flashinfer", "xformers"])
 def test_selector_names_what_would_do_instead(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' refuses: .*must be cuda.* torch_sdpa\."):
         select_backend(name, SPEC)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-@pytest.mark.parametrize("name", ["flashinfer", "xformers", "torch_sdpa"])
+@pytest.mark.parametrize("name", ["hybrid", "flashinfer", "xformers", "torch_sdpa"])
 def test_selector_says_that_there_is_no_gpu(name: str) -> None:
     spec = replace(SPEC, device=torch.device("cuda"))
     with pytest.raises(ValueError, match=rf"'{name}' refuses: .*there is no CUDA device"):

@@ -8,6 +8,7 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionType
 from attention.flashinfer_backend import FlashInferBackend
+from attention.hybrid_backend import HybridBackend
 from attention.selector import select_backend
 from tests.attention.gpu_steps import FEATURES, NEEDS_GPU, gpu_rig, heads_of, run_steps
 from tests.attention.rig import Rig, params_of
@@ -65,7 +66,7 @@ def test_kernels_for_hopper_serve_encoders() -> None:
     run_steps(rig_of(*layers, dtype=torch.bfloat16))
 
 
-def test_auto_is_this_backend() -> None:
+def test_auto_has_prompts_by_this_library() -> None:
     assert select_backend("auto", rig_of(FEATURES["plain"], dtype=torch.float16).spec) is (
-        FlashInferBackend
+        HybridBackend
     )

@@ -1,4 +1,4 @@
-"""What the FlashInfer backend plans and runs, with a fake of the library, on a CPU."""
+"""What the FlashInfer and hybrid backends plan and run, with a fake of the library, on a CPU."""
 
 import importlib
 import sys
@@ -11,6 +11,8 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionType
 from attention.flashinfer_backend import FlashInferBackend
+from attention.gpu.backend import GpuBackend
+from attention.hybrid_backend import HybridBackend
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.dense_reference import relative_error
 from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules
@@ -18,7 +20,12 @@ from tests.attention.rig import TOLERANCE, Rig, params_of
 
 pytest.importorskip("triton")
 
-OURS = ("attention.flashinfer.decode", "attention.flashinfer.prefill", "attention.flashinfer.group")
+OURS = tuple(
+    f"attention.flashinfer.{name}"
+    for name in ("decode", "prefill", "prompt_group", "group", "hybrid_group")
+)
+BACKENDS = FlashInferBackend, HybridBackend
+over_backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 FEATURES: dict[str, AttentionParams] = {
     "plain": params_of(4, 2, 64),
     "scale": params_of(4, 2, 64, scale=0.3),
@@ -49,16 +56,17 @@ def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "PlanMemory", FakeMemory)
         monkeypatch.setattr(module, "SharedScratch", FakeScratch)
-    monkeypatch.setattr(FlashInferBackend, "check", lambda spec: ())
+    for backend in BACKENDS:
+        monkeypatch.setattr(backend, "check", lambda spec: ())
     monkeypatch.setattr(FakeWrapper, "plans", [])
     yield
     for name in OURS:
         sys.modules.pop(name, None)
 
 
-def rig_of(*layers: AttentionParams) -> Rig:
+def rig_of(*layers: AttentionParams, backend: type[GpuBackend] = FlashInferBackend) -> Rig:
     """Return a rig whose model dtype is one that the library has."""
-    return Rig(*layers, backend=FlashInferBackend, dtype=torch.bfloat16)
+    return Rig(*layers, backend=backend, dtype=torch.bfloat16)
 
 
 def run_steps(rig: Rig) -> None:
@@ -78,9 +86,10 @@ def planned() -> list[str]:
     return [plan.removeprefix("Batch").replace("KVCacheWrapper", "") for plan in plans]
 
 
+@over_backends
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_equals_the_dense_reference(feature: str) -> None:
-    run_steps(rig_of(FEATURES[feature]))
+def test_every_feature_equals_the_dense_reference(feature: str, backend: type[GpuBackend]) -> None:
+    run_steps(rig_of(FEATURES[feature], backend=backend))
 
 
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
@@ -93,11 +102,12 @@ def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.Monk
     assert "PrefillWithRagged fa2" not in planned()
 
 
-def test_layers_of_all_kinds_take_turns() -> None:
+@over_backends
+def test_layers_of_all_kinds_take_turns(backend: type[GpuBackend]) -> None:
     kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
     layers = [replace(FEATURES["plain"], attention_type=kind) for kind in kinds]
     layers += [FEATURES["window+cap"], FEATURES["alibi"], FEATURES["plain"]]
-    run_steps(rig_of(*layers))
+    run_steps(rig_of(*layers, backend=backend))
 
 
 def test_a_step_plans_what_it_runs() -> None:
@@ -113,9 +123,31 @@ def test_a_step_plans_what_it_runs() -> None:
     assert planned() == ["DecodeWithPaged fa2"]
 
 
+def test_hybrid_plans_prompts_alone() -> None:
+    rig = rig_of(FEATURES["plain"], FEATURES["plain"], backend=HybridBackend)
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 9)])
+    assert planned() == ["PrefillWithRagged fa2"]
+    rig.step(prefills=[(b, 300)], decodes=[a])
+    assert planned() == ["PrefillWithRagged fa3"]
+    rig.step(prefills=[(a, 2)], decodes=[b])
+    assert planned() == ["PrefillWithPaged fa2"]
+    rig.step(decodes=[a, b])
+    assert planned() == []
+
+
 def test_groups_say_who_serves_them() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"]).builder
     assert [group.servers["decode"] for group in builder.groups] == ["flashinfer", "shared"]
+
+
+def test_hybrid_says_who_serves_and_why() -> None:
+    builder = rig_of(FEATURES["plain"], FEATURES["alibi"], backend=HybridBackend).builder
+    assert builder.servers_in_words() == [
+        "flashinfer serves prefill, fresh of layers [0].",
+        "shared serves decode of layers [0]: it reads the cache faster than FlashInfer.",
+        "shared serves prefill, fresh, decode of layers [1]: FlashInfer takes no ALiBi slopes.",
+    ]
 
 
 def test_profile_run_attends_among_its_tokens() -> None:
@@ -128,12 +160,13 @@ def test_profile_run_attends_among_its_tokens() -> None:
     assert torch.equal(out, expected)
 
 
-def test_replays_follow_each_step() -> None:
+@over_backends
+def test_replays_follow_each_step(backend: type[GpuBackend]) -> None:
     layers = FEATURES["plain"], FEATURES["window+cap"], FEATURES["plain"]
-    rig = rig_of(*layers)
+    rig = rig_of(*layers, backend=backend)
     a, b = rig.sequence(), rig.sequence()
     rig.step(prefills=[(a, 3), (b, 6)])
-    state = FlashInferBackend.get_state_cls()(replace(rig.spec, max_seq_len=32))
+    state = backend.get_state_cls()(replace(rig.spec, max_seq_len=32))
     with state.graph_capture(4):
         captured = state.graph_capture_get_metadata_for_batch(4)
         clone = state.graph_clone(4)

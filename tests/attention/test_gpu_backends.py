@@ -15,6 +15,8 @@ import torch
 
 from attention.abstract import AttentionBackend, AttentionBatch, AttentionParams, AttentionType
 from attention.flashinfer_backend import FlashInferBackend
+from attention.gpu.backend import GpuBackend
+from attention.hybrid_backend import HybridBackend
 from attention.sdpa.gpu_backend import TorchSDPAGpuBackend
 from attention.torch_sdpa_backend import TorchSDPABackend
 from attention.xformers_backend import XFormersBackend
@@ -43,7 +45,7 @@ BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 class Covered:
     """A backend, and which cells cover it; features are named as in `FEATURES`."""
 
-    backend: type[AttentionBackend]
+    backend: type[GpuBackend]
     dtypes: tuple[torch.dtype, ...]
     """With every feature."""
     head_layers: tuple[tuple[str, ...], ...]
@@ -80,6 +82,21 @@ COVERED = (
             (("e5m2", "e5m2"), BFLOAT, 16),
         ),
         unwaiting=("plain", "window", "cap", "alibi"),
+    ),
+    # Both of its halves are covered by other backends.
+    Covered(
+        backend=HybridBackend,
+        dtypes=(BFLOAT,),
+        head_layers=(("plain", "alibi"),),
+        group_layers=(("plain",),),
+        group_dtypes=(BFLOAT,),
+        group_head_size=128,
+        block_features=("plain",),
+        replays=(
+            (("plain", "window+cap"), BFLOAT, 16),
+            (("alibi", "plain"), BFLOAT, 64),
+            (("e4m3", "e4m3"), BFLOAT, 16),
+        ),
     ),
     Covered(
         backend=XFormersBackend,
@@ -145,10 +162,9 @@ def over(cells: Callable[[Covered], Iterator[Cell]]) -> pytest.MarkDecorator:
     )
 
 
-def _needs_library(backend: type[AttentionBackend]) -> list[pytest.MarkDecorator]:
-    library = backend.get_name()
-    is_absent = library != "torch_sdpa" and find_spec(library) is None
-    return [pytest.mark.skipif(is_absent, reason=f"needs {library}")]
+def _needs_library(backend: type[GpuBackend]) -> list[pytest.MarkDecorator]:
+    absent = [name for name in backend.packages if find_spec(name) is None]
+    return [pytest.mark.skipif(bool(absent), reason=f"needs {' and '.join(absent)}")]
 
 
 def _all_features(covered: Covered) -> Iterator[Cell]:
