@@ -7,7 +7,7 @@ are the query rows of one call, and in a span they share one expanded view.
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attention.params import KV_CACHE_DTYPES, AttentionParams
 from attention.sdpa.bias import needs_explicit_scores
@@ -16,6 +16,8 @@ from attention.sdpa.gather import Gather
 from attention.sdpa.plan import Prompts, Span
 
 __all__ = ["LayerRunner"]
+
+_LENGTH_STEP = 32
 
 
 class LayerRunner:
@@ -99,6 +101,10 @@ class LayerRunner:
             t[rows].view(*leading, params.num_kv_heads, params.head_size).transpose(1, 2)
             for t in (key, value)
         )
+        if params.is_causal and query.dtype == torch.bfloat16:
+            # torch keeps code for each length; tokens behind the last one are seen by none of them.
+            num_spare = -prompts.num_tokens % _LENGTH_STEP
+            query, key, value = (pad(t, (0, 0, 0, num_spare)) for t in (query, key, value))
         result = scaled_dot_product_attention(
             query,
             key,
@@ -107,7 +113,7 @@ class LayerRunner:
             scale=self._scale,
             enable_gqa=params.num_heads != params.num_kv_heads,
         )
-        out.copy_(self._scaled(result))
+        out.copy_(self._scaled(result)[:, :, : prompts.num_tokens])
 
     def _attend(
         self,

@@ -25,6 +25,7 @@ __all__ = [
     "Product",
     "TwoWayProduct",
     "make_product",
+    "padded_rows",
     "product_class",
 ]
 
@@ -82,7 +83,10 @@ class PackedProduct(Product):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, out_size]` for `[num_rows, in_size]`."""
-        return _linear(x, self.weight, self.bias, "none", [], "")
+        num_rows = len(x)
+        if num_spare := padded_rows(num_rows) - num_rows:
+            x = functional.pad(x, (0, 0, 0, num_spare))
+        return _linear(x, self.weight, self.bias, "none", [], "")[:num_rows]
 
     def finalize(self) -> None:
         """Pack the weight."""
@@ -147,9 +151,23 @@ class TwoWayProduct(PackedProduct):
 # The layout is chosen for a row count; that for a batch is good for one row too, not conversely.
 _PACKED_ROWS = 32
 _FEW_ROWS = 16
+_ROW_STEP = 16
+_MANY_ROWS = 512
 _MOST_TWICE_BYTES = 64 * 2**20
 # The overload is named because finding it costs a microsecond a call.
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return how many rows are multiplied where so many are asked for.
+
+    oneDNN keeps code of its own for each number of rows, about a megabyte with what it strews over
+    the heap, and takes a while to make it.
+    """
+    if num_rows <= _FEW_ROWS:
+        return num_rows
+    step = _ROW_STEP if num_rows <= _MANY_ROWS else 2 * _ROW_STEP
+    return -(-num_rows // step) * step
 
 
 def make_product(

@@ -1,0 +1,36 @@
+"""Products pad their rows, so that there are few numbers of rows, and nobody sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from workers.layers.products import PackedProduct, padded_rows
+
+CPU = torch.device("cpu")
+
+
+def test_few_numbers_of_rows_stand_for_all_and_cost_little() -> None:
+    padded = {rows: padded_rows(rows) for rows in range(1, 8193)}
+    assert all(most >= rows for rows, most in padded.items())
+    assert len(set(padded.values())) <= 16 + 32 + 240
+    # No more than what is multiplied at a time.
+    assert all(most - rows < 32 for rows, most in padded.items())
+    # A decode waits for nothing that it did not ask for.
+    assert all(padded[rows] == rows for rows in range(1, 17))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 31, 32, 33, 127, 511, 513, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padded_products_are_those_of_the_rows(num_rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x, weight = (torch.randn(n, 48, generator=generator).to(dtype) for n in (num_rows, 40))
+    product = PackedProduct.empty(40, 48, has_bias=False, dtype=dtype, device=CPU)
+    product.weight.copy_(weight)
+    product.finalize()
+    expected = functional.linear(x.double(), weight.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    found = product(x)
+    assert found.shape == (num_rows, 40)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=10 * tolerance)
