@@ -17,11 +17,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
 from workers.meeting_point import LOOPBACK, MeetingPoint
+from workers.network_interface import interface_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["ParallelGroup", "ProcessGroup", "SoloGroup", "open_group"]
+
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class ParallelGroup(ABC):
@@ -224,9 +227,19 @@ def _open_nccl(
     options._timeout = timeout
     # Collectives wait for one another anyway: a stream of lower priority would only add delay.
     options.is_high_priority_stream = True
-    if host == LOOPBACK:
-        # Left to itself, or as set for groups of several nodes, it listens on another interface.
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    _choose_nccl_interface(host)
     # Ray shows a rank only the GPU that is its own.
     torch.cuda.set_device(device.index or 0)
     return nccl(store, rank, size, options)
+
+
+def _choose_nccl_interface(host: str) -> None:
+    """Have NCCL meet the others where they reach this rank, and not where it thinks best."""
+    if host == LOOPBACK:
+        # Also if another one is set, which is for groups of several nodes.
+        os.environ[_NCCL_INTERFACE] = "lo"
+        return
+    interface = interface_of(host)
+    if interface is not None:
+        # Without the sign it would be the beginning of a name.
+        os.environ.setdefault(_NCCL_INTERFACE, f"={interface}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.workers.reference import (
     save_checkpoint,
 )
 from workers.meeting_point import LOOPBACK
-from workers.parallel import SoloGroup, open_group
+from workers.parallel import SoloGroup, _choose_nccl_interface, open_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,3 +127,44 @@ def test_a_rank_that_nobody_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="rank 0 of 2 could not join its group at 127") as caught:
         open_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """Return each interface of this machine with each of its addresses, as psutil finds them."""
+    return [
+        (name, one.address.partition("%")[0])
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def test_nccl_is_kept_to_the_interface_that_others_reach_the_rank_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses = own_addresses()
+    assert ("lo", "127.0.0.1") in addresses
+    for name, address in addresses:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        _choose_nccl_interface(address)
+        expected = "lo" if address == LOOPBACK else f"={name}"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == expected, address
+
+
+def test_nccl_of_several_nodes_keeps_what_is_set_and_that_of_one_node_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    _choose_nccl_interface("::1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+    _choose_nccl_interface(LOOPBACK)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no address"])
+def test_an_address_of_no_interface_leaves_the_choice_to_nccl(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    _choose_nccl_interface(host)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ

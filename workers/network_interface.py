@@ -1,0 +1,55 @@
+"""The network interface that has an address, by the name that the kernel gives it."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+from ipaddress import ip_address
+from pathlib import Path
+
+__all__ = ["interface_of"]
+
+_SIOCGIFCONF = 0x8912
+_NAME_BYTES = 16
+_ENTRY_BYTES = 40
+"""struct ifreq of 64 bits: a name, and a union whose longest member is a map of the device."""
+_ADDRESS = slice(_NAME_BYTES + 4, _NAME_BYTES + 8)
+"""Behind the name, in a struct sockaddr_in: behind its family and its port."""
+_MAX_ENTRIES = 256
+
+
+def interface_of(host: str) -> str | None:
+    """Return the interface of this node that has an address; None if none has it."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    names = _ipv4_names() if address.version == 4 else _ipv6_names()
+    return names.get(address.packed)
+
+
+def _ipv4_names() -> dict[bytes, str]:
+    entries = array.array("B", bytes(_MAX_ENTRIES * _ENTRY_BYTES))
+    begin, size = entries.buffer_info()
+    # The kernel says how much of it it has filled.
+    request = struct.pack("iP", size, begin)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        filled, _ = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))
+    found = entries.tobytes()[:filled]
+    names = {}
+    for start in range(0, filled, _ENTRY_BYTES):
+        entry = found[start : start + _ENTRY_BYTES]
+        # A further address of an interface is labelled as in eth0:1.
+        name = entry[:_NAME_BYTES].partition(b"\0")[0].partition(b":")[0].decode()
+        names[entry[_ADDRESS]] = name
+    return names
+
+
+def _ipv6_names() -> dict[bytes, str]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return {}
+    lines = [line.split() for line in table.read_text(encoding="ascii").splitlines()]
+    return {bytes.fromhex(fields[0]): fields[-1] for fields in lines}
