@@ -6,11 +6,12 @@ The event loop waits for none of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from cluster.structured.compiler_process import Died, Limits, Refused
@@ -18,6 +19,7 @@ from cluster.structured.expressions import refuse
 from cluster.structured.grammar_text import MAX_TEXT_LENGTH
 from cluster.structured.mask_maker import CompiledGrammar, MaskMaker
 from cluster.structured.structure_process import StructureProcess
+from cluster.structured.tenant_threads import TenantThreads
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -31,8 +33,16 @@ __all__ = ["StructureCompiler"]
 logger = logging.getLogger(__name__)
 
 _CACHE_BYTES = 128 * 2**20
-_NUM_THREADS = 2
-_MOST_WAITING = 16
+"""When more is kept, the tenant that has most loses what it used longest ago."""
+_NUM_THREADS = 3
+_MOST_RUNNING = 2
+"""Of one tenant; another one always finds a thread."""
+_MOST_OPEN = 18
+"""Of one tenant."""
+_MOST_OPEN_OF_ALL = 144
+
+_DEFECTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""What the library dies of by itself, also when a thread of its own gets no memory."""
 
 _Loaded = tuple[CompiledGrammar, int]
 _Key = tuple[str, "Structure"]
@@ -55,7 +65,12 @@ class StructureCompiler:
         self._cache: OrderedDict[_Key, _Loaded] = OrderedDict()
         self._running: dict[_Key, Future[_Loaded]] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pagedray-grammars")
+        self._threads = TenantThreads(
+            _NUM_THREADS,
+            most_running=_MOST_RUNNING,
+            most_open=_MOST_OPEN,
+            most_open_of_all=_MOST_OPEN_OF_ALL,
+        )
         self._process = StructureProcess(make_vocabulary, self._limits)
         self._maker: MaskMaker | None = None
         self._maker_lock = threading.Lock()
@@ -74,9 +89,8 @@ class StructureCompiler:
 
     def warm_up(self) -> None:
         """Start the process that compiles, in a thread, so that no client waits for it."""
-        with self._lock:
-            if not self._is_closed:
-                self._threads.submit(self._start)
+        with contextlib.suppress(ShuttingDownError):
+            self._threads.submit("", self._start)
 
     async def compile(self, structure: Structure, *, tenant: str = "") -> CompiledGrammar:
         """Return a structure's grammar, which is kept for its tenant.
@@ -96,12 +110,12 @@ class StructureCompiler:
         """End the process and what waits for it. May be called twice."""
         with self._lock:
             self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._process.close()
         with self._maker_lock:
             if self._maker is not None:
                 self._maker.close()
-        self._threads.shutdown()
+        self._threads.join()
 
     def _submit(self, key: _Key) -> Future[_Loaded]:
         with self._lock:
@@ -114,11 +128,7 @@ class StructureCompiler:
                 return ready
             if key in self._running:
                 return self._running[key]
-            if len(self._running) >= _NUM_THREADS + _MOST_WAITING:
-                raise OverloadedError(
-                    f"{len(self._running)} structures are being compiled, which is all that may be."
-                )
-            running = self._threads.submit(self._compile, key[1])
+            running = self._threads.submit(key[0], lambda: self._compile(key[1]))
             self._running[key] = running
         # Outside of the lock: what has ended already calls at once.
         running.add_done_callback(lambda done: self._keep(key, done))
@@ -130,10 +140,17 @@ class StructureCompiler:
             if done.cancelled() or done.exception() is not None:
                 return
             self._cache[key] = done.result()
-            num_bytes = sum(size for _, size in self._cache.values())
-            while num_bytes > self._cache_bytes:
-                _, (_, size) = self._cache.popitem(last=False)
-                num_bytes -= size
+            self._make_room()
+
+    def _make_room(self) -> None:
+        sizes: Counter[str] = Counter()
+        for (tenant, _), (_, size) in self._cache.items():
+            sizes[tenant] += size
+        while sizes.total() > self._cache_bytes:
+            tenant = max(sizes, key=sizes.__getitem__)
+            oldest = next(key for key in self._cache if key[0] == tenant)
+            _, size = self._cache.pop(oldest)
+            sizes[tenant] -= size
 
     def _compile(self, structure: Structure) -> _Loaded:
         answer = self._process.compile(structure)
@@ -158,6 +175,8 @@ class StructureCompiler:
                     "busy."
                 )
         name = signal.strsignal(death.signal) or f"signal {death.signal}"
+        if death.signal in _DEFECTS:
+            return refuse(f"structure cannot be compiled: it ended what compiles it ({name}).")
         return EngineError(f"The process that compiled the structure was ended: {name}.")
 
     def _masks(self) -> MaskMaker:

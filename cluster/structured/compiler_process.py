@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +25,7 @@ from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.grammar_text import grammar_text
 from cluster.structured.idle_learning import IdleLearning
 from cluster.structured.mask_process import serve_masks
+from cluster.structured.memory_limit import is_out_of_memory, lift_memory_limit, limit_memory
 from cluster.structured.vocabulary import Vocabulary
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
@@ -62,6 +62,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time for all of it, on a machine that is busy with other things."""
     memory_bytes: int = 512 * 2**20
     answer_bytes: int = 32 * 2**20
+    mask_memory_bytes: int = 2**30
+    """For the grammars in use, for all sequences that follow them, and for those that are kept."""
     mask_s: float = 0.1
     """CPU time in which a token is taken and the mask after it is made, when that is tried."""
 
@@ -121,7 +123,9 @@ def main() -> None:
             try:
                 if what == MAKE_MASKS:
                     masks, grammars = connections
-                    serve_masks(masks, grammars, library)
+                    serve_masks(
+                        masks, grammars, library, memory_bytes=start.limits.mask_memory_bytes
+                    )
                 else:
                     (connection,) = connections
                     _stand_behind(connection, library, start.limits)
@@ -145,10 +149,6 @@ def _stand_behind(connection: socket.socket, library: Library, limits: Limits) -
         write_frame(connection, msgspec.msgpack.encode(Died(os.WTERMSIG(status))))
 
 
-def _too_much_memory(limits: Limits) -> Refused:
-    return Refused(f"structure takes more than {limits.memory_bytes >> 20} MiB to compile.")
-
-
 def _answer(connection: socket.socket, library: Library, limits: Limits) -> None:
     structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
     _limit(limits)
@@ -157,21 +157,20 @@ def _answer(connection: socket.socket, library: Library, limits: Limits) -> None
         _try_out(library, text, limits)
     except InvalidRequestError as error:
         answer: Compiled | Refused = Refused(str(error))
-    except MemoryError:
-        answer = _too_much_memory(limits)
     except UnicodeDecodeError as error:
         # The library cuts a character in two where it quotes what it does not expect.
         message = bytes(error.object).decode(errors="replace")
         answer = Refused(f"structure cannot be compiled: {_in_short(message)}.")
-    except (RuntimeError, RecursionError) as error:
-        # How the library's own code tells that it got no memory.
-        if "std::bad_alloc" in str(error):
-            answer = _too_much_memory(limits)
+    # Whatever the library raises, the client is told.
+    except Exception as error:
+        lift_memory_limit()
+        if is_out_of_memory(error):
+            what = f"takes more than {limits.memory_bytes >> 20} MiB to compile"
         else:
-            answer = Refused(
-                f"structure cannot be compiled: {_in_short(str(error) or type(error).__name__)}."
-            )
+            what = f"cannot be compiled: {_in_short(str(error) or type(error).__name__)}"
+        answer = Refused(f"structure {what}.")
     else:
+        lift_memory_limit()
         answer = Compiled(text.encode())
     body = msgspec.msgpack.encode(answer)
     if len(body) > limits.answer_bytes:
@@ -191,9 +190,7 @@ def _limit(limits: Limits) -> None:
     signal.setitimer(signal.ITIMER_PROF, limits.compile_s)
     signal.setitimer(signal.ITIMER_REAL, limits.wait_s)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = num_pages * resource.getpagesize() + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory(limits.memory_bytes)
 
 
 def _try_out(library: Library, text: str, limits: Limits) -> None:

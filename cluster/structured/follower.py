@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cluster.structured.memory_limit import is_out_of_memory
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
     from cluster.structured.mask_messages import Follow
     from cluster.structured.xgrammar_library import Walk
 
-__all__ = ["Follower"]
+__all__ = ["SPARE_S", "TOKEN_S", "Follower"]
 
-_SPARE_S = 0.5
+SPARE_S = 0.5
 """CPU time that a sequence may take for its masks beyond what its tokens allow."""
-_TOKEN_S = 0.01
+TOKEN_S = 0.01
 """CPU time that each token allows."""
 
 
 class Follower:
-    """Follows one sequence. It never raises, and ends its own sequence when anything is amiss."""
+    """Follows one sequence, which it ends when anything is amiss."""
 
     def __init__(self, walk: Walk, follow: Follow, vocab_size: int) -> None:
         self._walk = walk
@@ -48,7 +49,8 @@ class Follower:
     ) -> FinishReason | None:
         """Take tokens and write which may follow, or return how the sequence ends if none may.
 
-        `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero.
+        `masks` is `[num_rows, ceil(vocab_size / 32)]`; the row is all zero. Raises nothing but what
+        says that there is no memory, for it may be another sequence that took it.
         """
         if self._end is not None:
             return self._end
@@ -57,9 +59,11 @@ class Follower:
             found = self._next(token_ids, masks, row)
         # A grammar's failure must not be that of the others, whatever the library raises.
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             found = self._failed(f"its grammar failed: {error!r:.200}")
         self._spent_s += time.thread_time() - started_s
-        if self._spent_s > _SPARE_S + _TOKEN_S * self._num_tokens:
+        if self._spent_s > SPARE_S + TOKEN_S * self._num_tokens:
             found = self._failed(
                 f"its grammar took {self._spent_s:.2f} s for {self._num_tokens} tokens"
             )

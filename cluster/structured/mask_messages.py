@@ -36,6 +36,8 @@ class AskMasks(msgspec.Struct, frozen=True, array_like=True):
     ended_sequence_ids: list[int]
     """Never asked for again."""
     ended_grammar_ids: list[int]
+    limit_s: float
+    """Time in which there must be an answer; then the kernel ends the process."""
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +49,10 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     """Why some of them end with an error."""
     words: bytes
     """A mask for each ask, one behind another."""
+    culprits: list[int]
+    """Places of sequences that the process could not go on with: it ends. They are in `ends`."""
+    unmade: list[int]
+    """Places whose masks were not made before that."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -68,3 +74,5 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Why a grammar is not kept."""
 
     message: str
+    is_out_of_memory: bool
+    """Whether it may be kept when others are needed no more."""

@@ -1,15 +1,17 @@
 """Makes masks, as a fork of the process that compiles: nothing that it does can harm the replica.
 
 It has two sockets. On one it is asked for the masks of a step, which some threads make: xgrammar
-lets go of Python's lock. On the other it is given grammars meanwhile. It ends when either closes.
+lets go of Python's lock. On the other it is given grammars meanwhile. It ends when either closes,
+and when a sequence takes so long, or so much memory, that the others are better off without it.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
-from collections import deque
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -18,37 +20,39 @@ import numpy as np
 
 from cluster.structured.follower import Follower
 from cluster.structured.frames import read_frame, write_frame
-from cluster.structured.mask_messages import AskMasks, Load, Loaded, LoadFailed, Masks
-from pagedray.request import FinishReason
+from cluster.structured.mask_messages import AskMasks, Load, Loaded, LoadFailed
+from cluster.structured.mask_step import LOOK_S, MaskStep
+from cluster.structured.memory_limit import is_out_of_memory, limit_memory
 
 if TYPE_CHECKING:
     import socket
 
-    from cluster.structured.mask_messages import Ask
+    from cluster.structured.mask_messages import Ask, Masks
     from cluster.structured.xgrammar_library import Library
 
-__all__ = ["MAX_STEP_S", "serve_masks"]
+__all__ = ["serve_masks"]
 
-MAX_STEP_S = 20.0
-"""Time in which the masks of a step must be made; then the kernel ends this process."""
 _MAX_THREADS = 8
-_FEW = 4
-"""Sequences that are not worth the waking of a thread."""
 
 
-def serve_masks(masks: socket.socket, grammars: socket.socket, library: Library) -> None:
-    """Answer until the other end of a socket closes."""
+def serve_masks(
+    masks: socket.socket, grammars: socket.socket, library: Library, *, memory_bytes: int
+) -> None:
+    """Answer until the other end of a socket closes; take so much memory more than there is now."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    maker = _Maker(library)
-    threading.Thread(target=_serve_grammars, args=(grammars, maker), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(memory_bytes)
+    maker = _Maker(library, masks)
+    for serve in (lambda: _serve_grammars(grammars, maker), maker.look_on):
+        threading.Thread(target=serve, daemon=True).start()
     try:
         while True:
             question = msgspec.msgpack.decode(read_frame(masks), type=AskMasks)
-            signal.setitimer(signal.ITIMER_REAL, MAX_STEP_S)
-            answer = maker.masks(question)
+            # For what even the thread that looks on cannot see.
+            signal.setitimer(signal.ITIMER_REAL, question.limit_s)
+            maker.answer(question)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            write_frame(masks, msgspec.msgpack.encode(answer))
-    except (OSError, EOFError):
+    except (OSError, EOFError, MemoryError):
         return
 
 
@@ -59,9 +63,10 @@ def _serve_grammars(connection: socket.socket, maker: _Maker) -> None:
             try:
                 answer: Loaded | LoadFailed = Loaded(maker.load(load))
             except (RuntimeError, MemoryError) as error:
-                answer = LoadFailed(" ".join(str(error).split())[:200])
+                text = " ".join(str(error).split())[:200]
+                answer = LoadFailed(text, is_out_of_memory(error))
             write_frame(connection, msgspec.msgpack.encode(answer))
-    except (OSError, EOFError):
+    finally:
         # No clean-up of what is the parent's.
         os._exit(0)
 
@@ -69,14 +74,18 @@ def _serve_grammars(connection: socket.socket, maker: _Maker) -> None:
 class _Maker:
     """The grammars and the sequences that follow them."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, connection: socket.socket) -> None:
         self._library = library
+        self._connection = connection
         # Any: the library's own.
         self._grammars: dict[int, Any] = {}
         self._followers: dict[int, Follower] = {}
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self._num_threads)
         self._words = np.zeros((0, library.num_mask_words), dtype=np.int32)
+        self._step: MaskStep | None = None
+        self._answering = threading.Lock()
+        """Held by who answers: the thread that makes masks, or the one that looks on."""
 
     def load(self, load: Load) -> int:
         """Keep a grammar; return its size in bytes. Raises RuntimeError."""
@@ -85,52 +94,43 @@ class _Maker:
         self._grammars[load.grammar_id] = compiled
         return num_bytes
 
-    def masks(self, question: AskMasks) -> Masks:
-        """Return the masks of a step."""
+    def answer(self, question: AskMasks) -> None:
+        """Make the masks of a step and write them. Raises OSError, MemoryError or RuntimeError."""
         for sequence_id in question.ended_sequence_ids:
             self._followers.pop(sequence_id, None)
         self._forget(question.ended_grammar_ids)
         num_asks = len(question.asks)
         if num_asks > len(self._words):
             self._words = np.zeros((num_asks, self._library.num_mask_words), dtype=np.int32)
-        self._words[:num_asks] = 0
-        ends: dict[int, FinishReason] = {}
-        complaints: list[str] = []
-        # Who is done takes the next: some masks take a hundred times as long as others.
-        left = deque(enumerate(question.asks))
-        if num_asks > _FEW:
-            running = [
-                self._threads.submit(self._work_off, left, ends, complaints)
-                for _ in range(self._num_threads - 1)
-            ]
-            self._work_off(left, ends, complaints)
-            for one in running:
-                one.result()
-        else:
-            self._work_off(left, ends, complaints)
-        return Masks(ends, complaints, self._words[:num_asks].tobytes())
+        words = self._words[:num_asks]
+        words[:] = 0
+        step = self._step = MaskStep(question.asks, words, self._follower)
+        answer = step.run(self._threads, self._num_threads)
+        with self._answering:
+            self._step = None
+            self._write(answer)
+
+    def look_on(self) -> None:
+        """Answer in the place of a step that takes too long. Never returns."""
+        try:
+            while True:
+                time.sleep(LOOK_S)
+                with self._answering:
+                    answer = None if self._step is None else self._step.look()
+                    if answer is not None:
+                        self._write(answer)
+        finally:
+            os._exit(0)
+
+    def _write(self, answer: Masks) -> None:
+        write_frame(self._connection, msgspec.msgpack.encode(answer))
+        if answer.culprits:
+            # No clean-up of what is the parent's.
+            os._exit(0)
 
     def _forget(self, grammar_ids: list[int]) -> None:
         for grammar_id in grammar_ids:
             self._grammars.pop(grammar_id, None)
-
-    def _work_off(
-        self,
-        left: deque[tuple[int, Ask]],
-        ends: dict[int, FinishReason],
-        complaints: list[str],
-    ) -> None:
-        while True:
-            try:
-                row, ask = left.popleft()
-            except IndexError:
-                return
-            follower = self._follower(ask)
-            found = follower.write_mask(ask.token_ids, self._words, row)
-            if found is not None:
-                ends[row] = found
-            if found is FinishReason.ERROR:
-                complaints.append(follower.complaint)
 
     def _follower(self, ask: Ask) -> Follower:
         if ask.follow is not None:

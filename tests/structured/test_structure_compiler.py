@@ -15,7 +15,13 @@ import pytest
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.compiler_process import Limits
 from cluster.structured.grammar_text import MAX_TEXT_LENGTH, grammar_text
-from pagedray.errors import EngineError, InvalidRequestError, ShuttingDownError
+from cluster.structured.mask_maker import CompiledGrammar
+from pagedray.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    ShuttingDownError,
+)
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 from tests.fakes import wait_for
 from tests.structured.conftest import EOS, vocabulary
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.tokenizer import Tokenizer
-    from cluster.structured.mask_maker import CompiledGrammar
 
 SMALL = Structure(kind="regex", text="a{3}")
 OTHER = Structure(kind="regex", text="b")
@@ -228,3 +233,62 @@ def test_no_tenant_is_served_what_was_kept_for_another(own_compiler: StructureCo
     first, again, others = asyncio.run(compile_for_two())
     assert again is first
     assert others is not first
+
+
+def test_one_tenants_slow_structures_keep_no_other_waiting(
+    own_compiler: StructureCompiler,
+) -> None:
+    slow = [Structure(kind="grammar", text=LARGE.text + f' | "{number}"') for number in range(18)]
+
+    async def compile_beside() -> list[bool]:
+        await own_compiler.compile(OTHER)
+        running = [asyncio.ensure_future(own_compiler.compile(one, tenant="ann")) for one in slow]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="18 structures of this tenant"):
+            await own_compiler.compile(SMALL, tenant="ann")
+        await own_compiler.compile(SMALL, tenant="ben")
+        are_done = [one.done() for one in running]
+        own_compiler.close()
+        await asyncio.gather(*running, return_exceptions=True)
+        return are_done
+
+    # With a whole second of computing each, in which ben's was compiled.
+    assert not all(asyncio.run(compile_beside())[:2])
+
+
+def test_a_tenant_that_keeps_much_loses_what_it_kept_and_others_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    compiler = StructureCompiler(lambda: vocabulary(tokenizer))
+
+    async def compile_all_and_again() -> tuple[bool, list[bool]]:
+        mine = await compiler.compile(SMALL, tenant="ben")
+        compiler._cache_bytes = 4 * compiler.num_cached_bytes
+        texts = ["a{3}" + "b" * number for number in range(9)]
+        structures = [Structure(kind="regex", text=text) for text in texts]
+        theirs = [await compiler.compile(one, tenant="ann") for one in structures]
+        is_kept = await compiler.compile(SMALL, tenant="ben") is mine
+        are_kept = [
+            await compiler.compile(one, tenant="ann") is before
+            for one, before in zip(reversed(structures), reversed(theirs), strict=True)
+        ]
+        return is_kept, are_kept
+
+    is_kept, are_kept = asyncio.run(compile_all_and_again())
+    compiler.close()
+    assert is_kept
+    assert are_kept[0]
+    assert not all(are_kept)
+
+
+def test_a_structure_that_takes_too_much_memory_is_refused_and_harms_no_other(
+    tokenizer: Tokenizer,
+) -> None:
+    compiler = StructureCompiler(
+        lambda: vocabulary(tokenizer), limits=Limits(wait_s=120.0, memory_bytes=64 * 2**20)
+    )
+    refused, grammar = asyncio.run(compile_all(compiler, LARGE, SMALL))
+    compiler.close()
+    assert isinstance(refused, InvalidRequestError)
+    assert str(refused) == "structure takes more than 64 MiB to compile."
+    assert isinstance(grammar, CompiledGrammar)
