@@ -6,7 +6,6 @@ ranks. HTTP and gRPC reach the servicer in the replica itself, so that no token 
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from cluster.serving.autoscaling import ReplicaLoad
 from cluster.serving.http_app import build_app as build_http_app
 from cluster.serving.ray_metrics import RayMetrics
 from cluster.serving.replica import Replica, executor_in
@@ -23,9 +21,8 @@ from cluster.serving.serve_grpc import ServeGrpc
 from cluster.serving.serve_handle import ServeHandle
 from cluster.serving.serve_leases import Leases
 from cluster.serving.serve_options import ServeArguments, ServeOptions, read_arguments
-from cluster.serving.serve_pace import Pace
+from cluster.serving.serve_pace import MESSAGES_PER_S, Pace
 from cluster.serving.serve_replicas import call_others, current_call_id
-from cluster.serving.tenant import ANYBODY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -50,9 +47,8 @@ _READ_TIMEOUT_S = 30.0
 # Admission is the engine's: it knows how many tokens fit, and refuses in time.
 _NO_LIMIT = 1_000_000_000
 _ROUTER = "cluster.serving.router:AffinityRouter"
-# Serve carries about a thousand messages a second from a replica.
-_MESSAGES_PER_S = 800.0
-# Of HTTP it carries more, but it takes whatever comes: what it cannot carry would pile up.
+# Of HTTP Serve carries more than of other messages, but it takes whatever comes: what it cannot
+# carry would pile up.
 _HTTP_PARTS_PER_S = 2000.0
 # What an Abort waits for replicas that do not answer at once.
 _ABORT_WAIT_S = 0.5
@@ -76,7 +72,7 @@ class PagedRay:
         )
         self._metrics.start()
         self._leases = Leases(arguments.serve.lease_s)
-        pace = Pace(_MESSAGES_PER_S)
+        pace = Pace(MESSAGES_PER_S)
         self._grpc = ServeGrpc(self._replica.servicer, pace)
         self._handle = ServeHandle(self._replica.servicer, pace)
 
@@ -101,16 +97,11 @@ class PagedRay:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what TokensPolicy decides by."""
-        return self._load().metrics()
+        return self._replica.load().metrics()
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return what AffinityRouter decides by."""
-        loads = self._replica.servicer.loads(ANYBODY)
-        num_slots = loads.num_blocks * self._replica.config.cache.block_size
-        return {
-            "load": self._load().tokens_in_flight / max(num_slots, 1),
-            "told_s": time.monotonic(),
-        }
+        return self._replica.routing_stats()
 
     # The names of these are the service's; Serve looks for `grpc_context` by its name.
     async def Generate(  # noqa: N802
@@ -248,11 +239,6 @@ class PagedRay:
             self._is_stopped = True
             await self._metrics.stop()
             await self._replica.stop()
-
-    def _load(self) -> ReplicaLoad:
-        return ReplicaLoad.of(
-            self._replica.servicer.loads(ANYBODY), self._replica.config.cache.block_size
-        )
 
 
 def build_app(args: Mapping[str, object]) -> Application:

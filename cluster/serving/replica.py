@@ -22,9 +22,11 @@ from cluster.log_lines import logging_to
 from cluster.options import engine_config
 from cluster.ray_executor import RayExecutor
 from cluster.serving.authenticator import Authenticator
+from cluster.serving.autoscaling import ReplicaLoad
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.serve_progress import ProgressWatch
 from cluster.serving.servicer import Servicer
+from cluster.serving.tenant import ANYBODY
 from cluster.serving.tokenizer import Tokenizer
 from cluster.serving.tracing import otlp_tracer
 from pagedray.config import EngineConfig
@@ -122,6 +124,18 @@ class Replica:
         )
         if complaint is not None:
             raise EngineError(complaint)
+
+    def load(self) -> ReplicaLoad:
+        """Return what there is to do."""
+        return ReplicaLoad.of(self.servicer.loads(ANYBODY), self.config.cache.block_size)
+
+    def routing_stats(self) -> dict[str, float]:
+        """Return what a router chooses among replicas by."""
+        num_slots = self.servicer.loads(ANYBODY).num_blocks * self.config.cache.block_size
+        return {
+            "load": self.load().tokens_in_flight / max(num_slots, 1),
+            "told_s": time.monotonic(),
+        }
 
     async def stop(self) -> None:
         """End what runs, then the engine and its ranks. Stopping twice is harmless."""
