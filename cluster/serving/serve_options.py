@@ -36,7 +36,8 @@ class ServeOptions:
     stall_timeout_s: float = 120.0
     """A replica that has work and makes no step for so long is replaced."""
     lease_s: float = 30.0
-    """A stream that nobody has read for so long ends."""
+    """A stream that nobody has read for so long ends; 5 s at least, so that one that is read is
+    renewed in time by a process that is busy."""
     tool_call_format: ToolCallFormat | None = None
     """How the model writes tool calls; None is found in its chat template."""
     log_format: LogFormat = "text"
@@ -57,7 +58,7 @@ class ServeOptions:
             )
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _check_at_least("stall_timeout_s", self.stall_timeout_s, 1)
-        _check_at_least("lease_s", self.lease_s, 1)
+        _check_at_least("lease_s", self.lease_s, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

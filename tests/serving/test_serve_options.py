@@ -50,7 +50,7 @@ def test_no_name_means_two_things() -> None:
         ({"drain_timeout_s": -1}, "drain_timeout_s must be at least 0, not -1.0."),
         ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be at least 1, not nan."),
         ({"placement_strategy": "WIDE"}, "placement_strategy is not allowed to be 'WIDE': "),
-        ({"lease_s": 0}, "lease_s must be at least 1, not 0.0."),
+        ({"lease_s": 4.9}, "lease_s must be at least 5, not 4.9."),
         ({"log_format": "xml"}, "log_format is not allowed to be 'xml': "),
         ({"tool_call_format": "xml"}, "tool_call_format is not allowed to be 'xml': "),
         ({"log_level": "loud"}, "log_level is not allowed to be 'loud': "),

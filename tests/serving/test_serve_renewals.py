@@ -37,12 +37,20 @@ class Result:
         return self._number
 
 
+class Hanging(Result):
+    """Never answers."""
+
+    async def get_async(self) -> None:
+        await asyncio.Event().wait()
+
+
 class Replica:
     """Notes which calls it is asked to go on with."""
 
     def __init__(self) -> None:
         self.renewed: list[set[str]] = []
         self.is_dead = False
+        self.hangs = False
 
     # Any: the request is Serve's.
     def try_send_request(self, request: Any, *, with_rejection: bool) -> Result:
@@ -50,7 +58,7 @@ class Replica:
             raise RuntimeError("The actor died.")
         assert (request.metadata.call_method, with_rejection) == ("renew", False)
         self.renewed.append(set(request.args[0]))
-        return Result()
+        return Hanging() if self.hangs else Result()
 
 
 def renewals() -> Any:  # Any: it is given stand-ins for what is Serve's
@@ -121,3 +129,19 @@ async def test_a_dead_replica_does_not_keep_others_from_being_told() -> None:
         told.add(Result(), replica, name)
     await asyncio.sleep(4 * PERIOD_S)
     assert len(replicas[1].renewed) > 1
+
+
+async def test_a_replica_that_hangs_does_not_keep_others_from_being_told() -> None:
+    told, replicas = renewals(), [Replica(), Replica()]
+    replicas[0].hangs = True
+    results = [Result(), Result()]
+    for name, replica, result in zip("ab", replicas, results, strict=True):
+        told.add(result, replica, name)
+    for _ in range(8):
+        await results[0].__anext__()
+        await results[1].__anext__()
+        await asyncio.sleep(PERIOD_S)
+    # One that waited for the other would be told half as often: an answer may take a period.
+    assert len(replicas[1].renewed) >= 5
+    # It is asked again all the same.
+    assert len(replicas[0].renewed) >= 5

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["kill_one", "redeploy", "until_whole"]
 
 _PARTS = ("kill", "redeploy", "cancel-grpc", "cancel-http", "lost")
-_LEASE_S = 3.0
+_LEASE_S = 5.0
 
 
 async def kill_one(cluster: ServeCluster) -> list[set[str]]:
