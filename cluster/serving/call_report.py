@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from cluster.serving.inputs import CallOrigin
+from cluster.serving.inputs import CallOrigin, Operation
 from pagedray.errors import (
     AuthenticationError,
     CapacityError,
@@ -20,10 +19,8 @@ from pagedray.errors import (
 )
 from pagedray.request import SamplingParams
 
-__all__ = ["OUTCOMES", "CallReport", "Operation", "outcome_of"]
+__all__ = ["OUTCOMES", "CallReport", "outcome_of"]
 
-Operation = Literal["chat", "text_completion", "embeddings"]
-"""What a call does, in OpenTelemetry's words."""
 # The first that fits is it.
 _OUTCOME_OF: tuple[tuple[type[Exception], str], ...] = (
     (CapacityError, "too_large"),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cluster.serving.call_report import CallReport, Operation, outcome_of
-from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
+from cluster.serving.call_report import CallReport, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cluster.serving.inputs import Arrival
     from cluster.serving.metrics import Metrics
     from pagedray.errors import PagedRayError
     from pagedray.request import Request
@@ -32,9 +32,9 @@ class CallObserver:
         self.model = model
         self._listeners = tuple(listeners)
 
-    def begin(self, given: GenerationInput | EmbeddingInput) -> CallWatch:
+    def begin(self, arrival: Arrival) -> CallWatch:
         """Return the watch of a call that arrives at this moment."""
-        return CallWatch(self, given)
+        return CallWatch(self, arrival)
 
     def tell(self, report: CallReport) -> None:
         """Hand on what a call was."""
@@ -46,10 +46,10 @@ class CallObserver:
 class CallWatch:
     """What is known of one call so far."""
 
-    def __init__(self, observer: CallObserver, given: GenerationInput | EmbeddingInput) -> None:
+    def __init__(self, observer: CallObserver, arrival: Arrival) -> None:
         self._observer = observer
-        self._given = given
-        self._id = given.client_id or "" if isinstance(given, GenerationInput) else ""
+        self._arrival = arrival
+        self._id = arrival.client_id or ""
         self._arrived_s = time.monotonic()
         self._validated_s: float | None = None
         self._started_s: float | None = None
@@ -101,12 +101,12 @@ class CallWatch:
         self._is_ended = True
         if self._num_held_tokens:
             self._observer.metrics.hold_tokens(-self._num_held_tokens)
-        given = self._given
+        arrival = self._arrival
         self._observer.tell(
             CallReport(
-                operation=_operation(given),
-                origin=given.origin,
-                tenant=given.tenant,
+                operation=arrival.operation,
+                origin=arrival.origin,
+                tenant=arrival.tenant,
                 model=self._observer.model,
                 id=self._id,
                 sampling=self._requests[0].sampling if self._requests else None,
@@ -124,10 +124,3 @@ class CallWatch:
                 num_generated_tokens=self._num_generated_tokens,
             )
         )
-
-
-def _operation(given: GenerationInput | EmbeddingInput) -> Operation:
-    if isinstance(given, EmbeddingInput):
-        return "embeddings"
-    is_chat = bool(given.prompts) and isinstance(given.prompts[0], ChatPrompt)
-    return "chat" if is_chat else "text_completion"

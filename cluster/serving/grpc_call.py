@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.serving.inputs import Front
+from cluster.serving.inputs import CallOrigin, Front
 
 __all__ = ["AUTHORIZATION", "Call"]
 
@@ -33,3 +33,12 @@ class Call:
     def authorization(self) -> str | None:
         """The credentials as they were sent, such as `Bearer KEY`."""
         return self.metadata.get(AUTHORIZATION)
+
+    @property
+    def origin(self) -> CallOrigin:
+        """Where it came in, and the trace that it is part of."""
+        return CallOrigin(
+            front=self.front,
+            traceparent=self.metadata.get("traceparent"),
+            tracestate=self.metadata.get("tracestate"),
+        )

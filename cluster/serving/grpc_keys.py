@@ -1,4 +1,4 @@
-"""Who may call: decided on the metadata of a call, before its message is received."""
+"""Who may call, and whether there is room: decided before the message of a call is received."""
 
 from __future__ import annotations
 
@@ -7,23 +7,35 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.grpc_call import AUTHORIZATION
+from cluster.serving.grpc_call import Call
 from cluster.serving.grpc_methods import Context, metadata_of, refuse
+from cluster.serving.grpc_service import SERVICE
+from cluster.serving.inputs import Arrival
 from pagedray.errors import PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
+    from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
 
 __all__ = ["KeyInterceptor"]
 
 _OPEN_PREFIX = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/"
+# What waits for the engine.
+_OPERATIONS: dict[str, Operation] = {
+    f"/{SERVICE.full_name}/Generate": "text_completion",
+    f"/{SERVICE.full_name}/Chat": "chat",
+    f"/{SERVICE.full_name}/Embed": "embeddings",
+}
 
 
 # Only grpc's stubs know that the class is generic.
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
-    """Lets nobody without a key call anything but health, methods that do not exist included."""
+    """Lets nobody without a key call anything but health, methods that do not exist included.
+
+    What the engine has no room for is refused here too, which is cheaper than to receive it.
+    """
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
@@ -36,20 +48,28 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # s
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return the method's handler, or one that refuses."""
-        if not handler_call_details.method.startswith(_OPEN_PREFIX):
-            metadata = metadata_of(handler_call_details.invocation_metadata)
+        method = handler_call_details.method
+        if not method.startswith(_OPEN_PREFIX):
+            call = Call(metadata=metadata_of(handler_call_details.invocation_metadata))
             try:
-                with self._servicer.metrics.counting_refusals("grpc"):
-                    self._servicer.authenticate(metadata.get(AUTHORIZATION))
+                self._let_in(call, _OPERATIONS.get(method))
             except PagedRayError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
+    def _let_in(self, call: Call, operation: Operation | None) -> None:
+        """Raise AuthenticationError, or OverloadedError if there is no room for the call."""
+        with self._servicer.metrics.counting_refusals(call.front):
+            tenant = self._servicer.authenticate(call.authorization)
+        if operation is not None:
+            self._servicer.check_room(
+                Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
+            )
+
 
 def _refusal(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def handle(_requests: object, context: Context) -> AsyncGenerator[bytes]:
+    async def handle(_requests: object, context: Context) -> None:
         await refuse(context, error)
-        yield b""
 
     # A handler of a stream is called before any message is read.
     return grpc.stream_stream_rpc_method_handler(handle)

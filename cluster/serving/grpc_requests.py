@@ -12,12 +12,12 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster.serving.embedding_validator import MAX_PROMPTS
 from cluster.serving.inputs import (
-    CallOrigin,
     EmbeddingInput,
     GenerationInput,
     Prompt,
     TokenizeInput,
 )
+from cluster.serving.message_limit import check_message_size
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, Structure
 from pagedray.v1 import pagedray_pb2 as pb
@@ -62,6 +62,7 @@ Incoming = TypeVar("Incoming", bound=Message)
 
 def parse(kind: type[Incoming], body: bytes) -> Incoming:
     """Return the message that a body holds. Raises InvalidRequestError."""
+    check_message_size(body)
     try:
         message = kind.FromString(body)
     except DecodeError as error:
@@ -91,7 +92,7 @@ def generation_input(
         tenant=tenant.name,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
-        origin=_origin(call),
+        origin=call.origin,
     )
 
 
@@ -108,7 +109,7 @@ def read_embedding(message: pb.EmbedRequest, call: Call, tenant: Tenant) -> Embe
         model=message.model or None,
         deadline_s=_deadline_s(message, call),
         tenant=tenant.name,
-        origin=_origin(call),
+        origin=call.origin,
     )
 
 
@@ -193,14 +194,6 @@ def _timeout_s(timeout: Duration) -> float:
             param="timeout",
         )
     return timeout_s
-
-
-def _origin(call: Call) -> CallOrigin:
-    return CallOrigin(
-        front=call.front,
-        traceparent=call.metadata.get("traceparent"),
-        tracestate=call.metadata.get("tracestate"),
-    )
 
 
 def _or_true(message: Message, name: str) -> bool:

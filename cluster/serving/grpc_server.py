@@ -13,6 +13,7 @@ from cluster.serving.grpc_keys import KeyInterceptor
 from cluster.serving.grpc_methods import method_handlers
 from cluster.serving.grpc_service import SERVICE
 from cluster.serving.listener import listen
+from cluster.serving.message_limit import MAX_RECEIVED_BYTES
 
 if TYPE_CHECKING:
     from cluster.serving.servicer import Servicer
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GrpcServer"]
 
-MAX_MESSAGE_BYTES = 4 * 2**20
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
+    # gRPC would tell of its own refusals 0.1 to 1 s late, at random, to slow abusers down. They
+    # could have ours without a wait, and a call that waits counts and holds what it received.
+    ("grpc.http.tarpit", 0),
     # Of one connection. A client that has more waits, so it must be more than the queue holds.
     ("grpc.max_concurrent_streams", 4096),
     # From the first on, metadata may be refused; from the second on, it is.

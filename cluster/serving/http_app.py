@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.serving.http_endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
+from cluster.serving.inputs import Arrival
 from cluster.serving.openai_endpoints import openai_endpoints
 from cluster.serving.openai_error import error_body, refusal_body
 from cluster.serving.server_endpoints import server_endpoints
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
 
 __all__ = ["HttpApp", "build_app"]
@@ -99,7 +101,19 @@ class HttpApp:
             metrics=self._servicer.metrics,
             read_timeout_s=self._read_timeout_s,
         )
+        if endpoint.operation is not None:
+            self._check_room(call, endpoint.operation)
         return await endpoint.answer(call)
+
+    def _check_room(self, call: HttpCall, operation: Operation) -> None:
+        """Raise OverloadedError if the call could not wait, before its body is looked at."""
+        arrival = Arrival(
+            operation=operation,
+            tenant=call.tenant.name,
+            client_id=call.client_id,
+            origin=call.origin,
+        )
+        self._servicer.check_room(arrival)
 
     def _let_in(self, request: Request, endpoint: Endpoint | None) -> Tenant:
         """Return whose request it is. Raises AuthenticationError or ForbiddenError."""

@@ -1,23 +1,37 @@
 """One client's HTTP connection: uvicorn's, but strict where uvicorn lets a client hold it.
 
-It serves one request at a time, waits a bounded time for the next head, and notices at any
-moment that the client has gone. What a request says is not known here.
+It serves one request at a time, waits a bounded time for the next head, bounds what is no body,
+refuses what two readers of HTTP might read in two ways, and notices at any moment that the client
+has gone. What a request says is not known here.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from uvicorn.protocols.http.flow_control import CLOSE_HEADER
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from cluster.serving.openai_error import error_body
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["HttpConnection", "connection_kind"]
+__all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
+
+MAX_HEAD_BYTES = 2**16
+"""What a head, or what stands between and behind the parts of a body, may have."""
+
+_VERSIONS = ("1.0", "1.1")
 
 
-class HttpConnection(H11Protocol):
+class _InvalidRequestError(Exception):
+    """A request that the parser takes, and that is not to be taken."""
+
+
+class HttpConnection(HttpToolsProtocol):
     """A connection on which requests follow one another.
 
     A request that comes before the answer to the last is not taken: reading on would be the only
@@ -28,6 +42,10 @@ class HttpConnection(H11Protocol):
     read_timeout_s: ClassVar[float]
     """What a request's head may take to arrive."""
     _head_timer: asyncio.TimerHandle | None = None
+    _num_held_bytes = 0
+    """What came since the parser last made a head or a part of a body of it."""
+    _has_head = False
+    """Whether the parser is behind the head of a request, and not behind its end."""
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
@@ -42,17 +60,51 @@ class HttpConnection(H11Protocol):
         if self._is_answering:
             self._refuse_pipelined()
             return
-        super().data_received(data)
-        if self._is_waiting_for_head:
+        self._unset_keepalive_if_required()
+        self._num_held_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse_unread()
+            return
+        if self._num_held_bytes > MAX_HEAD_BYTES:
+            text = f"The request has more than {MAX_HEAD_BYTES} bytes that are no body."
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+        elif self._is_waiting_for_head:
             self._watch_head()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if not self._is_waiting_for_head:
+        else:
             self._stop_watching()
-        # h11 holds back what came after the request; more of it would hide the end-of-file.
-        if self._is_answering and self.conn.trailing_data[0]:
-            self._refuse_pipelined()
+
+    def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise _InvalidRequestError
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What follows a body has no say in who sent it, or in anything else.
+        if not self._has_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_held_bytes = 0
+        self._has_head = True
+        if self.parser.should_upgrade():
+            return
+        self._check_head()
+        super().on_headers_complete()
+        if self.expect_100_continue:
+            # Who is answered before it has sent its body need not send that, or may.
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._num_held_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_held_bytes = 0
+        self._has_head = False
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def shutdown(self) -> None:
         """Close once the answer is given; a request that is half sent gets none."""
@@ -60,6 +112,39 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
         else:
             super().shutdown()
+
+    def _parse(self, data: bytes) -> None:
+        """Have the parser call what it finds. Raises HttpParserError."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # HTTP has a server that does not know the other protocol answer as if it had not been
+            # offered, but the parser takes what follows for that protocol.
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            try:
+                self.parser.feed_data(head + data[upgrade.args[0] :])
+            except httptools.HttpParserUpgrade as another:
+                # CONNECT, which is an upgrade by itself.
+                raise httptools.HttpParserError from another
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def _check_head(self) -> None:
+        """Raise what makes the parser fail if somebody else might read the head otherwise."""
+        names = [name for name, _ in self.headers]
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS or (version == "1.1" and names.count(b"host") != 1):
+            raise _InvalidRequestError
+        if b"transfer-encoding" in names:
+            coding = dict(self.headers)[b"transfer-encoding"]
+            if names.count(b"transfer-encoding") > 1 or coding.lower() != b"chunked":
+                raise _InvalidRequestError
 
     @property
     def _is_waiting_for_head(self) -> bool:
@@ -70,12 +155,25 @@ class HttpConnection(H11Protocol):
         """Whether all of a request is there and its answer is not."""
         return not self._is_waiting_for_head and not self.cycle.more_body
 
+    def _refuse_unread(self) -> None:
+        if self._is_answering:
+            self._refuse_pipelined()
+        else:
+            self.logger.warning("Invalid HTTP request received.")
+            self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
+
     def _refuse_pipelined(self) -> None:
-        self.flow.resume_reading()
         self.cycle.keep_alive = False
-        headers = self.cycle.default_headers
-        if CLOSE_HEADER not in headers:
-            self.cycle.default_headers = [*headers, CLOSE_HEADER]
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        """Answer in place of the application, and close."""
+        self._stop_watching()
+        body = msgspec.json.encode(error_body(text, "invalid_request_error"))
+        self.transport.write(
+            b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (STATUS_LINE[status], len(body), body)
+        )
+        self.transport.close()
 
     def _watch_head(self) -> None:
         if self._head_timer is None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.serving.http_body import JSON_TYPE, read_raw
+from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.metrics import Metrics
 from cluster.serving.openai_schema import Body, read_body
 from cluster.serving.tenant import Tenant
@@ -41,6 +42,21 @@ class HttpCall:
     metrics: Metrics
     read_timeout_s: float
 
+    @property
+    def client_id(self) -> str | None:
+        """The client's own id of the call."""
+        return self.request.headers.get("x-request-id")
+
+    @property
+    def origin(self) -> CallOrigin:
+        """Where it came in, and the trace that it is part of."""
+        headers = self.request.headers
+        return CallOrigin(
+            front="http",
+            traceparent=headers.get("traceparent"),
+            tracestate=headers.get("tracestate"),
+        )
+
     async def body(self, kind: type[AnyBody]) -> AnyBody:
         """Return the body. Raises InvalidRequestError or HTTPException."""
         with self.metrics.counting_refusals("http"):
@@ -60,6 +76,8 @@ class Endpoint:
     """A path that ends with a name in braces takes whatever follows."""
     answer: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
     access: Access = Access.TENANTS
+    operation: Operation | None = None
+    """What its calls wait for the engine to do; None if they do not."""
 
 
 class EndpointTable:

@@ -10,17 +10,22 @@ from cluster.serving.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
 __all__ = [
+    "Arrival",
     "CallOrigin",
     "ChatPrompt",
     "EmbeddingInput",
     "Front",
     "GenerationInput",
+    "Operation",
     "Prompt",
     "TokenizeInput",
 ]
 
 Front = Literal["http", "grpc", "ray", "none"]
 """Where a call came in."""
+
+Operation = Literal["chat", "text_completion", "embeddings"]
+"""What a call does, in OpenTelemetry's words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,17 @@ class CallOrigin:
     traceparent: str | None = None
     """The header of W3C Trace Context, as the client sent it."""
     tracestate: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What is known of a call before its message is read."""
+
+    operation: Operation
+    tenant: str
+    client_id: str | None = None
+    """The client's own id of the call."""
+    origin: CallOrigin = CallOrigin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,17 @@ class GenerationInput:
     """Whether a stop string or stop token that ends a continuation is part of its text."""
     origin: CallOrigin = CallOrigin()
 
+    @property
+    def arrival(self) -> Arrival:
+        """What it is, whatever it asks for."""
+        is_chat = bool(self.prompts) and isinstance(self.prompts[0], ChatPrompt)
+        return Arrival(
+            operation="chat" if is_chat else "text_completion",
+            tenant=self.tenant,
+            client_id=self.client_id,
+            origin=self.origin,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingInput:
@@ -88,6 +115,11 @@ class EmbeddingInput:
     """On the monotonic clock."""
     tenant: str = ""
     origin: CallOrigin = CallOrigin()
+
+    @property
+    def arrival(self) -> Arrival:
+        """What it is, whatever it asks for."""
+        return Arrival(operation="embeddings", tenant=self.tenant, origin=self.origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from cluster.serving.http_body import JSON_TYPE
 from cluster.serving.http_endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http_stream import EventStream, unless_disconnected
-from cluster.serving.inputs import CallOrigin
 from cluster.serving.openai_chat_answer import ChatAnswer
 from cluster.serving.openai_chat_body import ChatBody
 from cluster.serving.openai_completion_answer import CompletionAnswer
@@ -44,9 +43,16 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     return (
         Endpoint(method="GET", path="/v1/models", answer=answers.models),
         Endpoint(method="GET", path="/v1/models/{model}", answer=answers.model),
-        Endpoint(method="POST", path="/v1/completions", answer=answers.completion),
-        Endpoint(method="POST", path="/v1/chat/completions", answer=answers.chat),
-        Endpoint(method="POST", path="/v1/embeddings", answer=answers.embedding),
+        Endpoint(
+            method="POST",
+            path="/v1/completions",
+            answer=answers.completion,
+            operation="text_completion",
+        ),
+        Endpoint(method="POST", path="/v1/chat/completions", answer=answers.chat, operation="chat"),
+        Endpoint(
+            method="POST", path="/v1/embeddings", answer=answers.embedding, operation="embeddings"
+        ),
     )
 
 
@@ -66,7 +72,7 @@ class _Answers:
     async def completion(self, call: HttpCall) -> Response:
         body = await call.body(CompletionBody)
         with call.metrics.counting_refusals("http"):
-            given = body.to_input(_client_id(call))
+            given = body.to_input(call.client_id)
             param = body.wanted_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
@@ -77,7 +83,7 @@ class _Answers:
         body = await call.body(ChatBody)
         with call.metrics.counting_refusals("http"):
             tools = body.tool_use(self._servicer.tool_format)
-            given = body.to_input(_client_id(call), tools)
+            given = body.to_input(call.client_id, tools)
             param = "tools" if tools.is_forced else body.wanted_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
@@ -87,7 +93,7 @@ class _Answers:
     async def embedding(self, call: HttpCall) -> Response:
         body = await call.body(EmbeddingBody)
         with call.metrics.counting_refusals("http"):
-            given = replace(body.to_input(), tenant=call.tenant.name, origin=_origin(call))
+            given = replace(body.to_input(), tenant=call.tenant.name, origin=call.origin)
         work = self._servicer.embed(given)
         output = await unless_disconnected(call.request.receive, work)
         encoded = await _encoded(output, as_base64=body.encoding_format == "base64")
@@ -105,7 +111,7 @@ class _Answers:
     async def _start(self, call: HttpCall, given: GenerationInput, param: str | None) -> Generation:
         try:
             return await self._servicer.start(
-                replace(given, tenant=call.tenant.name, origin=_origin(call))
+                replace(given, tenant=call.tenant.name, origin=call.origin)
             )
         except InvalidRequestError as error:
             raise renamed(error, {} if param is None else {"structure": param}) from error
@@ -157,16 +163,3 @@ async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:
             num_numbers = 0
             await asyncio.sleep(0)
     return b",".join(entries)
-
-
-def _client_id(call: HttpCall) -> str | None:
-    return call.request.headers.get("x-request-id")
-
-
-def _origin(call: HttpCall) -> CallOrigin:
-    headers = call.request.headers
-    return CallOrigin(
-        front="http",
-        traceparent=headers.get("traceparent"),
-        tracestate=headers.get("tracestate"),
-    )

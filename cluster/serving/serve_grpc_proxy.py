@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.grpc_status import DETAILS_KEY, code_of, status_of
+from cluster.serving.message_limit import check_message_size
 from cluster.serving.serve_affinity import prefix_key
 from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 
     from google.rpc.status_pb2 import Status
 
-__all__ = ["MAX_MESSAGE_BYTES", "TIMEOUT_KEY", "add_services"]
+__all__ = ["TIMEOUT_KEY", "add_services"]
 
-MAX_MESSAGE_BYTES = 4 * 2**20
 TIMEOUT_KEY = "pagedray-timeout-ms"
 """The metadata that tells a replica how long its call may take."""
 _SESSION_KEY = "session_id"
@@ -183,9 +183,10 @@ async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
 
 
 async def _proxied(body: bytes, context: Context, method: str) -> _ProxiedContext:
-    if len(body) > MAX_MESSAGE_BYTES:
-        text = f"The message has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are allowed."
-        await _abort(context, status_of(InvalidRequestError(text)))
+    try:
+        check_message_size(body)
+    except InvalidRequestError as error:
+        await _abort(context, status_of(error))
     metadata = [
         (key, value) for key, value in context.invocation_metadata() or () if key != TIMEOUT_KEY
     ]

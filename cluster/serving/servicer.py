@@ -30,6 +30,7 @@ from pagedray.errors import (
     EngineError,
     ForbiddenError,
     InvalidRequestError,
+    OverloadedError,
     PagedRayError,
     ShuttingDownError,
 )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
+    from cluster.serving.inputs import Arrival, EmbeddingInput, GenerationInput, TokenizeInput
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.tenant import Tenant
     from cluster.serving.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ class Servicer:
         return self._phase is _Phase.READY and self.client.is_healthy
 
     @property
-    def num_running(self) -> int:
+    def num_open_calls(self) -> int:
         """Calls that have not ended."""
         return len(self._calls)
 
@@ -149,12 +150,26 @@ class Servicer:
         """
         return self.authenticator.authenticate(authorization)
 
+    def check_room(self, arrival: Arrival) -> None:
+        """Raise OverloadedError, which ends the call, while no call more may wait.
+
+        Fronts ask before they read what the call says: to refuse is what a server does most when
+        it can least afford it. A server that is not ready says so to `start` and `embed`.
+        """
+        if self._phase is not _Phase.READY:
+            return
+        try:
+            self.client.replica.check_room(0)
+        except OverloadedError as error:
+            self.observer.begin(arrival).end(error)
+            raise
+
     async def start(self, given: GenerationInput) -> Generation:
         """Validate a call and hand it to the engine; the caller closes what is returned.
 
         Raises RequestError or EngineError; then nothing was started.
         """
-        watch = self.observer.begin(given)
+        watch = self.observer.begin(given.arrival)
         call: Call | None = None
         try:
             self._check_kind(is_encoder=False)
@@ -175,7 +190,7 @@ class Servicer:
 
         Raises RequestError or EngineError.
         """
-        watch = self.observer.begin(given)
+        watch = self.observer.begin(given.arrival)
         call: Call | None = None
         try:
             self._check_kind(is_encoder=True)

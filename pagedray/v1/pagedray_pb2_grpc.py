@@ -38,7 +38,8 @@ class GenerationServiceStub:
     google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
     where a later try may succeed.
 
-    A message with a field that is not written here is refused, never understood in part.
+    A message with a field that is not written here is refused, never understood in part. One of more
+    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
     """
 
     def __init__(self, channel):
@@ -107,7 +108,8 @@ class GenerationServiceServicer:
     google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
     where a later try may succeed.
 
-    A message with a field that is not written here is refused, never understood in part.
+    A message with a field that is not written here is refused, never understood in part. One of more
+    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
     """
 
     def Generate(self, request, context):
@@ -246,7 +248,8 @@ class GenerationService:
     google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
     where a later try may succeed.
 
-    A message with a field that is not written here is refused, never understood in part.
+    A message with a field that is not written here is refused, never understood in part. One of more
+    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
     """
 
     @staticmethod

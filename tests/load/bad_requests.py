@@ -63,6 +63,9 @@ class GrpcCase:
     code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
     key: str | None = "ann"
     timeout_s: float = 30.0
+    more: tuple[tuple[str, str], ...] = ()
+    """Further metadata."""
+    compression: grpc.Compression = grpc.Compression.NoCompression
 
 
 def _completion(**changes: object) -> HttpCase:
@@ -265,8 +268,19 @@ GRPC_CASES: dict[str, GrpcCase] = {
         code=grpc.StatusCode.PERMISSION_DENIED,
     ),
     "no such method": GrpcCase(body=_GOOD, method="Guess", code=grpc.StatusCode.UNIMPLEMENTED),
-    "5 MiB": GrpcCase(body=b"x" * 5 * _MEBIBYTE, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "much metadata": GrpcCase(
+        body=_GOOD, code=grpc.StatusCode.RESOURCE_EXHAUSTED, more=(("x-large", "x" * 20_000),)
+    ),
+    "compressed": GrpcCase(
+        body=_generate(text="x" * 100_000).body,
+        code=grpc.StatusCode.UNIMPLEMENTED,
+        compression=grpc.Compression.Gzip,
+    ),
+    "5 MiB": GrpcCase(body=b"x" * 5 * _MEBIBYTE),
+    "8 MiB": GrpcCase(body=b"x" * 8 * _MEBIBYTE, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
     "16 MiB": GrpcCase(body=b"x" * 16 * _MEBIBYTE, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "32 MiB": GrpcCase(body=b"x" * 32 * _MEBIBYTE, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    "64 MiB": GrpcCase(body=b"x" * 64 * _MEBIBYTE, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
     "expired": GrpcCase(body=_GOOD, code=grpc.StatusCode.DEADLINE_EXCEEDED, timeout_s=1e-4),
     "timeout of 0": _generate(timeout={"seconds": 0}),
     "half a message": GrpcCase(body=_GOOD[:-1]),
@@ -387,14 +401,19 @@ async def refuse_over_grpc(
         for name in cases:
             case = GRPC_CASES[name]
             key = None if case.key is None else keys.get(case.key, "pr-nobodys")
-            metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+            who = () if key is None else (("authorization", f"Bearer {key}"),)
             method = channel.unary_stream(f"/pagedray.v1.GenerationService/{case.method}")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
             seconds = []
             for _ in range(repeats):
                 started_s = time.perf_counter()
                 code, text, has_details = grpc.StatusCode.OK, "", True
                 try:
-                    async for _ in method(case.body, timeout=case.timeout_s, metadata=metadata):
+                    async for _ in method(
+                        case.body,
+                        timeout=case.timeout_s,
+                        metadata=(*who, *case.more),
+                        compression=case.compression,
+                    ):
                         pass
                 except grpc.aio.AioRpcError as error:
                     code, text = error.code(), error.details() or ""

@@ -140,9 +140,9 @@ def server(module_server: Server) -> Iterator[Server]:
     yield module_server
     # A client may have its last byte a moment before the server is done with it.
     deadline_s = time.monotonic() + 1
-    while module_server.fronts.servicer.num_running and time.monotonic() < deadline_s:
+    while module_server.fronts.servicer.num_open_calls and time.monotonic() < deadline_s:
         time.sleep(0.002)
-    assert module_server.fronts.servicer.num_running == 0
+    assert module_server.fronts.servicer.num_open_calls == 0
 
 
 @pytest.fixture

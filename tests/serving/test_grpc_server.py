@@ -184,7 +184,7 @@ async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> Non
         stub = Stub(channel)
         await asyncio.gather(*(run(stub, number) for number in range(64)))
         await wait_until(lambda: engine.num_sequences == 0)
-        await wait_until(lambda: server.fronts.servicer.num_running == 0)
+        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
     assert len(engine.log.submitted) == 64
     assert len(set(engine.log.aborted)) == 22
 
@@ -223,7 +223,7 @@ async def test_running_id_is_refused_and_free_again_later(server: Server) -> Non
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "'mine' belongs to a request that is running" in str(caught.value.details())
         first.cancel()
-        await wait_until(lambda: server.fronts.servicer.num_running == 0)
+        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
         message.sampling.max_tokens = 1
         for _ in range(20):
             answers = [answer async for answer in stub.Generate(message)]
@@ -365,9 +365,26 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
     assert _raw_call(server, "Nothing", b"").code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_too_large_message_is_refused(server: Server) -> None:
-    body = pb.GenerateRequest(text="x" * (5 * 2**20)).SerializeToString()
-    assert _raw_call(server, "Generate", body).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (4_194_304, "The message is not a valid TokenizeRequest."),
+        (4_194_305, "message has 4194305 bytes; at most 4194304 are allowed."),
+    ],
+)
+def test_too_large_message_is_refused_before_it_is_parsed(
+    server: Server, num_bytes: int, text: str
+) -> None:
+    # These bytes are no message, which whoever parses them says.
+    error = _raw_call(server, "Tokenize", b"\xff" * num_bytes)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_message_far_too_large_is_refused_by_its_length(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"\xff" * (7 * 2**20))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "(7340032 vs. 6291456)" in str(error.details())
+    assert server.engine.log.submitted == []
 
 
 def test_too_much_metadata_is_refused(server: Server) -> None:

@@ -62,6 +62,8 @@ def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any
          "timeout must be more than 0 s and at most 86400 s, not -5 s."),
         (pb.GenerateRequest(text="x", timeout={"seconds": 315_576_000_000}), "timeout",
          "timeout must be more than 0 s and at most 86400 s, not 3.15576e+11 s."),
+        (pb.GenerateRequest(text="x" * 5_000_000), "message",
+         "message has 5000005 bytes; at most 4194304 are allowed."),
     ],
 )  # fmt: skip
 def test_bad_field_is_named_by_its_path(

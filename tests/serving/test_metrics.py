@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.inputs import CallOrigin, GenerationInput
+from cluster.serving.inputs import Arrival, CallOrigin, GenerationInput
 from cluster.serving.servicer import Servicer
 from pagedray.errors import InvalidRequestError, OverloadedError, RequestError
 from tests.serving.conftest import engine_config
@@ -152,7 +152,7 @@ async def test_nothing_that_clients_send_makes_series(servicer: Servicer) -> Non
 
 async def test_tenants_beyond_a_bound_share_a_label(servicer: Servicer) -> None:
     for number in range(400):
-        watch = servicer.observer.begin(GenerationInput(prompts=("x",), tenant=f"t{number}"))
+        watch = servicer.observer.begin(Arrival(operation="chat", tenant=f"t{number}"))
         watch.end("stop")
     tenants = [one for one in samples(servicer) if one.name == "pagedray_tenant_requests_total"]
     assert len(tenants) == 257

@@ -45,7 +45,11 @@ def test_call_that_http_refuses_is_counted(
     assert num_invalid(http) == before + 1
 
 
-@pytest.mark.parametrize("message", [b"\xff", b"\xf8\x07\x01"], ids=["no message", "unknown field"])
+@pytest.mark.parametrize(
+    "message",
+    [b"\xff", b"\xf8\x07\x01", b"\xff" * (5 * 2**20)],
+    ids=["no message", "unknown field", "large"],
+)
 def test_call_that_grpc_refuses_is_counted(
     http: httpx.Client, server: Server, message: bytes
 ) -> None:

@@ -131,7 +131,7 @@ async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
     calls.append(await servicer.start(given()))
     for call in (*calls, *others):
         call.close()
-    assert servicer.num_running == 0
+    assert servicer.num_open_calls == 0
 
 
 async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
@@ -291,7 +291,7 @@ async def encoder(
     servicer.set_ready()
     yield servicer, fake
     await servicer.close()
-    assert servicer.num_running == 0
+    assert servicer.num_open_calls == 0
 
 
 def texts(

@@ -127,7 +127,7 @@ async def test_cancelled_streams_leave_no_task(served: Served, call_all) -> None
     stats = served.controller.stats().scheduler
     assert (stats.num_running, stats.num_waiting, stats.num_queued_requests) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    assert served.fronts.servicer.num_running == 0
+    assert served.fronts.servicer.num_open_calls == 0
 
 
 def running_tasks() -> Counter[str]:
@@ -142,7 +142,7 @@ async def settle(served: Served) -> None:
     last: Counter[str] = Counter()
     while time.monotonic() < deadline_s:
         is_busy = (
-            served.fronts.servicer.num_running or served.controller.stats().scheduler.num_running
+            served.fronts.servicer.num_open_calls or served.controller.stats().scheduler.num_running
         )
         if not is_busy and running_tasks() == last:
             return

@@ -1,0 +1,127 @@
+"""A full queue refuses calls by what is known of them before they are read, over both fronts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+
+from cluster.serving.authenticator import Authenticator
+from cluster.serving.key_file import digest_of, new_key
+from pagedray.errors import OverloadedError
+from pagedray.v1 import pagedray_pb2 as pb
+from tests.serving.grpc_front import GrpcFront, grpc_front, status_of_call
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import httpx
+    from google.rpc.status_pb2 import Status
+
+    from cluster.serving.servicer import Servicer
+    from cluster.serving.tokenizer import Tokenizer
+    from tests.serving.conftest import Server
+    from tests.serving.fake_engine import FakeEngine
+
+KEY = new_key()
+WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+COUNTER = 'pagedray_requests_total{{front="{}",outcome="overloaded"}}'
+
+
+@pytest.fixture
+def full(engine: FakeEngine) -> FakeEngine:
+    engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
+    return engine
+
+
+def num_refused(servicer: Servicer, front: str) -> float:
+    text = servicer.metrics.render().decode()
+    found = [one for one in text.splitlines() if one.startswith(COUNTER.format(front))]
+    return sum(float(line.split()[-1]) for line in found)
+
+
+@pytest.mark.parametrize("path", WORK)
+def test_http_looks_into_no_body_while_the_queue_is_full(
+    http: httpx.Client, server: Server, full: FakeEngine, path: str
+) -> None:
+    before = num_refused(server.fronts.servicer, "http")
+    answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "3"
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert num_refused(server.fronts.servicer, "http") == before + 1
+
+
+def test_http_keeps_the_connection_of_a_large_body_it_refuses(
+    http: httpx.Client, full: FakeEngine
+) -> None:
+    json = {"content-type": "application/json"}
+    assert http.post(WORK[0], content=b" " * 3 * 2**20, headers=json).status_code == 429
+    full.refusal = None
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    assert http.post(WORK[0], json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/loads"])
+def test_http_answers_what_needs_no_room(http: httpx.Client, full: FakeEngine, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+@pytest.fixture
+async def front(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFront]:
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text(f'[tenants.red]\nkeys = ["sha256:{digest_of(KEY).hex()}"]\n')
+    async with grpc_front(tokenizer, authenticator=Authenticator(path)) as front:
+        front.engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
+        yield front
+
+
+async def _refused(front: GrpcFront, method: str, key: str) -> tuple[grpc.StatusCode, Status]:
+    """Return how a call ends whose message is none."""
+    path = f"/pagedray.v1.GenerationService/{method}"
+    async with grpc.aio.insecure_channel(front.target) as channel:
+        metadata = (("authorization", f"Bearer {key}"),)
+        call: Any = channel.unary_stream(path)(b"\xff", metadata=metadata)  # type: ignore[call-arg]  # Any: grpc-stubs asks for what has a default
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 5.0)
+    return caught.value.code(), status_of_call(caught.value)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat", "Embed"])
+async def test_grpc_receives_no_message_while_the_queue_is_full(
+    front: GrpcFront, method: str
+) -> None:
+    code, status = await _refused(front, method, KEY)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    info, retry = ErrorInfo(), RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(retry)
+    assert (info.reason, retry.retry_delay.ToMilliseconds()) == ("OVERLOADED", 2500)
+    assert num_refused(front.servicer, "grpc") == 1
+
+
+async def test_grpc_asks_for_the_key_first(front: GrpcFront) -> None:
+    code, _ = await _refused(front, "Generate", "wrong")
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_grpc_answers_what_needs_no_room(front: GrpcFront) -> None:
+    async with grpc.aio.insecure_channel(front.target) as channel:
+        metadata = (("authorization", f"Bearer {KEY}"),)
+        answer = await front.stub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
+    assert [model.name for model in answer.models] == ["tiny"]
+
+
+async def test_server_that_drains_says_so_whatever_waits(front: GrpcFront) -> None:
+    front.servicer.stop_taking()
+    async with grpc.aio.insecure_channel(front.target) as channel:
+        metadata = (("authorization", f"Bearer {KEY}"),)
+        call = front.stub(channel).Generate(pb.GenerateRequest(text="x"), metadata=metadata)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
