@@ -132,6 +132,8 @@ class Server:
             await self._until_stopped(engine)
             await self._drain(fronts)
         finally:
+            # What a closed rank held of its device is found by looking through all of it.
+            gc.unfreeze()
             await asyncio.to_thread(_close, engine, executor)
         return 0
 

@@ -237,7 +237,7 @@ def _choose_nccl_interface(host: str) -> None:
     """Have NCCL meet the others where they reach this rank, and not where it thinks best."""
     if host == LOOPBACK:
         # Also if another one is set, which is for groups of several nodes.
-        os.environ[_NCCL_INTERFACE] = "lo"
+        os.environ[_NCCL_INTERFACE] = "=lo"
         return
     interface = interface_of(host)
     if interface is not None:

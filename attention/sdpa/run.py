@@ -101,9 +101,9 @@ class LayerRunner:
             t[rows].view(*leading, params.num_kv_heads, params.head_size).transpose(1, 2)
             for t in (key, value)
         )
-        if params.is_causal and query.dtype == torch.bfloat16:
+        num_spare = -prompts.num_tokens % _LENGTH_STEP
+        if num_spare and params.is_causal and query.dtype == torch.bfloat16:
             # torch keeps code for each length; tokens behind the last one are seen by none of them.
-            num_spare = -prompts.num_tokens % _LENGTH_STEP
             query, key, value = (pad(t, (0, 0, 0, num_spare)) for t in (query, key, value))
         result = scaled_dot_product_attention(
             query,

@@ -46,7 +46,7 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
             )
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                _unary(run, kind), response_serializer=_serialize
+                _unary(run, kind, servicer.metrics), response_serializer=_serialize
             )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -86,11 +86,13 @@ def _call_of(context: Context) -> Call:
 
 
 def _unary(
-    method: Callable[[Message, Call], Awaitable[Message]], kind: type[Message]
+    method: Callable[[Message, Call], Awaitable[Message]], kind: type[Message], metrics: Metrics
 ) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def handle(body: bytes, context: Context) -> Message:
         try:
-            return await method(parse(kind, body), _call_of(context))
+            with metrics.counting_refusals("grpc"):
+                incoming = parse(kind, body)
+            return await method(incoming, _call_of(context))
         except Exception as error:
             await refuse(context, error)
 

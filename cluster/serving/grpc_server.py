@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from cluster.serving.grpc_keys import KeyInterceptor
+from cluster.serving.grpc_entry import EntryInterceptor
 from cluster.serving.grpc_methods import method_handlers
 from cluster.serving.grpc_service import SERVICE
 from cluster.serving.listener import listen
@@ -67,7 +67,7 @@ class GrpcServer:
     async def start(self) -> None:
         """Bind the port and answer. Raises DeviceError if the port is not to be had."""
         await self.set_serving(False)
-        server = grpc.aio.server(interceptors=(KeyInterceptor(self._servicer),), options=_OPTIONS)
+        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers((method_handlers(self._servicer),))
         names = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)

@@ -17,13 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from cluster.serving.grpc_call import Call
+    from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
     from cluster.serving.tenant import Tenant
 
-__all__ = ["SERVICE", "GrpcService"]
+__all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 """The service as its file in protos/ describes it."""
+OPERATIONS: dict[str, Operation] = {
+    "Generate": "text_completion",
+    "Chat": "chat",
+    "Embed": "embeddings",
+}
+"""The methods that wait for the engine, and what they have it do."""
 
 _MAX_ABORT_IDS = 1024
 _MAX_DETOKENIZE_IDS = 2**17

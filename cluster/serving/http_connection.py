@@ -18,6 +18,7 @@ from cluster.serving.openai_error import error_body
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 __all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
 
@@ -41,11 +42,14 @@ class HttpConnection(HttpToolsProtocol):
 
     read_timeout_s: ClassVar[float]
     """What a request's head may take to arrive."""
+    note_refusal: Callable[[], None]
+    """Called when a request is refused here."""
     _head_timer: asyncio.TimerHandle | None = None
     _num_held_bytes = 0
     """What came since the parser last made a head or a part of a body of it."""
     _has_head = False
     """Whether the parser is behind the head of a request, and not behind its end."""
+    _has_long_head = False
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
@@ -68,8 +72,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_unread()
             return
         if self._num_held_bytes > MAX_HEAD_BYTES:
-            text = f"The request has more than {MAX_HEAD_BYTES} bytes that are no body."
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+            self._refuse_long()
         elif self._is_waiting_for_head:
             self._watch_head()
         else:
@@ -86,6 +89,9 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if _num_bytes(self.url, self.headers) > MAX_HEAD_BYTES:
+            self._has_long_head = True
+            raise _InvalidRequestError
         self._num_held_bytes = 0
         self._has_head = True
         if self.parser.should_upgrade():
@@ -139,7 +145,8 @@ class HttpConnection(HttpToolsProtocol):
         """Raise what makes the parser fail if somebody else might read the head otherwise."""
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
-        if version not in _VERSIONS or (version == "1.1" and names.count(b"host") != 1):
+        num_hosts = names.count(b"host")
+        if version not in _VERSIONS or num_hosts > 1 or (version == "1.1" and not num_hosts):
             raise _InvalidRequestError
         if b"transfer-encoding" in names:
             coding = dict(self.headers)[b"transfer-encoding"]
@@ -158,9 +165,15 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse_unread(self) -> None:
         if self._is_answering:
             self._refuse_pipelined()
+        elif self._has_long_head:
+            self._refuse_long()
         else:
             self.logger.warning("Invalid HTTP request received.")
             self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
+
+    def _refuse_long(self) -> None:
+        text = f"The request has more than {MAX_HEAD_BYTES} bytes that are no body."
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def _refuse_pipelined(self) -> None:
         self.cycle.keep_alive = False
@@ -168,6 +181,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         """Answer in place of the application, and close."""
         self._stop_watching()
+        self.note_refusal()
         body = msgspec.json.encode(error_body(text, "invalid_request_error"))
         self.transport.write(
             b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -185,6 +199,17 @@ class HttpConnection(HttpToolsProtocol):
             self._head_timer = None
 
 
-def connection_kind(read_timeout_s: float) -> type[HttpConnection]:
-    """Return the connection that uvicorn is to make, which it gives no arguments of ours."""
-    return type("HttpConnection", (HttpConnection,), {"read_timeout_s": read_timeout_s})
+def connection_kind(
+    read_timeout_s: float, note_refusal: Callable[[], None]
+) -> type[HttpConnection]:
+    """Return the connection that uvicorn is to make, which it gives no arguments of ours.
+
+    `note_refusal` is called for what is refused before it is known to be a call.
+    """
+    members = {"read_timeout_s": read_timeout_s, "note_refusal": staticmethod(note_refusal)}
+    return type("HttpConnection", (HttpConnection,), members)
+
+
+def _num_bytes(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+    """Return about how long a head is, with what parts its lines."""
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

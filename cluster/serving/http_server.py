@@ -57,7 +57,9 @@ class HttpServer:
         certificates = self._certificates
         config = uvicorn.Config(
             build_app(self._servicer, read_timeout_s=self._read_timeout_s),
-            http=connection_kind(self._read_timeout_s),
+            http=connection_kind(
+                self._read_timeout_s, lambda: self._servicer.metrics.count("invalid", "http")
+            ),
             lifespan="off",
             ws="none",
             log_config=None,

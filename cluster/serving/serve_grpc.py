@@ -18,8 +18,9 @@ from grpc_health.v1 import health_pb2
 from cluster.serving.grpc_call import Call
 from cluster.serving.grpc_methods import metadata_of, python_name
 from cluster.serving.grpc_requests import parse
-from cluster.serving.grpc_service import SERVICE, GrpcService
+from cluster.serving.grpc_service import OPERATIONS, SERVICE, GrpcService
 from cluster.serving.grpc_status import DETAILS_KEY, code_of, status_of
+from cluster.serving.inputs import Arrival
 from cluster.serving.serve_grpc_proxy import TIMEOUT_KEY
 from pagedray.v1 import pagedray_pb2 as pb
 
@@ -97,8 +98,14 @@ class ServeGrpc:
     ) -> tuple[Message, Call]:
         """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
         call = _call_of(context)
-        with self._servicer.metrics.counting_refusals(call.front):
-            self._servicer.authenticate(call.authorization)
+        metrics = self._servicer.metrics
+        with metrics.counting_refusals(call.front):
+            tenant = self._servicer.authenticate(call.authorization)
+        if (operation := OPERATIONS.get(method)) is not None:
+            self._servicer.check_room(
+                Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
+            )
+        with metrics.counting_refusals(call.front):
             # Serve decodes messages itself where its configuration names the generated code.
             body = request if isinstance(request, bytes) else request.SerializeToString()
             return parse(self._kinds[method], body), call

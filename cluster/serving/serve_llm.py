@@ -226,7 +226,11 @@ def _scope(path: str, body: bytes, headers: Mapping[str, str]) -> Scope:
         "query_string": b"",
         "root_path": "",
         "headers": [
-            *((name.encode(), given[name].encode()) for name in _HEADERS if name in given),
+            *(
+                (name.encode(), given[name].encode("latin-1", "replace"))
+                for name in _HEADERS
+                if name in given
+            ),
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ],

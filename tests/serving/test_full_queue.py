@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,9 +14,12 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
 from cluster.serving.authenticator import Authenticator
 from cluster.serving.key_file import digest_of, new_key
+from cluster.serving.serve_grpc import ServeGrpc
+from cluster.serving.serve_pace import Pace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_front import GrpcFront, grpc_front, status_of_call
+from tests.serving.test_serve_fronts import Context
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,13 +63,21 @@ def test_http_looks_into_no_body_while_the_queue_is_full(
 
 
 def test_http_keeps_the_connection_of_a_large_body_it_refuses(
-    http: httpx.Client, full: FakeEngine
+    server: Server, full: FakeEngine
 ) -> None:
-    json = {"content-type": "application/json"}
-    assert http.post(WORK[0], content=b" " * 3 * 2**20, headers=json).status_code == 429
-    full.refusal = None
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
-    assert http.post(WORK[0], json=body).status_code == 200
+    # One connection, which is not opened again when it is closed.
+    connection = HTTPConnection("127.0.0.1", server.fronts.http_port, timeout=5)
+    connection.connect()
+    connection.auto_open = 0
+    headers = {"Content-Type": "application/json"}
+    with closing(connection):
+        connection.request("POST", WORK[0], b" " * 3 * 2**20, headers)
+        refusal = connection.getresponse()
+        assert (refusal.status, refusal.read()[:9]) == (429, b'{"error":')
+        full.refusal = None
+        body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2})
+        connection.request("POST", WORK[0], body, headers)
+        assert connection.getresponse().status == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/loads"])
@@ -103,6 +117,24 @@ async def test_grpc_receives_no_message_while_the_queue_is_full(
     assert status.details[1].Unpack(retry)
     assert (info.reason, retry.retry_delay.ToMilliseconds()) == ("OVERLOADED", 2500)
     assert num_refused(front.servicer, "grpc") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [(KEY, grpc.StatusCode.RESOURCE_EXHAUSTED), ("wrong", grpc.StatusCode.UNAUTHENTICATED)],
+)
+@pytest.mark.parametrize("method", ["Generate", "Chat", "Embed"])
+async def test_serve_parses_no_message_while_the_queue_is_full(
+    front: GrpcFront, method: str, key: str, code: grpc.StatusCode
+) -> None:
+    service = ServeGrpc(front.servicer, Pace(1e6))
+    context: Any = Context({"authorization": f"Bearer {key}"})  # Any: stands in for Serve's
+    if method == "Embed":
+        await service.unary(method, b"\xff", context)
+    else:
+        assert len([one async for one in service.stream(method, b"\xff", context)]) == 1
+    assert context.code is code
+    assert num_refused(front.servicer, "ray") == (key == KEY)
 
 
 async def test_grpc_asks_for_the_key_first(front: GrpcFront) -> None:

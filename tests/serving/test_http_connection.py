@@ -237,6 +237,13 @@ def test_what_is_no_body_is_bounded(server: Server, begun: bytes) -> None:
     assert num_sent <= 2 * MAX_HEAD_BYTES
 
 
+def test_head_that_ends_is_bounded_too(server: Server) -> None:
+    long = b"A: %b\r\n" % (b"a" * MAX_HEAD_BYTES)
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + long + b"\r\n")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 431 ")
+
+
 def test_body_in_chunks_is_read_and_its_trailers_are_not(server: Server) -> None:
     trailers = b"x-request-id: from-a-trailer\r\n\r\n"
     sent = JSON_HEAD + CHUNKED + b"\r\n" + IN_CHUNKS.removesuffix(b"\r\n") + trailers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import grpc
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
     from tests.serving.conftest import Server
 
+NO_HTTP = (
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nA: %b\r\n\r\n" % (b"a" * 2**17),
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -50,17 +55,27 @@ def test_call_that_http_refuses_is_counted(
     [b"\xff", b"\xf8\x07\x01", b"\xff" * (5 * 2**20)],
     ids=["no message", "unknown field", "large"],
 )
+@pytest.mark.parametrize("method", ["Generate", "Embed", "Tokenize"])
 def test_call_that_grpc_refuses_is_counted(
-    http: httpx.Client, server: Server, message: bytes
+    http: httpx.Client, server: Server, method: str, message: bytes
 ) -> None:
     before = num_invalid(http)
     with grpc.insecure_channel(server.grpc_target) as channel:
         generate = channel.unary_stream(
-            "/pagedray.v1.GenerationService/Generate",
+            f"/pagedray.v1.GenerationService/{method}",
             request_serializer=bytes,
             response_deserializer=bytes,
         )
         with pytest.raises(grpc.RpcError) as refused:
             list(generate(message))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert num_invalid(http) == before + 1
+
+
+@pytest.mark.parametrize("sent", NO_HTTP, ids=["no host", "long head"])
+def test_request_that_is_none_is_counted(http: httpx.Client, server: Server, sent: bytes) -> None:
+    before = num_invalid(http)
+    with socket.create_connection(("127.0.0.1", server.fronts.http_port or 0), 5) as connection:
+        connection.sendall(sent)
+        assert connection.recv(2**12).startswith(b"HTTP/1.1 4")
     assert num_invalid(http) == before + 1

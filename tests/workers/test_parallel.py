@@ -147,7 +147,7 @@ def test_nccl_is_kept_to_the_interface_that_others_reach_the_rank_by(
     for name, address in addresses:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
         _choose_nccl_interface(address)
-        expected = "lo" if address == LOOPBACK else f"={name}"
+        expected = "=lo" if address == LOOPBACK else f"={name}"
         assert os.environ["NCCL_SOCKET_IFNAME"] == expected, address
 
 
@@ -158,7 +158,7 @@ def test_nccl_of_several_nodes_keeps_what_is_set_and_that_of_one_node_does_not(
     _choose_nccl_interface("::1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
     _choose_nccl_interface(LOOPBACK)
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no address"])

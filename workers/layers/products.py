@@ -83,7 +83,7 @@ class PackedProduct(Product):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, out_size]` for `[num_rows, in_size]`."""
-        num_rows = len(x)
+        num_rows, _ = x.shape
         if num_spare := padded_rows(num_rows) - num_rows:
             x = functional.pad(x, (0, 0, 0, num_spare))
         return _linear(x, self.weight, self.bias, "none", [], "")[:num_rows]

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 
 from cluster.serving.grpc_call import Call
 from cluster.serving.grpc_methods import Context, metadata_of, refuse
-from cluster.serving.grpc_service import SERVICE
+from cluster.serving.grpc_service import OPERATIONS, SERVICE
 from cluster.serving.inputs import Arrival
 from pagedray.errors import PagedRayError
 
@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
 
-__all__ = ["KeyInterceptor"]
+__all__ = ["EntryInterceptor"]
 
 _OPEN_PREFIX = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/"
-# What waits for the engine.
-_OPERATIONS: dict[str, Operation] = {
-    f"/{SERVICE.full_name}/Generate": "text_completion",
-    f"/{SERVICE.full_name}/Chat": "chat",
-    f"/{SERVICE.full_name}/Embed": "embeddings",
-}
+_PREFIX = f"/{SERVICE.full_name}/"
 
 
 # Only grpc's stubs know that the class is generic.
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
+class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
     """Lets nobody without a key call anything but health, methods that do not exist included.
 
     What the engine has no room for is refused here too, which is cheaper than to receive it.
@@ -52,7 +47,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # s
         if not method.startswith(_OPEN_PREFIX):
             call = Call(metadata=metadata_of(handler_call_details.invocation_metadata))
             try:
-                self._let_in(call, _OPERATIONS.get(method))
+                self._let_in(call, OPERATIONS.get(method.removeprefix(_PREFIX)))
             except PagedRayError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
