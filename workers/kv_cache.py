@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from attention.cache import kv_cache_shape
@@ -41,12 +42,10 @@ class KVCache:
     ) -> None:
         def pool(size: int, *, is_pinned: bool, where: torch.device) -> torch.Tensor:
             # Zeros, not whatever memory held: a masked score still multiplies what it masks.
-            return torch.zeros(
-                (size, *_block_shape(spec)),
-                dtype=storage_dtype(spec.cache_dtype),
-                device=where,
-                pin_memory=is_pinned,
-            )
+            shape, dtype = (size, *_block_shape(spec)), storage_dtype(spec.cache_dtype)
+            if where.type == "cpu" and not is_pinned:
+                return _untouched_zeros(shape, dtype)
+            return torch.zeros(shape, dtype=dtype, device=where, pin_memory=is_pinned)
 
         device = spec.device
         self._backend = backend
@@ -71,6 +70,12 @@ class KVCache:
         """Copy device blocks to device blocks."""
         if copies:
             self._backend.copy_blocks(self.device_pool, _pairs(copies))
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that take no memory until something is written: torch would fill them."""
+    # Integers of the same size, since numpy has not all of torch's types.
+    return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
 def _block_shape(spec: AttentionSpec) -> tuple[int, ...]:

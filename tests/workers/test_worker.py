@@ -6,10 +6,12 @@ import gc
 import logging
 import weakref
 
+import psutil
 import pytest
 
 from cluster.options import EngineOptions, engine_config
 from tests.system.server_process import TINY_LLAMA
+from workers.kv_cache import block_bytes
 from workers.models.decoder import Decoder
 from workers.parallel import SoloGroup
 from workers.worker import Worker
@@ -28,6 +30,15 @@ def test_worker_says_once_who_serves(worker: Worker, caplog: pytest.LogCaptureFi
     assert len(said) == 2
     assert said[0].startswith("Attention: torch serves prefill of ")
     assert " serves decode of " in said[1]
+
+
+def test_a_cache_takes_no_memory_before_it_is_used(worker: Worker) -> None:
+    num_blocks = 2**30 // block_bytes(worker._spec)
+    before = psutil.Process().memory_info().rss
+    worker.allocate_cache(num_blocks, num_blocks)
+    assert psutil.Process().memory_info().rss - before < 2**27
+    cache = worker._runner._cache  # type: ignore[union-attr]  # it has just been made
+    assert not cache.device_pool[:2].any()
 
 
 def test_closed_worker_holds_no_weights(worker: Worker) -> None:
