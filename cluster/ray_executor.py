@@ -142,6 +142,8 @@ def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bo
         # Ray runs its workers at a low priority unless told otherwise.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
+            # Not one that runs here, or is said to: to join it is for RAY_ADDRESS to say.
+            address="local",
             num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,

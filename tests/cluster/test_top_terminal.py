@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 LEAVE_OWN_SCREEN = b"\x1b[?1049l"
 # The terminal has to be its controlling one, or else Ctrl-C would be a key like any other.
 PROGRAM = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 from cluster.cli import main
+# Whoever started the tests may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.exit(main())
 """

@@ -20,9 +20,19 @@ from pagedray.errors import DeviceError
 def main(folder: str) -> None:
     """Generate on a rank of another node, and then on ranks of two other nodes."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for address in ("127.0.0.2", "127.0.0.3"):
-        cluster.add_node(num_cpus=1, node_ip_address=address)
-    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        for address in ("127.0.0.2", "127.0.0.3"):
+            cluster.add_node(num_cpus=1, node_ip_address=address)
+        ray.init(address=cluster.address, log_to_driver=False)
+        run(folder)
+    finally:
+        ray.shutdown()
+        # Or its address stays behind, and whoever starts Ray here would join what is no more.
+        cluster.shutdown()
+
+
+def run(folder: str) -> None:
+    """Generate, and be refused once."""
     generate(folder, num_ranks=1)
     # Nothing will make room on these nodes.
     ray_executor._PLACEMENT_TIMEOUT_S = 1.0
@@ -31,8 +41,6 @@ def main(folder: str) -> None:
     except DeviceError as error:
         print(json.dumps(str(error)))
     generate(folder, num_ranks=2, placement_strategy="PACK")
-    ray.shutdown()
-    cluster.shutdown()
 
 
 def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_PACK") -> None:

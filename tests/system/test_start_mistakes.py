@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +16,7 @@ from cluster.cli import main
 from tests.system.server_process import TINY_LLAMA, run_pagedray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -73,6 +74,18 @@ def test_broken_checkpoint_is_named(
     assert_one_line(capsys.readouterr().err, *words)
 
 
+@pytest.fixture
+def gone_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have Ray's folder tell of a cluster that is no more."""
+    # A short path: sockets are put under it.
+    with TemporaryDirectory(prefix="ray", dir="/tmp") as name:
+        (Path(name) / "ray").mkdir()
+        (Path(name) / "ray" / "ray_current_cluster").write_text("192.0.2.2:6379")
+        monkeypatch.setenv("RAY_TMPDIR", name)
+        yield
+
+
+@pytest.mark.usefixtures("gone_cluster")
 def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
     drop_tensor(folder)
     done = run_pagedray(
