@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.llm import LLM, Completion, Generation
     from cluster.serving.deployment import build_app
     from pagedray.errors import PagedRayError
-    from pagedray.request import FinishReason, SamplingParams
+    from pagedray.request import FinishReason, SamplingParams, Structure
 
 __all__ = [
     "LLM",
@@ -24,6 +24,7 @@ __all__ = [
     "Generation",
     "PagedRayError",
     "SamplingParams",
+    "Structure",
     "build_app",
 ]
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOMES = {
     "FinishReason": "pagedray.request",
     "PagedRayError": "pagedray.errors",
     "SamplingParams": "pagedray.request",
+    "Structure": "pagedray.request",
     "build_app": "cluster.serving.deployment",
 }
 _NEIGHBOURS = ("attention", "cluster", "workers")
