@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CallObserver", "CallWatch"]
 
+_MAX_ID_CHARS = 128
+
 
 class CallObserver:
     """Begins the watch of each call."""
@@ -49,7 +51,8 @@ class CallWatch:
     def __init__(self, observer: CallObserver, arrival: Arrival) -> None:
         self._observer = observer
         self._arrival = arrival
-        self._id = arrival.client_id or ""
+        # One that is refused for its length is told of all the same.
+        self._id = (arrival.client_id or "")[:_MAX_ID_CHARS]
         self._arrived_s = time.monotonic()
         self._validated_s: float | None = None
         self._started_s: float | None = None

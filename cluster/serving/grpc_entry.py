@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from cluster.serving.grpc_call import Call
+from cluster.serving.grpc_health import HEALTH
 from cluster.serving.grpc_methods import Context, metadata_of, refuse
 from cluster.serving.grpc_service import OPERATIONS, SERVICE
 from cluster.serving.inputs import Arrival
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EntryInterceptor"]
 
-_OPEN_PREFIX = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/"
+_OPEN_PREFIX = f"/{HEALTH}/"
 _PREFIX = f"/{SERVICE.full_name}/"
 
 

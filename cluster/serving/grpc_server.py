@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from cluster.serving.grpc_entry import EntryInterceptor
+from cluster.serving.grpc_health import HEALTH, Health
 from cluster.serving.grpc_methods import method_handlers
 from cluster.serving.grpc_service import SERVICE
 from cluster.serving.listener import listen
@@ -59,7 +58,7 @@ class GrpcServer:
         self._host = host
         self._wanted_port = port
         self._certificates = certificates
-        self._health = HealthServicer()
+        self._health = Health((SERVICE.full_name,))
         self._server: grpc.aio.Server | None = None
         self.port = 0
         """The port that is bound, once it is."""
@@ -68,10 +67,9 @@ class GrpcServer:
         """Bind the port and answer. Raises DeviceError if the port is not to be had."""
         await self.set_serving(False)
         server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        server.add_generic_rpc_handlers((method_handlers(self._servicer),))
-        names = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
+        names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
         host = f"[{self._host}]" if ":" in self._host else self._host
         # gRPC would only say that it failed, and log why on its own.
         listen("gRPC", self._host, self._wanted_port).close()
@@ -86,9 +84,7 @@ class GrpcServer:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Say over grpc.health.v1 whether requests are served."""
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        for service in ("", SERVICE.full_name):
-            await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
+        await self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls and end those that run longer than `grace_s`."""

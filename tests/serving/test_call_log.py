@@ -15,6 +15,7 @@ from cluster.log_lines import logging_to
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import CallOrigin, GenerationInput
 from cluster.serving.servicer import Servicer
+from pagedray.errors import InvalidRequestError
 from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 
@@ -71,6 +72,15 @@ async def test_json_line_says_what_a_call_was(servicer: Servicer) -> None:
     assert expected.items() <= found.items()
     assert 0 <= found["validated_s"] <= found["first_token_s"] <= found["duration_s"]
     assert "secret" not in line
+
+
+async def test_line_of_a_refused_id_is_no_longer_than_others(servicer: Servicer) -> None:
+    stream = io.StringIO()
+    given = GenerationInput(prompts=("x",), client_id="\x85" * 2**20)
+    with logging_to(stream, form="text"), pytest.raises(InvalidRequestError):
+        await servicer.start(given)
+    assert "id=" in stream.getvalue()
+    assert len(stream.getvalue()) < 2**11
 
 
 async def test_text_line_says_the_same(servicer: Servicer) -> None:
