@@ -128,7 +128,7 @@ class StructureCompiler:
                 return ready
             if key in self._running:
                 return self._running[key]
-            running = self._threads.submit(key[0], lambda: self._compile(key[1]))
+            running = self._threads.submit(key[0], lambda: self._compile(*key))
             self._running[key] = running
         # Outside of the lock: what has ended already calls at once.
         running.add_done_callback(lambda done: self._keep(key, done))
@@ -152,13 +152,13 @@ class StructureCompiler:
             _, size = self._cache.pop(oldest)
             sizes[tenant] -= size
 
-    def _compile(self, structure: Structure) -> _Loaded:
+    def _compile(self, tenant: str, structure: Structure) -> _Loaded:
         answer = self._process.compile(structure)
         if isinstance(answer, Refused):
             raise refuse(answer.message)
         if isinstance(answer, Died):
             raise self._refusal_of(answer)
-        grammar, num_bytes = self._masks().grammar(answer.text)
+        grammar, num_bytes = self._masks().grammar(answer.text, tenant=tenant)
         # The text is kept as well, for another process that makes masks.
         return grammar, num_bytes + len(answer.text)
 
@@ -183,7 +183,11 @@ class StructureCompiler:
         with self._maker_lock:
             if self._maker is None:
                 num_mask_bytes = -(-self._process.vocab_size // 32) * 4
-                self._maker = MaskMaker(self._process.connect_masks, num_mask_bytes=num_mask_bytes)
+                self._maker = MaskMaker(
+                    self._process.connect_masks,
+                    num_mask_bytes=num_mask_bytes,
+                    most_tenant_bytes=self._limits.mask_memory_bytes // 2,
+                )
             return self._maker
 
     def _start(self) -> None:

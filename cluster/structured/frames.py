@@ -12,6 +12,8 @@ __all__ = ["read_frame", "write_frame"]
 
 _MAX_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
+_DISCARDED = bytearray(64 * 2**10)
+"""Takes what nobody reads: there may be no memory left when it is needed."""
 
 
 def write_frame(connection: socket.socket, body: bytes) -> None:
@@ -19,19 +21,37 @@ def write_frame(connection: socket.socket, body: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def read_frame(connection: socket.socket) -> bytes:
-    """Return the next frame. Raises OSError, or EOFError when the other end closes."""
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+def read_frame(connection: socket.socket) -> bytearray:
+    """Return the next frame. Raises OSError, or EOFError when the other end closes.
+
+    Raises MemoryError for one that there is no room for; what comes behind it can be read.
+    """
+    prefix = bytearray(_LENGTH.size)
+    _fill(connection, memoryview(prefix))
+    (length,) = _LENGTH.unpack(prefix)
     if length > _MAX_BYTES:
         raise EOFError(f"A frame of {length} bytes is over {_MAX_BYTES}.")
-    return _read(connection, length)
+    try:
+        body = bytearray(length)
+    except MemoryError:
+        _discard(connection, length)
+        raise
+    _fill(connection, memoryview(body))
+    return body
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        chunk = connection.recv(min(size - len(received), 1 << 20))
-        if not chunk:
-            raise EOFError("The other end has closed.")
-        received += chunk
-    return bytes(received)
+def _fill(connection: socket.socket, room: memoryview) -> None:
+    while room:
+        room = room[_received(connection, room) :]
+
+
+def _discard(connection: socket.socket, num_bytes: int) -> None:
+    while num_bytes:
+        num_bytes -= _received(connection, memoryview(_DISCARDED)[:num_bytes])
+
+
+def _received(connection: socket.socket, room: memoryview) -> int:
+    num_bytes = connection.recv_into(room)
+    if not num_bytes:
+        raise EOFError("The other end has closed.")
+    return num_bytes

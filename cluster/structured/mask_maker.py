@@ -12,11 +12,13 @@ import socket
 import threading
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
+from msgspec.structs import replace
 
-from cluster.structured.follower import TOKEN_S
+from cluster.structured.follower import tokens_s
 from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.mask_messages import Ask, AskMasks, Follow, Load, Loaded, LoadFailed, Masks
 from cluster.structured.mask_step import OLD_MASK_S
@@ -39,10 +41,11 @@ _MOST_LIVES = 3
 """Processes that may end, one after another, before a question is given up."""
 
 Outcome = bytes | FinishReason
+Item = TypeVar("Item")
 
 
 class _DeathError(Exception):
-    """The process ended over a question."""
+    """The process ended over a question, or there is none that could be asked."""
 
 
 class _Process(NamedTuple):
@@ -69,16 +72,19 @@ class MaskMaker:
         connect: _Connections,
         *,
         num_mask_bytes: int,
+        most_tenant_bytes: int,
         step_s: float = 5.0,
         alone_s: float = 2.0,
     ) -> None:
         """A process that does not answer ends after `step_s`, beyond what each mask allows.
 
         When a sequence is asked for alone, since it may be the one to blame, after `alone_s`.
+        The grammars of a tenant take no more than `most_tenant_bytes`.
         """
         self.num_mask_bytes = num_mask_bytes
         """Bytes of a mask."""
         self._connect = connect
+        self._most_tenant_bytes = most_tenant_bytes
         self._step_s = step_s
         self._alone_s = alone_s
         self._ids = count()
@@ -87,25 +93,32 @@ class MaskMaker:
         self._lock = threading.Lock()
         """For questions; taken before that for grammars."""
         self._grammar_lock = threading.Lock()
+        self._grammars: WeakValueDictionary[int, CompiledGrammar] = WeakValueDictionary()
+        """Those in use and those that are kept; changed with the lock for grammars."""
         # Changed with the lock for grammars, and read without it: no step waits for a grammar.
         self._process: _Process | None = None
+        self._left: deque[socket.socket] = deque()
+        """For masks, to processes that have ended; to be closed with the lock for questions."""
         self._num_lives = 0
 
-    def grammar(self, text: bytes) -> tuple[CompiledGrammar, int]:
-        """Return a compiled grammar and its size in bytes.
+    def grammar(self, text: bytes, *, tenant: str = "") -> tuple[CompiledGrammar, int]:
+        """Return a compiled grammar of a tenant and its size in bytes.
 
         Raises EngineError, or OverloadedError if there is no memory for it.
         """
-        grammar = CompiledGrammar(self, next(self._ids), text, self._ended_grammar_ids.append)
+        grammar = CompiledGrammar(
+            self, next(self._ids), text, tenant, self._ended_grammar_ids.append
+        )
         try:
-            return grammar, self._load(grammar)
+            num_bytes = self._load(grammar)
         except _DeathError:
             # It may have died of another.
-            pass
-        try:
-            return grammar, self._load(grammar)
-        except _DeathError as error:
-            raise EngineError(f"A compiled grammar was not taken: {error}.") from error
+            try:
+                num_bytes = self._load(grammar)
+            except _DeathError as error:
+                raise EngineError(f"A compiled grammar was not taken. {error}") from error
+        self._count(grammar, num_bytes)
+        return grammar, num_bytes
 
     def matcher(self, grammar: CompiledGrammar, request: Request) -> _Matcher:
         """Return a matcher for a continuation of the request, which is yet to begin."""
@@ -120,36 +133,52 @@ class MaskMaker:
             return []
         outcomes: dict[int, Outcome] = {}
         with self._lock:
+            self._close_left()
             try:
                 self._ask(dict(enumerate(asked)), outcomes, self._step_s)
-            except _DeathError:
-                logger.warning("The process that makes masks has ended; another is started.")
-                # One of them may be the cause, and then it is the only one to end.
+            except _DeathError as error:
+                logger.warning("Each sequence is asked for alone. %s", error)
+                # One of them may be the cause, and then it is the only one to end, with what
+                # follows the same grammar: each of those would cost a process too.
+                fatal: set[CompiledGrammar] = set()
                 for row, one in enumerate(asked):
                     if row not in outcomes:
-                        outcomes[row] = self._asked_alone(one)
+                        outcomes[row] = self._asked_alone(one, fatal)
         return [outcomes[row] for row in range(len(asked))]
 
     def close(self) -> None:
         """End the process, and who waits for it."""
         process = self._process
-        for connection in () if process is None else (process.masks, process.grammars):
+        waited_for = () if process is None else (process.masks, process.grammars)
+        for connection in (*self._left.copy(), *waited_for):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._lock, self._grammar_lock:
             self._disconnect()
+            self._close_left()
 
-    def _asked_alone(self, asked: _Asked) -> Outcome:
+    def _asked_alone(self, asked: _Asked, fatal: set[CompiledGrammar]) -> Outcome:
+        """Return the outcome for one; add its grammar to the fatal ones if that ends a process."""
+        grammar = asked[0].grammar
+        if grammar in fatal:
+            return FinishReason.ERROR
         outcomes: dict[int, Outcome] = {}
         try:
-            self._ask({0: asked}, outcomes, self._alone_s)
+            fatal |= self._ask({0: asked}, outcomes, self._alone_s)
         except _DeathError as error:
-            logger.warning("A sequence is ended with the process of its grammar: %s", error)
+            logger.warning("What follows a grammar is ended. %s", error)
+            fatal.add(grammar)
             return FinishReason.ERROR
         return outcomes[0]
 
-    def _ask(self, asked: dict[int, _Asked], outcomes: dict[int, Outcome], limit_s: float) -> None:
-        """Ask until there is an outcome for each row. Raises _DeathError."""
+    def _ask(
+        self, asked: dict[int, _Asked], outcomes: dict[int, Outcome], limit_s: float
+    ) -> set[CompiledGrammar]:
+        """Ask until there is an outcome for each row; return the grammars that ended a process.
+
+        Raises _DeathError.
+        """
+        fatal: set[CompiledGrammar] = set()
         while asked:
             rows = list(asked)
             answer = self._answer(list(asked.values()), limit_s)
@@ -159,17 +188,18 @@ class MaskMaker:
                     answer.ends.get(place) or answer.words[place * size : (place + 1) * size]
                 )
             # What follows the same grammar may be as slow, and there may be many.
-            slow = {asked[rows[place]][0].grammar for place in answer.culprits}
+            fatal |= {asked[rows[place]][0].grammar for place in answer.culprits}
             left = [rows[place] for place in answer.unmade]
-            outcomes |= {row: FinishReason.ERROR for row in left if asked[row][0].grammar in slow}
-            asked = {row: asked[row] for row in left if asked[row][0].grammar not in slow}
+            outcomes |= {row: FinishReason.ERROR for row in left if asked[row][0].grammar in fatal}
+            asked = {row: asked[row] for row in left if asked[row][0].grammar not in fatal}
             for row in asked:
                 del outcomes[row]
+        return fatal
 
     def _answer(self, asked: Sequence[_Asked], limit_s: float) -> Masks:
         process = self._loaded({matcher.grammar for matcher, _ in asked})
         asks = [matcher.ask(token_ids, process.life) for matcher, token_ids in asked]
-        limit_s += sum(OLD_MASK_S + TOKEN_S * len(ask.token_ids) for ask in asks)
+        limit_s += sum(OLD_MASK_S + tokens_s(ask) for ask in asks)
         question = AskMasks(
             asks,
             _drained(self._ended_sequence_ids),
@@ -182,7 +212,9 @@ class MaskMaker:
             answer = msgspec.msgpack.decode(read_frame(process.masks), type=Masks)
         except (OSError, EOFError) as error:
             self._forget(process)
-            raise _DeathError(error) from error
+            raise _death(error) from error
+        for (matcher, _), spent_s in zip(asked, answer.spent_s, strict=True):
+            matcher.note_spent(spent_s)
         for complaint in answer.complaints:
             logger.warning("A sequence is ended: %s.", complaint)
         if answer.culprits:
@@ -207,8 +239,8 @@ class MaskMaker:
                     self._load(grammar)
             except (EngineError, OverloadedError, OSError) as error:
                 # There is no process, or it does not take what it took once.
-                raise _DeathError(error) from error
-        raise _DeathError("One after another has ended.")
+                raise _DeathError(str(error)) from error
+        raise _DeathError(f"{_MOST_LIVES} processes that make masks have ended.")
 
     def _load(self, grammar: CompiledGrammar) -> int:
         with self._grammar_lock:
@@ -223,8 +255,11 @@ class MaskMaker:
                 body = read_frame(process.grammars)
                 answer = msgspec.msgpack.decode(body, type=Loaded | LoadFailed)
             except (OSError, EOFError) as error:
-                self._disconnect()
-                raise _DeathError(error) from error
+                # A thread may be waiting for masks, which are there even if the process is not.
+                self._left.append(process.masks)
+                process.grammars.close()
+                self._process = None
+                raise _death(error) from error
             if isinstance(answer, LoadFailed):
                 raise _refusal_of(answer)
             grammar.life = process.life
@@ -235,6 +270,27 @@ class MaskMaker:
             self._process.masks.close()
             self._process.grammars.close()
             self._process = None
+
+    def _close_left(self) -> None:
+        for connection in _drained(self._left):
+            connection.close()
+
+    def _count(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+        """Count what a tenant's grammars take. Raises OverloadedError if that is too much."""
+        with self._grammar_lock:
+            same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
+            taken = num_bytes + sum(one.num_bytes for one in same)
+            if taken > self._most_tenant_bytes:
+                raise OverloadedError(
+                    f"The tenant's structures in use take {taken >> 20} MiB of memory with this "
+                    f"one; at most {self._most_tenant_bytes >> 20} MiB are allowed."
+                )
+            grammar.num_bytes = num_bytes
+            self._grammars[grammar.id] = grammar
+
+
+def _death(error: Exception) -> _DeathError:
+    return _DeathError(f"The process that makes masks has ended: {error!r}.")
 
 
 def _refusal_of(failure: LoadFailed) -> EngineError | OverloadedError:
@@ -247,10 +303,18 @@ class CompiledGrammar:
     """A structure, ready for any number of sequences."""
 
     def __init__(
-        self, maker: MaskMaker, grammar_id: int, text: bytes, note_end: Callable[[int], None]
+        self,
+        maker: MaskMaker,
+        grammar_id: int,
+        text: bytes,
+        tenant: str,
+        note_end: Callable[[int], None],
     ) -> None:
         self.id = grammar_id
         self.text = text
+        self.tenant = tenant
+        self.num_bytes = 0
+        """What it takes in the process that makes masks, once that has it."""
         self.life = 0
         """The process that it was last loaded into."""
         self._maker = maker
@@ -297,16 +361,21 @@ class _Matcher:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_told = self._num_prompt_tokens
         self._life = 0
+        self._spent_s = 0.0
 
     def __del__(self) -> None:
         self._note_end(self._id)
+
+    def note_spent(self, spent_s: float) -> None:
+        """Remember the CPU time that the sequence took so far, or 0 if nobody knows."""
+        self._spent_s = max(self._spent_s, spent_s)
 
     def ask(self, token_ids: Sequence[int], life: int) -> Ask:
         """Return the question for the next mask, for a process that counts as `life`."""
         follow = None
         if life != self._life:
             self._life, self._num_told = life, self._num_prompt_tokens
-            follow = self._follow
+            follow = replace(self._follow, spent_s=self._spent_s)
         news = list(token_ids[self._num_told :])
         self._num_told = len(token_ids)
         return Ask(self._id, news, follow)
@@ -315,10 +384,10 @@ class _Matcher:
 _Asked = tuple[_Matcher, "Sequence[int]"]
 
 
-def _drained(ids: deque[int]) -> list[int]:
+def _drained(items: deque[Item]) -> list[Item]:
     drained = []
     # Two threads may do so at once.
     with contextlib.suppress(IndexError):
         while True:
-            drained.append(ids.popleft())
+            drained.append(items.popleft())
     return drained

@@ -17,6 +17,8 @@ class Follow(msgspec.Struct, frozen=True, array_like=True):
     ignores_eos: bool
     eos_token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
+    spent_s: float = 0.0
+    """CPU time that it took in another process, when all of it is told again."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +55,8 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     """Places of sequences that the process could not go on with: it ends. They are in `ends`."""
     unmade: list[int]
     """Places whose masks were not made before that."""
+    spent_s: list[float]
+    """CPU time that each sequence took so far; 0 for one whose mask was not made."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

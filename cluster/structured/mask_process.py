@@ -41,8 +41,8 @@ def serve_masks(
     """Answer until the other end of a socket closes; take so much memory more than there is now."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit_memory(memory_bytes)
     maker = _Maker(library, masks)
+    limit_memory(memory_bytes)
     for serve in (lambda: _serve_grammars(grammars, maker), maker.look_on):
         threading.Thread(target=serve, daemon=True).start()
     try:
@@ -59,16 +59,19 @@ def serve_masks(
 def _serve_grammars(connection: socket.socket, maker: _Maker) -> None:
     try:
         while True:
-            load = msgspec.msgpack.decode(read_frame(connection), type=Load)
-            try:
-                answer: Loaded | LoadFailed = Loaded(maker.load(load))
-            except (RuntimeError, MemoryError) as error:
-                text = " ".join(str(error).split())[:200]
-                answer = LoadFailed(text, is_out_of_memory(error))
-            write_frame(connection, msgspec.msgpack.encode(answer))
+            write_frame(connection, msgspec.msgpack.encode(_loaded(connection, maker)))
     finally:
         # No clean-up of what is the parent's.
         os._exit(0)
+
+
+def _loaded(connection: socket.socket, maker: _Maker) -> Loaded | LoadFailed:
+    """Return what became of the next grammar; its text is held no longer."""
+    try:
+        return Loaded(maker.load(msgspec.msgpack.decode(read_frame(connection), type=Load)))
+    except (RuntimeError, MemoryError) as error:
+        text = " ".join(str(error).split())[:200]
+        return LoadFailed(text, is_out_of_memory(error))
 
 
 class _Maker:
@@ -81,7 +84,7 @@ class _Maker:
         self._grammars: dict[int, Any] = {}
         self._followers: dict[int, Follower] = {}
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._threads = ThreadPoolExecutor(self._num_threads)
+        self._threads = _started_threads(self._num_threads)
         self._words = np.zeros((0, library.num_mask_words), dtype=np.int32)
         self._step: MaskStep | None = None
         self._answering = threading.Lock()
@@ -137,3 +140,12 @@ class _Maker:
             walk = self._library.walk(self._grammars[ask.follow.grammar_id])
             self._followers[ask.sequence_id] = Follower(walk, ask.follow, self._library.vocab_size)
         return self._followers[ask.sequence_id]
+
+
+def _started_threads(num_threads: int) -> ThreadPoolExecutor:
+    """Return threads that run: one that is started later may find no memory for its stack."""
+    threads = ThreadPoolExecutor(num_threads)
+    all_run = threading.Barrier(num_threads)
+    for _ in range(num_threads):
+        threads.submit(all_run.wait)
+    return threads

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cluster.structured.follower import SPARE_S, TOKEN_S
+from cluster.structured.follower import SPARE_S, tokens_s
 from cluster.structured.mask_messages import Masks
 from cluster.structured.memory_limit import is_out_of_memory
 from pagedray.request import FinishReason
@@ -59,6 +59,7 @@ class MaskStep:
         self._made: set[int] = set()
         self._ends: dict[int, FinishReason] = {}
         self._complaints: list[str] = []
+        self._spent_s = [0.0] * len(asks)
         self._num_looks = 0
 
     def run(self, threads: ThreadPoolExecutor, num_threads: int) -> Masks:
@@ -88,7 +89,7 @@ class MaskStep:
         self._num_looks += 1
         is_old = self._num_looks * LOOK_S >= _OLD_S
         culprits = {}
-        for row, turn in list(self._turns.items()):
+        for row, turn in self._turns.copy().items():
             turn.num_looks += 1
             if turn.is_over(is_old=is_old):
                 culprits[row] = (
@@ -105,7 +106,7 @@ class MaskStep:
         ends = {row: end for row, end in self._ends.copy().items() if row in made}
         ends |= dict.fromkeys(culprits, FinishReason.ERROR)
         complaints = [*self._complaints, *culprits.values()]
-        return Masks(ends, complaints, self._words.tobytes(), list(culprits), unmade)
+        return Masks(ends, complaints, self._words.tobytes(), list(culprits), unmade, self._spent_s)
 
     def _work_off(self) -> None:
         while True:
@@ -114,7 +115,7 @@ class MaskStep:
             except IndexError:
                 return
             ask = self._asks[row]
-            self._turns[row] = _Turn(len(ask.token_ids))
+            self._turns[row] = _Turn(tokens_s(ask))
             try:
                 self._make(row, ask)
             finally:
@@ -124,6 +125,7 @@ class MaskStep:
     def _make(self, row: int, ask: Ask) -> None:
         follower = self._follower_of(ask)
         found = follower.write_mask(ask.token_ids, self._words, row)
+        self._spent_s[row] = follower.spent_s
         if found is not None:
             self._ends[row] = found
         if found is FinishReason.ERROR:
@@ -133,11 +135,12 @@ class MaskStep:
 class _Turn:
     """A thread at work for one sequence."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, allowed_s: float) -> None:
+        """Its tokens allow `allowed_s` of CPU time."""
         self.num_looks = 0
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._began_s = time.thread_time()
-        self._tokens_s = TOKEN_S * num_tokens
+        self._allowed_s = allowed_s
 
     def spent_s(self) -> float:
         """Return the CPU time that it took so far."""
@@ -145,5 +148,5 @@ class _Turn:
 
     def is_over(self, *, is_old: bool) -> bool:
         """Return whether it takes too long, in a step that is old or not."""
-        limit_s = (OLD_MASK_S if is_old else SPARE_S) + self._tokens_s
+        limit_s = (OLD_MASK_S if is_old else SPARE_S) + self._allowed_s
         return self.spent_s() > limit_s or self.num_looks * LOOK_S > _WAIT * limit_s

@@ -99,10 +99,15 @@ class StructureProcess:
 
         Raises EngineError.
         """
-        masks, their_masks = socket.socketpair()
-        grammars, their_grammars = socket.socketpair()
-        with their_masks, their_grammars:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            pairs = []
+            for _ in range(2):
+                our_end, their_end = socket.socketpair()
+                pairs.append((ours.enter_context(our_end), theirs.enter_context(their_end)))
+            (masks, their_masks), (grammars, their_grammars) = pairs
             self._send(MAKE_MASKS, their_masks, their_grammars)
+            # Nobody has them if that raises.
+            ours.pop_all()
         return masks, grammars
 
     def close(self) -> None:

@@ -59,7 +59,8 @@ class _Library:
     # Any: a grammar is what the library says.
     def load(self, text: str) -> tuple[Any, int]:
         kind, _, size = text.partition(" of ")
-        return (kind, bytearray(int(size or 0))), len(text)
+        kept = bytearray(int(size or 0))
+        return (kind, kept), len(kept)
 
     def walk(self, compiled: Any) -> _Walk:
         return _Walk(compiled[0])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from cluster.structured.follower import Follower
+from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.mask_maker import MaskMaker
-from cluster.structured.mask_messages import Ask
+from cluster.structured.mask_messages import Ask, AskMasks, Follow, Load, Loaded, Masks
 from cluster.structured.mask_step import MaskStep
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
@@ -19,6 +23,8 @@ from tests.structured.fake_masks import FakeMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from cluster.structured.mask_maker import CompiledGrammar
 
@@ -32,11 +38,12 @@ class Batch:
 
     def __init__(self, memory_bytes: int = 2**30, **options: Any) -> None:  # Any: its options
         self.fake = FakeMasks(memory_bytes=memory_bytes)
+        options = {"most_tenant_bytes": memory_bytes, **options}
         self.maker = MaskMaker(self.fake.connect, num_mask_bytes=4, **options)
         self.matchers: list[Any] = []
 
-    def add(self, *texts: str) -> list[CompiledGrammar]:
-        grammars = [self.maker.grammar(text.encode())[0] for text in texts]
+    def add(self, *texts: str, tenant: str = "") -> list[CompiledGrammar]:
+        grammars = [self.maker.grammar(text.encode(), tenant=tenant)[0] for text in texts]
         self.matchers += [grammar.matcher(REQUEST) for grammar in grammars]
         return grammars
 
@@ -95,6 +102,19 @@ def test_what_lets_nobody_look_on_is_ended_by_the_kernel() -> None:
     batch.close()
 
 
+@pytest.mark.parametrize("kind", ["eats", "holds the lock"])
+def test_what_follows_a_grammar_that_costs_a_process_costs_no_other(kind: str) -> None:
+    batch = Batch(memory_bytes=256 * 2**20, step_s=0.5, alone_s=0.5)
+    batch.add("plain")
+    (fatal,) = batch.add(kind)
+    batch.matchers += [fatal.matcher(REQUEST) for _ in range(5)]
+    batch.add("plain")
+    assert batch.masks(3) == [4, *[FinishReason.ERROR] * 6, 4]
+    # That of all, that of the first to follow it, and the one that goes on.
+    assert len(batch.fake.processes) == 3
+    batch.close()
+
+
 def test_who_takes_all_memory_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch(memory_bytes=256 * 2**20)
     batch.add("plain", "eats", "plain")
@@ -123,10 +143,161 @@ def test_a_grammar_for_which_there_is_no_memory_is_refused() -> None:
     batch.close()
 
 
+@pytest.mark.parametrize("num_mib", [30, 60])
+def test_a_text_for_which_there_is_no_memory_is_refused_and_ends_nothing(num_mib: int) -> None:
+    batch = Batch(memory_bytes=128 * 2**20)
+    batch.add(*[f"plain of {40 * 2**20}"] * 2)
+    # Of 48 MiB that are left, one is received but not read, and the other is not received.
+    with pytest.raises(OverloadedError, match="in use take all the memory"):
+        batch.add("plain of 1" + " " * (num_mib * 2**20))
+    batch.add("plain")
+    assert batch.masks(1) == [2, 2, 2]
+    assert len(batch.fake.processes) == 1
+    batch.close()
+
+
+def fill(batch: Batch) -> None:
+    """Add grammars until one is refused."""
+    while True:
+        batch.add(f"plain of {4 * 2**20}")
+
+
+def test_threads_need_no_memory_that_grammars_may_have_taken() -> None:
+    batch = Batch(memory_bytes=64 * 2**20)
+    batch.add(*["plain"] * 9)
+    # What is left is too little for the stack of a thread, of 8 MiB.
+    with pytest.raises(OverloadedError):
+        fill(batch)
+    assert set(batch.masks(1)) == {2}
+    assert len(batch.fake.processes) == 1
+    batch.close()
+
+
+def test_no_tenant_takes_the_memory_of_the_others() -> None:
+    batch = Batch(most_tenant_bytes=100)
+    batch.add("plain of 50", "plain of 50", tenant="ann")
+    with pytest.raises(OverloadedError, match="at most 0 MiB are allowed"):
+        batch.add("plain of 1", tenant="ann")
+    batch.add("plain of 100", tenant="ben")
+    del batch.matchers[0]
+    batch.add("plain of 50", tenant="ann")
+    batch.close()
+
+
+class Told:
+    """Processes that the test itself plays, one for each pair of sockets."""
+
+    def __init__(self) -> None:
+        self.masks: list[socket.socket] = []
+        self.grammars: list[socket.socket] = []
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        (masks, their_masks), (grammars, their_grammars) = socket.socketpair(), socket.socketpair()
+        self.grammars.append(their_grammars)
+        self.masks.append(their_masks)
+        return masks, grammars
+
+    def load(self, process: int) -> None:
+        """Take a grammar."""
+        wait_for(lambda: len(self.masks) > process)
+        msgspec.msgpack.decode(read_frame(self.grammars[process]), type=Load)
+        write_frame(self.grammars[process], msgspec.msgpack.encode(Loaded(0)))
+
+    def asked(self, process: int) -> AskMasks:
+        """Return the next question."""
+        return msgspec.msgpack.decode(read_frame(self.masks[process]), type=AskMasks)
+
+    def answer(self, process: int, spent_s: float) -> None:
+        """Answer a question for one mask."""
+        answer = Masks({}, [], b"mask", [], [], [spent_s])
+        write_frame(self.masks[process], msgspec.msgpack.encode(answer))
+
+    def close(self) -> None:
+        for connection in (*self.masks, *self.grammars):
+            connection.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    told = Told()
+    yield told
+    told.close()
+
+
+def test_who_compiles_when_a_process_ends_loses_no_mask(told: Told) -> None:
+    maker = MaskMaker(told.connect, num_mask_bytes=4, most_tenant_bytes=1)
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(maker.grammar, b"")
+        told.load(0)
+        grammar, _ = loading.result()
+        asking = threads.submit(maker.masks, [(grammar.matcher(REQUEST), (7,))])
+        told.asked(0)
+        # It is over, but for what it says last.
+        told.grammars[0].close()
+        other = threads.submit(maker.grammar, b"")
+        told.load(1)
+        other.result()
+        told.answer(0, 0.0)
+        assert asking.result() == [b"mask"]
+    maker.close()
+
+
+def test_what_is_told_again_may_take_what_it_took_and_little_more(told: Told) -> None:
+    maker = MaskMaker(told.connect, num_mask_bytes=4, most_tenant_bytes=1, step_s=5.0, alone_s=2.0)
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(maker.grammar, b"")
+        told.load(0)
+        grammar, _ = loading.result()
+        matcher = grammar.matcher(REQUEST)
+        asking = threads.submit(maker.masks, [(matcher, [7] * 1001)])
+        told.asked(0)
+        told.answer(0, 0.75)
+        asking.result()
+        asking = threads.submit(maker.masks, [(matcher, [7] * 1101)])
+        (ask,) = (question := told.asked(0)).asks
+        # 10 ms a token, of which there are 100.
+        assert ask.follow is None
+        assert question.limit_s == pytest.approx(5.0 + 0.1 + 1.0)
+        told.masks[0].close()
+        told.load(1)
+        (ask,) = (question := told.asked(1)).asks
+        assert ask.follow is not None
+        assert ask.follow.spent_s == 0.75
+        # 0.1 ms a token, of which there are 1100.
+        assert question.limit_s == pytest.approx(2.0 + 0.1 + 0.75 + 0.11)
+        told.answer(1, 0.75)
+        assert asking.result() == [b"mask"]
+    maker.close()
+
+
+class QuickWalk:
+    """Allows everything at once."""
+
+    is_complete = False
+
+    def take(self, token_id: int) -> bool:
+        return True
+
+    def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
+        masks[row] = -1
+
+
+def test_what_is_told_again_is_not_paid_for_twice() -> None:
+    walk: Any = QuickWalk()  # Any: it stands for the library's
+    # 100 tokens allow 1.5 s.
+    follower = Follower(walk, Follow(0, 0, False, (), (), spent_s=1.4), 32)
+    masks = np.zeros((1, 1), np.int32)
+    assert follower.write_mask([1] * 100, masks, 0) is None
+    assert follower.spent_s == 1.4
+    assert follower.write_mask([1], masks, 0) is None
+    assert 1.4 < follower.spent_s < 1.5
+
+
 class SleepingFollower:
     """Waits for the end of the test, without computing."""
 
     complaint = ""
+    spent_s = 0.0
 
     def __init__(self, end: threading.Event | None) -> None:
         self._end = end
@@ -136,9 +307,13 @@ class SleepingFollower:
             self._end.wait(60.0)
 
 
-def test_a_mask_that_only_sleeps_is_not_waited_for_either() -> None:
+RETOLD = Follow(0, 0, False, (), ())
+
+
+@pytest.mark.parametrize("slow", [Ask(1, [1]), Ask(1, [1] * 600, RETOLD)])
+def test_a_mask_that_only_sleeps_is_not_waited_for_either(slow: Ask) -> None:
     end = threading.Event()
-    asks = [Ask(0, [1]), Ask(1, [1]), Ask(2, [1])]
+    asks = [Ask(0, [1]), slow, Ask(2, [1])]
     # Any: it stands for a follower.
     follower_of: Any = lambda ask: SleepingFollower(end if ask.sequence_id == 1 else None)  # noqa: E731
     step = MaskStep(asks, np.zeros((3, 1), np.int32), follower_of)

@@ -16,6 +16,7 @@ from cluster.structured.compiler import StructureCompiler
 from cluster.structured.compiler_process import Limits
 from cluster.structured.grammar_text import MAX_TEXT_LENGTH, grammar_text
 from cluster.structured.mask_maker import CompiledGrammar
+from cluster.structured.structure_process import StructureProcess
 from pagedray.errors import (
     EngineError,
     InvalidRequestError,
@@ -91,6 +92,14 @@ def test_grammar_that_is_none_is_refused_whatever_it_is_written_in(
     # The library quotes a part of a character, which is no text.
     with pytest.raises(InvalidRequestError, match=r"Unexpected character: \ufffd"):
         asyncio.run(compiler.compile(Structure(kind="grammar", text=text)))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_sockets_for_a_process_that_does_not_start_are_closed() -> None:
+    process = StructureProcess(lambda: pytest.fail("A vocabulary was made."), Limits())
+    process.close()
+    with pytest.raises(ShuttingDownError):
+        process.connect_masks()
 
 
 def test_what_takes_too_long_is_told_as_that_and_harms_no_other(
