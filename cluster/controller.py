@@ -99,9 +99,9 @@ class Controller(StepLoop):
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
-        self._scheduler.check_room(num_tokens)
+        self._scheduler.check_room(tenant, num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request; one that has ended or never was is left alone."""

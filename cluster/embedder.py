@@ -69,9 +69,9 @@ class Embedder(StepLoop):
         self._num_running = 0
         self._num_prompt_tokens = 0
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many tokens could not wait as well."""
-        self._backlog.check(num_tokens)
+        self._backlog.check(tenant, num_tokens)
 
     def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request; its answer is `[num_texts, size]`, and cancelling it gives it up.
@@ -80,8 +80,8 @@ class Embedder(StepLoop):
         """
         with self._wake:
             self._check_open()
-            self._backlog.check(request.num_tokens)
-            self._backlog.enter(request.num_tokens)
+            self._backlog.check(request.tenant, request.num_tokens)
+            self._backlog.enter(request.tenant, request.num_tokens)
             share = self._waiting.open(request.tenant)
             job = EmbeddingJob(request, self._num_arrivals, share)
             self._num_arrivals += 1
@@ -194,7 +194,7 @@ class Embedder(StepLoop):
         self._waiting.charge(job.share, num_tokens / job.request.weight)
         if not job.has_started:
             job.has_started = True
-            self._backlog.start(job.request.num_tokens)
+            self._backlog.start(job.request.tenant, job.request.num_tokens)
 
     def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
         """Take a job out of everything, and answer it."""
@@ -202,7 +202,7 @@ class Embedder(StepLoop):
         if job.undone:
             self._waiting.remove(job)
         if not job.has_started:
-            self._backlog.drop(job.request.num_tokens)
+            self._backlog.drop(job.request.tenant, job.request.num_tokens)
         self._waiting.close(job.share)
         job.end(error)
 

@@ -4,6 +4,8 @@ It has no clock: the time is handed in. The rate is measured only while somethin
 otherwise it would be that of the arrivals.
 """
 
+from collections import Counter
+
 from pagedray.errors import OverloadedError
 
 __all__ = ["Backlog"]
@@ -52,6 +54,7 @@ class Backlog:
     __slots__ = (
         "_max_requests",
         "_max_tokens",
+        "_num_of_tenants",
         "_request_rate",
         "_token_rate",
         "_was_busy",
@@ -67,40 +70,48 @@ class Backlog:
         self._token_rate = _Rate()
         self._window_s: float | None = None
         self._was_busy = False
+        self._num_of_tenants: Counter[str] = Counter()
         self.num_requests = 0
         self.num_tokens = 0
         """Prompt tokens of these requests."""
 
-    def check(self, num_tokens: int) -> None:
+    def check(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many prompt tokens may not wait as well.
 
-        One alone may, whatever its length. Any thread may ask: nothing is changed.
+        One of a tenant may, whatever its length and whatever waits of others, or a tenant could
+        keep the others out. Any thread may ask: nothing is changed.
         """
+        if not self._num_of_tenants[tenant]:
+            return
         if self.num_requests >= self._max_requests:
             raise OverloadedError(
-                f"{self.num_requests} requests are waiting, which is all that may wait.",
+                f"The queue is full: {self._max_requests} requests may wait.",
                 retry_after_s=self._request_rate.half_of(self.num_requests),
             )
-        if self.num_requests and self.num_tokens + num_tokens > self._max_tokens:
+        if self.num_tokens + num_tokens > self._max_tokens:
             raise OverloadedError(
-                f"Requests of {self.num_tokens} prompt tokens are waiting; with {num_tokens} more "
-                f"they would be more than the {self._max_tokens} that may wait.",
+                f"The queue is full: {num_tokens} more prompt tokens would be more than the "
+                f"{self._max_tokens} that may wait.",
                 retry_after_s=self._token_rate.half_of(self.num_tokens),
             )
 
-    def enter(self, num_tokens: int) -> None:
+    def enter(self, tenant: str, num_tokens: int) -> None:
         """Count a request that waits."""
+        self._num_of_tenants[tenant] += 1
         self.num_requests += 1
         self.num_tokens += num_tokens
 
-    def start(self, num_tokens: int) -> None:
+    def start(self, tenant: str, num_tokens: int) -> None:
         """Count a request as started."""
-        self.drop(num_tokens)
+        self.drop(tenant, num_tokens)
         self._request_rate.add(1)
         self._token_rate.add(num_tokens)
 
-    def drop(self, num_tokens: int) -> None:
+    def drop(self, tenant: str, num_tokens: int) -> None:
         """Forget a request that has ended before it started."""
+        self._num_of_tenants[tenant] -= 1
+        if not self._num_of_tenants[tenant]:
+            del self._num_of_tenants[tenant]
         self.num_requests -= 1
         self.num_tokens -= num_tokens
 

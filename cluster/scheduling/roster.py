@@ -61,7 +61,7 @@ class Roster:
         """Queue a request; its sequences but the first are held."""
         self.requests[active.request.id] = active
         active.share = self.waiting.open(active.request.tenant)
-        self.backlog.enter(len(active.request.prompt_token_ids))
+        self.backlog.enter(active.request.tenant, len(active.request.prompt_token_ids))
         self.waiting.add(active.sequences[0])
 
     def start(self, sequence: Sequence, state: SequenceState) -> None:
@@ -72,7 +72,7 @@ class Roster:
         self._queue_of(sequence).add(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
-            self.backlog.start(sequence.num_prompt_tokens)
+            self.backlog.start(sequence.active.request.tenant, sequence.num_prompt_tokens)
             self._started.append(sequence.active)
 
     def take_started(self) -> list[ActiveRequest]:
@@ -115,7 +115,7 @@ class Roster:
         del self.requests[sequence.request_id]
         self.waiting.close(active.share)
         if active.is_queued:
-            self.backlog.drop(sequence.num_prompt_tokens)
+            self.backlog.drop(active.request.tenant, sequence.num_prompt_tokens)
 
     def let_siblings_go(self, sequence: Sequence) -> None:
         """Queue the siblings that waited for a sequence's prompt."""

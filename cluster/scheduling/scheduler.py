@@ -117,12 +117,12 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
             self._drop_stale_deadlines()
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many prompt tokens could not wait as well.
 
         Any thread may ask, at any time.
         """
-        self._backlog.check(num_tokens)
+        self._backlog.check(tenant, num_tokens)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End what has not ended of a request, which may be nothing."""
@@ -274,7 +274,7 @@ class Scheduler:
         needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:
             raise CapacityError(needed, capacity)
-        self._backlog.check(len(prompt))
+        self._backlog.check(request.tenant, len(prompt))
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise if an output is not that of the oldest plan in flight."""

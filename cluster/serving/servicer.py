@@ -159,7 +159,7 @@ class Servicer:
         if self._phase is not _Phase.READY:
             return
         try:
-            self.client.replica.check_room(0)
+            self.client.replica.check_room(arrival.tenant, 0)
         except OverloadedError as error:
             self.observer.begin(arrival).end(error)
             raise
@@ -287,7 +287,7 @@ class Servicer:
         tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
             raise DeadlineError("The deadline passed before the request arrived.")
-        self.client.replica.check_room(0)
+        self.client.replica.check_room(tenant.name, 0)
         return tenant
 
     def _open(

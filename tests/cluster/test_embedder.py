@@ -227,8 +227,8 @@ def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
     with pytest.raises(OverloadedError, match="more than the 5 that may wait"):
         embedder.submit(request([1] * 4))
     embedder.submit(request([1, 1]))
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
-        embedder.check_room(0)
+    with pytest.raises(OverloadedError, match="The queue is full: 2 requests may wait"):
+        embedder.check_room("", 0)
 
 
 def test_the_end_of_the_engine_ends_what_waits(opened: Callable[..., Embedder]) -> None:

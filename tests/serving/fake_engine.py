@@ -85,7 +85,7 @@ class FakeEngine:
     def is_healthy(self) -> bool:
         return self.is_healthy_flag
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         if isinstance(self.refusal, OverloadedError):
             raise self.refusal
 

@@ -121,7 +121,7 @@ class FakeEncoder:
     def __init__(self) -> None:
         self.submitted: list[EmbeddingRequest] = []
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         pass
 
     def stats(self) -> Any:  # Any: nobody asks here

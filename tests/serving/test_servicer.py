@@ -264,7 +264,7 @@ class FakeEncoder:
         self.requests: list[EmbeddingRequest] = []
         self.answers: list[Future[NDArray[np.float32]]] = []
 
-    def check_room(self, num_tokens: int) -> None: ...
+    def check_room(self, tenant: str, num_tokens: int) -> None: ...
 
     def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         self.requests.append(request)
