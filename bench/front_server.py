@@ -82,7 +82,7 @@ class PacedEngine:
             self._step_s, self._lead = step_s, lead
             self._num_published = self._counter.value
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         """There always is room."""
 
     def submit(self, request: Request) -> None:
