@@ -23,7 +23,7 @@ import msgspec
 
 from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.grammar_text import grammar_text
-from cluster.structured.idle_learning import IdleLearning
+from cluster.structured.idle_learning import NICENESS, IdleLearning
 from cluster.structured.mask_process import serve_masks
 from cluster.structured.memory_limit import is_out_of_memory, lift_memory_limit, limit_memory
 from cluster.structured.vocabulary import Vocabulary
@@ -151,6 +151,8 @@ def _stand_behind(connection: socket.socket, library: Library, limits: Limits) -
 
 def _answer(connection: socket.socket, library: Library, limits: Limits) -> None:
     structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
+    # Masks and ranks come first: whole batches wait for those.
+    os.nice(NICENESS)
     _limit(limits)
     try:
         text = library.compile(grammar_text(structure))

@@ -11,11 +11,12 @@ from cluster.structured.memory_limit import is_out_of_memory
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
     from cluster.structured.mask_messages import Ask, Follow
+    from cluster.structured.tenant_accounts import CpuAccount
     from cluster.structured.xgrammar_library import Walk
 
 __all__ = ["SPARE_S", "Follower", "tokens_s"]
@@ -26,6 +27,7 @@ _TOKEN_S = 0.01
 """CPU time that each token allows."""
 _RETOLD_TOKEN_S = 0.0001
 """The same for a token that is told again, beyond what the sequence took before."""
+_TENANT_TOOK_ALL = "the masks of its tenant took too long together"
 
 
 def tokens_s(ask: Ask) -> float:
@@ -42,8 +44,12 @@ def tokens_s(ask: Ask) -> float:
 class Follower:
     """Follows one sequence, which it ends when anything is amiss."""
 
-    def __init__(self, walk: Walk, follow: Follow, vocab_size: int) -> None:
+    def __init__(
+        self, walk: Walk, follow: Follow, vocab_size: int, account_of: Callable[[], CpuAccount]
+    ) -> None:
+        """`account_of` returns the account that pays in the present step."""
         self._walk = walk
+        self._account_of = account_of
         self._min_tokens = follow.min_tokens
         self._num_tokens = 0
         self._eos = _bits(follow.eos_token_ids, vocab_size) if follow.ignores_eos else None
@@ -55,6 +61,8 @@ class Follower:
         self._was_asked = False
         self.spent_s = follow.spent_s
         """CPU time that it took so far."""
+        self.last_s = 0.0
+        """CPU time of the last mask."""
         self._end: FinishReason | None = None
         self.complaint = ""
         """Why it ended with an error, if it did."""
@@ -69,6 +77,10 @@ class Follower:
         """
         if self._end is not None:
             return self._end
+        account = self._account_of()
+        if account.is_empty:
+            self._end = self._failed(_TENANT_TOOK_ALL)
+            return self._end
         started_s = time.thread_time()
         try:
             found = self._next(token_ids, masks, row)
@@ -79,8 +91,12 @@ class Follower:
             found = self._failed(f"its grammar failed: {error!r:.200}")
         took_s = time.thread_time() - started_s
         # What is told again was paid for.
-        self.spent_s = self.spent_s + took_s if self._was_asked else max(self.spent_s, took_s)
+        spent_s = self.spent_s + took_s if self._was_asked else max(self.spent_s, took_s)
+        self.last_s, self.spent_s = spent_s - self.spent_s, spent_s
         self._was_asked = True
+        account.charge(self.last_s)
+        if found is None and account.is_empty:
+            found = self._failed(_TENANT_TOOK_ALL)
         if self.spent_s > SPARE_S + _TOKEN_S * self._num_tokens:
             found = self._failed(
                 f"its grammar took {self.spent_s:.2f} s for {self._num_tokens} tokens"

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
     from cluster.structured.xgrammar_library import Library
 
-__all__ = ["IdleLearning"]
+__all__ = ["NICENESS", "IdleLearning"]
 
 _MAX_LENGTH = 128
 """Up to here xgrammar has a state for each character, and shares them among all lengths."""
 _STEP = 2
-_NICENESS = 10
+NICENESS = 10
+"""How far what nobody waits for at each token stands behind what they wait for."""
 
 
 class IdleLearning:
@@ -45,7 +46,7 @@ class IdleLearning:
         thread.join()
 
     def _step(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._library.learn(next(self._texts))
         except (StopIteration, RuntimeError):

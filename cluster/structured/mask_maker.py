@@ -357,6 +357,7 @@ class _Matcher:
             sampling.ignore_eos,
             request.eos_token_ids,
             tuple(sampling.stop_token_ids),
+            tenant=grammar.tenant,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_told = self._num_prompt_tokens

@@ -19,6 +19,8 @@ class Follow(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...]
     spent_s: float = 0.0
     """CPU time that it took in another process, when all of it is told again."""
+    tenant: str = ""
+    """Whose account pays for its masks."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):

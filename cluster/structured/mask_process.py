@@ -23,6 +23,7 @@ from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.mask_messages import AskMasks, Load, Loaded, LoadFailed
 from cluster.structured.mask_step import LOOK_S, MaskStep
 from cluster.structured.memory_limit import is_out_of_memory, limit_memory
+from cluster.structured.tenant_accounts import TenantAccounts
 
 if TYPE_CHECKING:
     import socket
@@ -83,6 +84,7 @@ class _Maker:
         # Any: the library's own.
         self._grammars: dict[int, Any] = {}
         self._followers: dict[int, Follower] = {}
+        self._accounts = TenantAccounts()
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._threads = _started_threads(self._num_threads)
         self._words = np.zeros((0, library.num_mask_words), dtype=np.int32)
@@ -101,13 +103,18 @@ class _Maker:
         """Make the masks of a step and write them. Raises OSError, MemoryError or RuntimeError."""
         for sequence_id in question.ended_sequence_ids:
             self._followers.pop(sequence_id, None)
+        self._accounts.forget(question.ended_sequence_ids)
+        for ask in question.asks:
+            if ask.follow is not None:
+                self._accounts.add(ask.sequence_id, ask.follow.tenant)
+        self._accounts.begin_step(ask.sequence_id for ask in question.asks)
         self._forget(question.ended_grammar_ids)
         num_asks = len(question.asks)
         if num_asks > len(self._words):
             self._words = np.zeros((num_asks, self._library.num_mask_words), dtype=np.int32)
         words = self._words[:num_asks]
         words[:] = 0
-        step = self._step = MaskStep(question.asks, words, self._follower)
+        step = self._step = MaskStep(question.asks, words, self._follower, self._cost)
         answer = step.run(self._threads, self._num_threads)
         with self._answering:
             self._step = None
@@ -135,10 +142,19 @@ class _Maker:
         for grammar_id in grammar_ids:
             self._grammars.pop(grammar_id, None)
 
+    def _cost(self, ask: Ask) -> float:
+        follower = self._followers.get(ask.sequence_id)
+        return 0.0 if follower is None else follower.last_s
+
     def _follower(self, ask: Ask) -> Follower:
         if ask.follow is not None:
             walk = self._library.walk(self._grammars[ask.follow.grammar_id])
-            self._followers[ask.sequence_id] = Follower(walk, ask.follow, self._library.vocab_size)
+            self._followers[ask.sequence_id] = Follower(
+                walk,
+                ask.follow,
+                self._library.vocab_size,
+                lambda: self._accounts.of(ask.sequence_id),
+            )
         return self._followers[ask.sequence_id]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.structured.follower import SPARE_S, tokens_s
@@ -37,7 +38,9 @@ _OLD_S = 1.0
 _FEW = 4
 """Sequences that are not worth the waking of a thread."""
 _WAIT = 6
-"""A mask may take so many times its CPU time, on a busy machine or asleep."""
+"""A mask may sleep for so many times its CPU time."""
+_MIN_WAIT_S = 3.0
+"""It may sleep for so long at least: it waits for Python's lock on a busy machine."""
 
 
 class MaskStep:
@@ -48,13 +51,18 @@ class MaskStep:
         asks: Sequence[Ask],
         words: NDArray[np.int32],
         follower_of: Callable[[Ask], Follower],
+        cost_of: Callable[[Ask], float],
     ) -> None:
-        """`words` is `[num_asks, num_mask_words]`, all zero; `follower_of` may be slow as well."""
+        """`words` is `[num_asks, num_mask_words]`, all zero; `follower_of` may be slow as well.
+
+        `cost_of` returns the CPU seconds that the mask is likely to take.
+        """
         self._asks = asks
         self._words = words
         self._follower_of = follower_of
-        # Who is done takes the next: some masks take a hundred times as long as others.
-        self._left = deque(range(len(asks)))
+        # Who is done takes the next: some masks take a hundred times as long as others. Those come
+        # last, so that they are the ones that a tenant has no time left for.
+        self._left = deque(sorted(range(len(asks)), key=lambda row: cost_of(asks[row])))
         self._turns: dict[int, _Turn] = {}
         self._made: set[int] = set()
         self._ends: dict[int, FinishReason] = {}
@@ -90,7 +98,7 @@ class MaskStep:
         is_old = self._num_looks * LOOK_S >= _OLD_S
         culprits = {}
         for row, turn in self._turns.copy().items():
-            turn.num_looks += 1
+            turn.look()
             if turn.is_over(is_old=is_old):
                 culprits[row] = (
                     f"its mask, for which others wait, took {turn.spent_s():.2f} s so far"
@@ -137,7 +145,8 @@ class _Turn:
 
     def __init__(self, allowed_s: float) -> None:
         """Its tokens allow `allowed_s` of CPU time."""
-        self.num_looks = 0
+        self._num_asleep = 0
+        self._thread_id = threading.get_native_id()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._began_s = time.thread_time()
         self._allowed_s = allowed_s
@@ -146,7 +155,23 @@ class _Turn:
         """Return the CPU time that it took so far."""
         return time.clock_gettime(self._clock) - self._began_s
 
+    def look(self) -> None:
+        """Note whether it sleeps. Called each `LOOK_S`."""
+        # One that is ready to run is kept from it by others, which it is not to blame for.
+        self._num_asleep += not _is_runnable(self._thread_id)
+
     def is_over(self, *, is_old: bool) -> bool:
         """Return whether it takes too long, in a step that is old or not."""
         limit_s = (OLD_MASK_S if is_old else SPARE_S) + self._allowed_s
-        return self.spent_s() > limit_s or self.num_looks * LOOK_S > _WAIT * limit_s
+        asleep_s = self._num_asleep * LOOK_S
+        return self.spent_s() > limit_s or asleep_s > max(_WAIT * limit_s, _MIN_WAIT_S)
+
+
+def _is_runnable(thread_id: int) -> bool:
+    try:
+        stat = Path(f"/proc/self/task/{thread_id}/stat").read_bytes()
+    except (OSError, MemoryError):
+        # Who takes all memory is found otherwise.
+        return True
+    # Behind the name, which may hold anything.
+    return stat.rpartition(b")")[2].split()[0] == b"R"

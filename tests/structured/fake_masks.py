@@ -9,13 +9,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cluster.structured.mask_process import serve_masks
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["FakeMasks"]
@@ -29,7 +31,7 @@ class _Walk:
     def __init__(self, grammar: str) -> None:
         self._grammar = grammar
         self._last = 0
-        self._kept: list[bytearray] = []
+        self._kept: list[NDArray[np.uint8]] = []
 
     def take(self, token_id: int) -> bool:
         self._last = token_id
@@ -45,11 +47,16 @@ class _Walk:
             case "spins":
                 while True:
                     pass
+            case "takes 50 ms":
+                until_s = time.thread_time() + 0.05
+                while time.thread_time() < until_s:
+                    pass
             case "holds the lock":
                 re.match("(a+)+$", "a" * 40 + "b")
             case "eats":
                 while True:
-                    self._kept.append(bytearray(4 * 2**20))
+                    # Nothing is written to it, which would take time too.
+                    self._kept.append(np.empty(4 * 2**20, np.uint8))
 
 
 class _Library:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from cluster.structured.frames import read_frame, write_frame
 from cluster.structured.mask_maker import MaskMaker
 from cluster.structured.mask_messages import Ask, AskMasks, Follow, Load, Loaded, Masks
 from cluster.structured.mask_step import MaskStep
+from cluster.structured.tenant_accounts import CpuAccount
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
@@ -242,6 +245,37 @@ def test_who_compiles_when_a_process_ends_loses_no_mask(told: Told) -> None:
     maker.close()
 
 
+def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    batch = Batch()
+    # A grammar each, as a comment makes it.
+    batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
+    batch.add(*["plain"] * 4, tenant="ben")
+    assert batch.masks(1) == [2] * 44
+    outcomes = batch.masks(1, 3)
+    slow, quick, others = outcomes[0:40:2], outcomes[1:40:2], outcomes[40:]
+    assert others == [4] * 4
+    # Half a second, and 3 ms for each of 40 rows, at 50 ms a mask.
+    assert FinishReason.ERROR in slow
+    assert 9 <= slow.count(4) <= 13
+    assert set(slow) | set(quick) <= {4, FinishReason.ERROR}
+    assert "A sequence is ended: the masks of its tenant took too long together." in caplog.messages
+    assert len(batch.fake.processes) == 1
+    batch.close()
+
+
+def test_what_costs_most_is_what_a_tenant_has_no_time_left_for() -> None:
+    batch = Batch()
+    batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
+    # The first slow masks show who is slow, and there is time for them.
+    slow = batch.matchers[:20:2]
+    batch.matchers = slow + batch.matchers[1::2]
+    assert batch.masks(3) == [4] * 30
+    outcomes = batch.masks(3, 4)
+    assert outcomes[10:] == [5] * 20
+    assert FinishReason.ERROR in outcomes[:10]
+    batch.close()
+
+
 def test_what_is_told_again_may_take_what_it_took_and_little_more(told: Told) -> None:
     maker = MaskMaker(told.connect, num_mask_bytes=4, most_tenant_bytes=1, step_s=5.0, alone_s=2.0)
     with ThreadPoolExecutor(1) as threads:
@@ -284,8 +318,9 @@ class QuickWalk:
 
 def test_what_is_told_again_is_not_paid_for_twice() -> None:
     walk: Any = QuickWalk()  # Any: it stands for the library's
+    account = CpuAccount(0.0)
     # 100 tokens allow 1.5 s.
-    follower = Follower(walk, Follow(0, 0, False, (), (), spent_s=1.4), 32)
+    follower = Follower(walk, Follow(0, 0, False, (), (), spent_s=1.4), 32, lambda: account)
     masks = np.zeros((1, 1), np.int32)
     assert follower.write_mask([1] * 100, masks, 0) is None
     assert follower.spent_s == 1.4
@@ -316,16 +351,42 @@ def test_a_mask_that_only_sleeps_is_not_waited_for_either(slow: Ask) -> None:
     asks = [Ask(0, [1]), slow, Ask(2, [1])]
     # Any: it stands for a follower.
     follower_of: Any = lambda ask: SleepingFollower(end if ask.sequence_id == 1 else None)  # noqa: E731
-    step = MaskStep(asks, np.zeros((3, 1), np.int32), follower_of)
+    step = MaskStep(asks, np.zeros((3, 1), np.int32), follower_of, lambda _: 0.0)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(step.run, threads, 1)
         wait_for(lambda: 1 in step._turns)
-        answers = [step.look() for _ in range(100)]
+        answers: list[Masks | None] = []
+        while len(answers) < 2000 and (not answers or answers[-1] is None):
+            # Lets it fall asleep.
+            time.sleep(0.001)
+            answers.append(step.look())
         end.set()
     found = [index for index, answer in enumerate(answers) if answer is not None]
-    # Six times the half second that it may compute, a tenth once the step is a second old.
-    assert 10 <= found[0] <= 70
+    # Three seconds, of which each look stands for a twentieth; it falls asleep behind the first.
+    assert found[0] >= 60
     answer = answers[found[0]]
     assert answer is not None
     assert (answer.ends, answer.culprits, answer.unmade) == ({1: FinishReason.ERROR}, [1], [2])
+    assert running.result().culprits == []
+
+
+class ComputingFollower:
+    """Computes for a while, without Python's lock."""
+
+    complaint = ""
+    spent_s = 0.0
+
+    def write_mask(self, token_ids: Sequence[int], masks: object, row: int) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+
+
+def test_a_mask_that_waits_for_a_processor_is_not_to_blame() -> None:
+    # Any: it stands for a follower.
+    follower_of: Any = lambda ask: ComputingFollower()  # noqa: E731
+    # Ten seconds may be computed and sixty be slept.
+    step = MaskStep([Ask(1, [1] * 1000)], np.zeros((1, 1), np.int32), follower_of, lambda _: 0.0)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(step.run, threads, 1)
+        wait_for(lambda: 0 in step._turns)
+        assert [step.look() for _ in range(2000)] == [None] * 2000
     assert running.result().culprits == []
