@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from cluster.serving.call_report import CallReport, outcome_of
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from pagedray.request import Request
 
 __all__ = ["CallObserver", "CallWatch"]
-
-_MAX_ID_CHARS = 128
 
 
 class CallObserver:
@@ -52,7 +51,7 @@ class CallWatch:
         self._observer = observer
         self._arrival = arrival
         # One that is refused for its length is told of all the same.
-        self._id = (arrival.client_id or "")[:_MAX_ID_CHARS]
+        self._id = (arrival.client_id or "")[:MAX_CLIENT_ID_LENGTH]
         self._arrived_s = time.monotonic()
         self._validated_s: float | None = None
         self._started_s: float | None = None

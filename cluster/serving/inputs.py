@@ -10,6 +10,7 @@ from cluster.serving.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
 __all__ = [
+    "MAX_CLIENT_ID_LENGTH",
     "Arrival",
     "CallOrigin",
     "ChatPrompt",
@@ -36,6 +37,10 @@ class CallOrigin:
     traceparent: str | None = None
     """The header of W3C Trace Context, as the client sent it."""
     tracestate: str | None = None
+
+
+MAX_CLIENT_ID_LENGTH = 128
+"""Characters of a client's own id of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from cluster.serving.inputs import ChatPrompt, GenerationInput, Prompt, TokenizeInput
+from cluster.serving.inputs import (
+    MAX_CLIENT_ID_LENGTH,
+    ChatPrompt,
+    GenerationInput,
+    Prompt,
+    TokenizeInput,
+)
 from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
 from cluster.structured.compiler import StructureCompiler
 from cluster.structured.compiler_process import limits_of
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Validator"]
 
-_MAX_CLIENT_ID_LENGTH = 128
 _MAX_PRIORITY = 2**31 - 1
 
 
@@ -120,7 +125,7 @@ class Validator:
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless the model is served here or none is named."""
         if name is not None and name != self._model_name:
-            raise UnknownModelError(name[:_MAX_CLIENT_ID_LENGTH], self._model_name)
+            raise UnknownModelError(name[:MAX_CLIENT_ID_LENGTH], self._model_name)
 
     def _read_sampling(self, given: GenerationInput) -> SamplingParams:
         # SamplingParams checks the type and range of every field itself.
@@ -188,9 +193,9 @@ class Validator:
 def _check_client_id(client_id: str | None) -> None:
     if client_id is None:
         return
-    if not (0 < len(client_id) <= _MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
+    if not (0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isprintable()):
         raise InvalidRequestError(
-            f"request_id must have 1 to {_MAX_CLIENT_ID_LENGTH} printable characters.",
+            f"request_id must have 1 to {MAX_CLIENT_ID_LENGTH} printable characters.",
             param="request_id",
         )
 

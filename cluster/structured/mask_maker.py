@@ -1,7 +1,7 @@
 """The replica's end of the process that makes masks.
 
-What that process knows can be told again, so that its death costs the sequence
-that caused it and no other.
+What that process knows can be told again, so that its death costs the sequence that caused it and
+what follows the same grammar, and no other.
 """
 
 from __future__ import annotations

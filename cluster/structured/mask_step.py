@@ -103,6 +103,8 @@ class MaskStep:
                 culprits[row] = (
                     f"its mask, for which others wait, took {turn.spent_s():.2f} s so far"
                 )
+        if not culprits:
+            return None
         answer = self._answer(culprits)
         # All of them may have come to their ends since.
         return answer if answer.culprits else None
