@@ -11,14 +11,14 @@ AUTO = "auto"
 
 # In the order in which "auto" tries them, fastest first. The modules import their libraries later.
 _BACKENDS = {
-    "hybrid": ("attention.hybrid_backend", "HybridBackend"),
-    "torch_sdpa": ("attention.torch_sdpa_backend", "TorchSDPABackend"),
-    "flashinfer": ("attention.flashinfer_backend", "FlashInferBackend"),
-    "xformers": ("attention.xformers_backend", "XFormersBackend"),
+    "hybrid": ("attention.flashinfer.hybrid_backend", "HybridBackend"),
+    "torch_sdpa": ("attention.cpu.torch_sdpa", "TorchSDPABackend"),
+    "flashinfer": ("attention.flashinfer.backend", "FlashInferBackend"),
+    "xformers": ("attention.xformers.backend", "XFormersBackend"),
 }
 
 # What stands for a name on a GPU, if it is not the same as on a CPU.
-_ON_GPU = {"torch_sdpa": ("attention.sdpa.gpu_backend", "TorchSDPAGpuBackend")}
+_ON_GPU = {"torch_sdpa": ("attention.gpu.torch_sdpa", "TorchSDPAGpuBackend")}
 
 BACKEND_NAMES = (AUTO, *_BACKENDS)
 

@@ -31,15 +31,15 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
-from attention.flashinfer_backend import FlashInferBackend
+from attention.flashinfer.backend import FlashInferBackend
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
-from attention.layer import Attention
-from attention.sdpa.gpu_backend import (
+from attention.gpu.torch_sdpa import (
     TorchSDPAGpuBackend,
     TorchSDPAGpuMetadataBuilder,
     TorchSDPAGpuState,
 )
-from attention.xformers_backend import XFormersBackend
+from attention.layer import Attention
+from attention.xformers.backend import XFormersBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

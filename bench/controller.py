@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.controller import Controller
-from cluster.executor import CacheSize, Executor
+from cluster.engine.controller import Controller
+from cluster.engine.executor import CacheSize, Executor
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
 from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import Request, SamplingParams

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.token_counter import TokenCounter
-from cluster.engine_stats import EngineStats
+from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.fronts import Fronts
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.frontends import Fronts
+from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig, ModelConfig
 
 if TYPE_CHECKING:

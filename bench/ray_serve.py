@@ -21,14 +21,15 @@ import ray
 from ray import serve
 
 from bench.front_server import MODEL, TOKEN
-from cluster.executor import CacheSize, Executor
-from cluster.serving.deployment import PagedRay, deployment_options
-from cluster.serving.serve_options import read_arguments
+from cluster.engine.executor import CacheSize, Executor
+from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
+from cluster.serving.ray_serve.options import read_arguments
 from pagedray.batch import StepOutput
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
+    from cluster.engine.executor import ReportProgress
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
     from pagedray.config import EngineConfig
 
@@ -41,7 +42,12 @@ _NUM_BLOCKS = 1_000_000
 class TimedExecutor(Executor):
     """Ranks that sample one token again and again, a step at a time."""
 
-    def __init__(self, config: EngineConfig, placement: PlacementGroup | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        report_progress: ReportProgress,
+        placement: PlacementGroup | None,
+    ) -> None:
         # The name of the model says it, since Serve starts the executor without arguments.
         self._step_s = float(config.model.name.partition("-")[2])
         self._plans: deque[StepPlan] = deque()
@@ -86,7 +92,7 @@ class TimedExecutor(Executor):
 class TimedPagedRay(PagedRay):
     """The deployment over such ranks."""
 
-    make_executor = TimedExecutor
+    make_executor = staticmethod(TimedExecutor)
 
     async def __init__(self, *arguments: object) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(*arguments)  # type: ignore[arg-type]  # the stubs are narrower than the library
@@ -131,12 +137,12 @@ class ServeCluster:
         ray.init(
             num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
         )
-        callback = "cluster.serving.serve_http_proxy:middlewares"
+        callback = "cluster.serving.ray_serve.http_proxy:middlewares"
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},
             grpc_options={
                 "port": self.grpc_port,
-                "grpc_servicer_functions": ["cluster.serving.serve_grpc_proxy.add_services"],
+                "grpc_servicer_functions": ["cluster.serving.ray_serve.grpc_proxy.add_services"],
             },
             controller_options={
                 "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": callback}}

@@ -37,15 +37,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.controller import Controller
-from cluster.executor import CacheSize, Executor
-from cluster.options import EngineOptions, engine_config
+from cluster.engine.controller import Controller
+from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
-from cluster.structured.compiler import StructureCompiler
-from cluster.structured.compiler_process import Limits
-from cluster.structured.vocabulary import Vocabulary, vocabulary_of
+from cluster.structured.processes.compiler import StructureCompiler
+from cluster.structured.processes.compiler_process import Limits
+from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of
 from pagedray.batch import StepOutput
 from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.structured.mask_maker import CompiledGrammar
+    from cluster.structured.processes.mask_maker import CompiledGrammar
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
     from pagedray.errors import EngineError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.serving.text_stream import SequenceOutput, TextStream
+from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.request import Request
 
 __all__ = ["Collector", "Completion", "Generation"]

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from cluster.controller import Controller
-from cluster.embedder import Embedder
-from cluster.event_buffers import EventBuffer, EventSink
-from cluster.executor import make_executor
+from cluster.engine.controller import Controller
+from cluster.engine.embedder import Embedder
+from cluster.engine.event_buffers import EventBuffer, EventSink
+from cluster.engine.open_engine import open_engine
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.progress import ProgressLine
 from cluster.generation import Collector, Completion, Generation
-from cluster.options import EngineOptions, engine_config
-from cluster.progress import ProgressLine
-from cluster.serving.chat_template import ChatMessage
 from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
 from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput, Prompt
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.embedding_job import EmbeddingRequest
-    from cluster.engine_stats import EngineStats
+    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.stats import EngineStats
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.text_stream import SequenceOutput
+    from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling
 
 __all__ = ["LLM", "Completion", "Generation"]
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 class LLM:
     """A model and the engine that runs it, in this process or on Ray actors.
 
-    `options` are the fields of `cluster.options.EngineOptions`, such as
+    `options` are the fields of `cluster.engine.options.EngineOptions`, such as
     `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`. Raises StartupError.
     """
 
@@ -71,17 +71,11 @@ class LLM:
         self._sink = EventSink()
         line = ProgressLine()
         try:
-            self._executor = make_executor(
-                config, line.report if show_progress else lambda what, fraction: None
+            self._engine = open_engine(
+                config, self._sink, line.report if show_progress else lambda what, fraction: None
             )
         finally:
             line.close()
-        self._engine: Controller | Embedder
-        if is_encoder:
-            self._engine = Embedder(config, self._executor)
-        else:
-            self._engine = Controller(config, self._executor, self._sink)
-        self._engine.start()
 
     def generate(
         self,
@@ -165,8 +159,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and its ranks. May be called twice."""
-        self._engine.stop()
-        self._executor.close()
+        self._engine.close()
         self._validator.close()
 
     def __enter__(self) -> Self:

@@ -11,9 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedray.version import __version__
+
 if TYPE_CHECKING:
     from cluster.llm import LLM, Completion, Generation
-    from cluster.serving.deployment import build_app
+    from cluster.serving.ray_serve.deployment import build_app
+    from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
     from pagedray.request import FinishReason, SamplingParams, Structure
 
@@ -23,11 +26,12 @@ __all__ = [
     "FinishReason",
     "Generation",
     "PagedRayError",
+    "PagedRayLLM",
     "SamplingParams",
     "Structure",
+    "__version__",
     "build_app",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "cluster.llm",
@@ -37,7 +41,8 @@ _HOMES = {
     "PagedRayError": "pagedray.errors",
     "SamplingParams": "pagedray.request",
     "Structure": "pagedray.request",
-    "build_app": "cluster.serving.deployment",
+    "PagedRayLLM": "cluster.serving.ray_serve.llm",
+    "build_app": "cluster.serving.ray_serve.deployment",
 }
 _NEIGHBOURS = ("attention", "cluster", "workers")
 

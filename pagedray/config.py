@@ -1,7 +1,7 @@
 """What an engine is made of: frozen records, read and validated once.
 
 This module knows the words, not where they come from: checkpoints are read in
-`workers.models.registry`, command lines in `cluster.cli`.
+`workers.models.registry`, command lines in `cluster.cli.commands`.
 """
 
 from __future__ import annotations

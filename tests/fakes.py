@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from cluster.executor import CacheSize, Executor
+from cluster.engine.executor import CacheSize, Executor
 from pagedray.batch import StepOutput
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
-from workers.meeting_point import MeetingPoint
+from workers.rendezvous import MeetingPoint
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig

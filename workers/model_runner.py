@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
-from workers.moment import Moment, mark_moment
+from workers.device_event import Moment, mark_moment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
-from workers.meeting_point import LOOPBACK, MeetingPoint
 from workers.network_interface import interface_of
+from workers.rendezvous import LOOPBACK, MeetingPoint
 
 if TYPE_CHECKING:
     from types import TracebackType

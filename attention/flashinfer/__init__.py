@@ -1,4 +1,4 @@
-"""The parts of the FlashInfer backend, which starts at `attention.flashinfer_backend`.
+"""The parts of the FlashInfer backend, which starts at `attention.flashinfer.backend`.
 
 Only `decode` and `prefill` import the library, whose name is this folder's: no file here may be
 run as a script.

@@ -8,9 +8,9 @@ from attention.gpu.batch import GpuBatch, Rows
 from attention.gpu.group import GpuGroup, LayerCache
 from attention.gpu.shared_group import SharedGroup
 from attention.params import AttentionParams, AttentionSpec
-from attention.xformers.cells import why_decode_is_shared, why_prefill_is_shared
 from attention.xformers.decode import PagedDecodes
 from attention.xformers.ragged import RaggedAttention
+from attention.xformers.unsupported import why_decode_is_shared, why_prefill_is_shared
 
 __all__ = ["XFormersGroup"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention.xformers.cells import SMALLEST_TILE
+from attention.xformers.unsupported import SMALLEST_TILE
 
 
 @contextmanager

@@ -8,8 +8,8 @@ waits. Hence the first of the running sequences always moves on, and in the end 
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.plan_draft import PlanDraft
 from cluster.scheduling.policy import choose_victim, is_spared
-from cluster.scheduling.roster import Roster
 from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.sequence_table import Roster
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig

@@ -19,8 +19,8 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.roster import Roster
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.sequence_table import Roster
 from cluster.scheduling.stats import SchedulerStats
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs

@@ -15,7 +15,7 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.serving.tenant import Tenant
+    from cluster.serving.auth.tenant import Tenant
     from pagedray.errors import PagedRayError
 
 __all__ = ["Call", "Calls"]

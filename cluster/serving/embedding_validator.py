@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, get_args
 
-from cluster.embedding_job import EmbeddingRequest
+from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.prompt_reader import PromptReader, are_long
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError, UnknownModelError
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.serving.inputs import EmbeddingInput
-    from cluster.serving.text_pool import TextPool
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
 __all__ = ["MAX_PROMPTS", "EmbeddingValidator"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol, Self
 
+from cluster.engine.embedder import Embedder
 from cluster.scheduling.event import TokenEvent
 from pagedray.errors import EngineError
 from pagedray.request import FinishReason, Request
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.embedding_job import EmbeddingRequest
-    from cluster.engine_stats import EngineStats
+    from cluster.engine.controller import Controller
+    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.stats import EngineStats
     from pagedray.errors import PagedRayError
 
 __all__ = ["Encoder", "Engine", "EngineClient", "EngineStream", "Replica"]
@@ -82,6 +84,13 @@ class EngineClient:
         self._engine: Engine | None = None
         self._encoder: Encoder | None = None
         self._streams: dict[str, EngineStream] = {}
+
+    def attach_engine(self, engine: Controller | Embedder) -> None:
+        """Send requests to an engine that publishes here, or texts to an encoder."""
+        if isinstance(engine, Embedder):
+            self.attach_encoder(engine)
+        else:
+            self.attach(engine)
 
     def attach(self, engine: Engine) -> None:
         """Send requests to `engine`, which publishes here."""

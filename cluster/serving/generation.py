@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.text_stream import SequenceOutput, TextStream
+from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.errors import DeadlineError, PagedRayError
 from pagedray.request import FinishReason
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.call_watch import CallWatch
     from cluster.serving.calls import Call
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
-    from cluster.serving.token_bytes import TokenBytes
+    from cluster.serving.telemetry.call_watch import CallWatch
+    from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.request import Request
 
 __all__ = ["Generation", "GenerationOutput", "Usage"]

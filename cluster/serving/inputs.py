@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.serving.chat_template import ChatMessage
+from cluster.serving.text.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
 __all__ = [

@@ -15,8 +15,8 @@ from pagedray.request import check_token_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cluster.serving.text_pool import TextPool
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
 __all__ = ["PromptReader", "are_long", "check_unicode"]

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.serving.server_info import CallInfo, ServerInfo, ServerLoads
-from pagedray import __version__
+from pagedray.version import __version__
 
 if TYPE_CHECKING:
-    from cluster.engine_stats import EngineStats
+    from cluster.engine.stats import EngineStats
     from pagedray.config import EngineConfig
 
 __all__ = ["own_loads", "server_info", "server_loads"]

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.authenticator import Authenticator
-from cluster.serving.call_log import log_call
-from cluster.serving.call_watch import CallObserver, CallWatch
+from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.calls import Call, Calls
 from cluster.serving.embedding import Embedding, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation import Generation, GenerationOutput, Usage
-from cluster.serving.metrics import Metrics
 from cluster.serving.server_report import own_loads, server_info, server_loads
-from cluster.serving.text_pool import TextPool
-from cluster.serving.tool_calls import detect_format
+from cluster.serving.telemetry.call_log import log_call
+from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
+from cluster.serving.telemetry.metrics import Metrics
+from cluster.serving.text.text_pool import TextPool
+from cluster.serving.tools.tool_calls import detect_format
 from cluster.serving.validator import Validator
 from pagedray.errors import (
     DeadlineError,
@@ -39,13 +39,13 @@ from pagedray.request import check_token_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Arrival, EmbeddingInput, GenerationInput, TokenizeInput
     from cluster.serving.server_info import ServerInfo, ServerLoads
-    from cluster.serving.tenant import Tenant
-    from cluster.serving.tokenizer import Tokenizer
-    from cluster.serving.tool_calls import ToolCallFormat
-    from cluster.serving.tracing import Tracer
+    from cluster.serving.telemetry.tracing import Tracer
+    from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 

@@ -21,9 +21,9 @@ from cluster.serving.inputs import (
     TokenizeInput,
 )
 from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
-from cluster.structured.compiler import StructureCompiler
-from cluster.structured.compiler_process import limits_of
-from cluster.structured.vocabulary import vocabulary_of
+from cluster.structured.processes.compiler import StructureCompiler
+from cluster.structured.processes.compiler_process import limits_of
+from cluster.structured.processes.vocabulary import vocabulary_of
 from pagedray.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from pagedray.request import (
     MAX_N,
@@ -37,9 +37,9 @@ from pagedray.request import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.serving.text_pool import TextPool
-    from cluster.serving.tokenizer import Tokenizer
-    from cluster.structured.mask_maker import CompiledGrammar
+    from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.structured.processes.mask_maker import CompiledGrammar
     from pagedray.config import EngineConfig
 
 __all__ = ["Validator"]

@@ -20,9 +20,9 @@ from attention.abstract import (
     AttentionType,
     EncoderBatch,
 )
+from attention.cpu.torch_sdpa import TorchSDPABackend, TorchSDPAMetadataBuilder
 from attention.layer import Attention
 from attention.params import storage_dtype
-from attention.torch_sdpa_backend import TorchSDPABackend, TorchSDPAMetadataBuilder
 from tests.attention.dense_reference import as_cached, dense_attention, relative_error
 
 __all__ = ["TOLERANCE", "Rig", "RigSequence", "params_of"]

@@ -16,8 +16,8 @@ from attention.abstract import (
     AttentionType,
     EagerAttentionState,
 )
+from attention.cpu.torch_sdpa import TorchSDPABackend, TorchSDPAState
 from attention.selector import BACKEND_NAMES, select_backend
-from attention.torch_sdpa_backend import TorchSDPABackend, TorchSDPAState
 from tests.attention.rig import params_of
 
 SPEC = AttentionSpec(

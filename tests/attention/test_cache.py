@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBackend
-from attention.sdpa.gpu_backend import TorchSDPAGpuBackend
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.gpu.torch_sdpa import TorchSDPAGpuBackend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = TorchSDPABackend.get_kv_cache_shape(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionType
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.layer import Attention
-from attention.torch_sdpa_backend import TorchSDPABackend
 from tests.attention.rig import Rig, params_of
 
 Tensors = dict[str, torch.Tensor | None]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.flashinfer.backend import FlashInferBackend
 from attention.flashinfer.kernels import plan_arguments, reason_for_shared
 from attention.flashinfer.pages import PageUploader
-from attention.flashinfer_backend import FlashInferBackend
 from attention.gpu.batch import Rows
 from attention.selector import select_backend
 from tests.attention.rig import params_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.flashinfer_backend import FlashInferBackend
-from attention.hybrid_backend import HybridBackend
+from attention.flashinfer.backend import FlashInferBackend
+from attention.flashinfer.hybrid_backend import HybridBackend
 from attention.selector import select_backend
 from tests.attention.gpu_steps import FEATURES, NEEDS_GPU, gpu_rig, heads_of, run_steps
 from tests.attention.rig import Rig, params_of

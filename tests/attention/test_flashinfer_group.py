@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.flashinfer_backend import FlashInferBackend
+from attention.flashinfer.backend import FlashInferBackend
+from attention.flashinfer.hybrid_backend import HybridBackend
 from attention.gpu.backend import GpuBackend
-from attention.hybrid_backend import HybridBackend
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.dense_reference import relative_error
 from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBackend, AttentionBatch, AttentionParams, AttentionType
-from attention.flashinfer_backend import FlashInferBackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.flashinfer.backend import FlashInferBackend
+from attention.flashinfer.hybrid_backend import HybridBackend
 from attention.gpu.backend import GpuBackend
-from attention.hybrid_backend import HybridBackend
-from attention.sdpa.gpu_backend import TorchSDPAGpuBackend
-from attention.torch_sdpa_backend import TorchSDPABackend
-from attention.xformers_backend import XFormersBackend
+from attention.gpu.torch_sdpa import TorchSDPAGpuBackend
+from attention.xformers.backend import XFormersBackend
 from tests.attention.dense_reference import relative_error
 from tests.attention.gpu_steps import (
     BLOCK_SIZES,

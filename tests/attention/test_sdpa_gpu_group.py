@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
-from attention.sdpa.gpu_backend import TorchSDPAGpuBackend, TorchSDPAGpuMetadataBuilder
+from attention.gpu.torch_sdpa import TorchSDPAGpuBackend, TorchSDPAGpuMetadataBuilder
 from attention.selector import select_backend
 from tests.attention.rig import Rig, params_of
 
@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(query.shape)
         return scaled_dot_product_attention(query, *rest, **options)
 
-    name = "attention.sdpa.gpu_group.scaled_dot_product_attention"
+    name = "attention.gpu.sdpa_group.scaled_dot_product_attention"
     monkeypatch.setattr(name, counted)
     return shapes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from tests.attention.dense_reference import dense_attention, relative_error
 from tests.attention.rig import Rig, RigSequence, params_of
 

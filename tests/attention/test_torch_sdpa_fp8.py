@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.fp8 import from_fp8, pair_table, to_fp8
 from attention.params import KV_CACHE_DTYPES
-from attention.torch_sdpa_backend import TorchSDPABackend
 from tests.attention.dense_reference import relative_error
 from tests.attention.rig import Rig, params_of
 

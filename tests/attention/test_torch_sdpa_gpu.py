@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.abstract import AttentionType
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from tests.attention.rig import Rig, params_of
 from tests.attention.test_torch_sdpa_matrix import (
     CROSS_FEATURES,

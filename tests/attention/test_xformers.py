@@ -9,8 +9,8 @@ import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from attention.selector import select_backend
-from attention.xformers.cells import why_decode_is_shared, why_prefill_is_shared
-from attention.xformers_backend import XFormersBackend, XFormersMetadataBuilder
+from attention.xformers.backend import XFormersBackend, XFormersMetadataBuilder
+from attention.xformers.unsupported import why_decode_is_shared, why_prefill_is_shared
 from tests.attention.rig import params_of
 
 PLAIN = params_of(8, 2, 128)

@@ -12,8 +12,8 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.serving.key_file import digest_of, new_key
-from cluster.serving.serve_options import read_arguments
+from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.ray_serve.options import read_arguments
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.deploy.kustomize import overlay

@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from cluster.serving.authenticator import Authenticator
+from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.fronts import Fronts
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.frontends import Fronts
+from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig, ModelConfig
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT, write_tokenizer

@@ -11,7 +11,7 @@ import grpc
 from grpc_status import rpc_status
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.grpc_server import GrpcServer
+from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import engine_config
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from google.rpc.status_pb2 import Status
 
-    from cluster.serving.authenticator import Authenticator
+    from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tls import CertificateStore
-    from cluster.serving.tokenizer import Tokenizer
 
 __all__ = ["GrpcFront", "grpc_front", "status_of_call"]
 

@@ -18,7 +18,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.conftest import engine_config
 
 if TYPE_CHECKING:
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.v1 import pagedray_pb2_grpc
     from tests.serving.conftest import Server
 

@@ -17,7 +17,7 @@ from pagedray.request import FinishReason, Request, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.engine_stats import EngineStats
+    from cluster.engine.stats import EngineStats
 
 
 class _Recorder:

@@ -12,14 +12,14 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
-from cluster.serving.authenticator import Authenticator
-from cluster.serving.key_file import digest_of, new_key
-from cluster.serving.serve_grpc import ServeGrpc
-from cluster.serving.serve_pace import Pace
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.grpc_front import GrpcFront, grpc_front, status_of_call
-from tests.serving.test_serve_fronts import Context
+from tests.serving.ray_serve.test_frontends import Context
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
 
     from cluster.serving.servicer import Servicer
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
     from tests.serving.conftest import Server
     from tests.serving.fake_engine import FakeEngine
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from cluster.serving.authenticator import Authenticator
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth.key_file import digest_of
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
-from cluster.serving.key_file import digest_of
 from cluster.serving.servicer import Servicer
 from pagedray.errors import (
     AuthenticationError,
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.embedding_job import EmbeddingRequest
-    from cluster.engine_stats import EngineStats
+    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.stats import EngineStats
     from cluster.serving.generation import Generation
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
 TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.fronts import Fronts
+from cluster.serving.frontends import Fronts
 from cluster.serving.tls import CertificateStore, TlsFiles, certificate_store
 from pagedray.errors import StartupError
 from tests.serving.certificates import Authority
@@ -20,7 +20,7 @@ from tests.serving.conftest import engine_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
 
 AUTHORITY = Authority()
 

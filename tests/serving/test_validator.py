@@ -15,7 +15,7 @@ from tests.serving.conftest import engine_config
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.serving.tokenizer import Tokenizer
+    from cluster.serving.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

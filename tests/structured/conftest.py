@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.tokenizer import Tokenizer
-from cluster.structured.compiler import StructureCompiler
-from cluster.structured.compiler_process import Limits
-from cluster.structured.vocabulary import vocabulary_of
+from cluster.serving.text.tokenizer import Tokenizer
+from cluster.structured.processes.compiler import StructureCompiler
+from cluster.structured.processes.compiler_process import Limits
+from cluster.structured.processes.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.structured.vocabulary import Vocabulary
+    from cluster.structured.processes.vocabulary import Vocabulary
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 VOCAB_SIZE = 3072

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ray import serve
 
-from cluster.serving.deployment import build_app
+from cluster.serving.ray_serve.deployment import build_app
 from tests.system.server_process import TINY_LLAMA, free_port
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ SMALL = {
 }
 """The arguments of two small replicas."""
 _START_LIMIT_S = 300
-_GUARDED_HTTP = "cluster.serving.serve_http_proxy:middlewares"
-_GUARDED_GRPC = "cluster.serving.serve_grpc_proxy.add_services"
+_GUARDED_HTTP = "cluster.serving.ray_serve.http_proxy:middlewares"
+_GUARDED_GRPC = "cluster.serving.ray_serve.grpc_proxy.add_services"
 _PLAIN_GRPC = "pagedray.v1.pagedray_pb2_grpc.add_GenerationServiceServicer_to_server"
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec
-from attention.torch_sdpa_backend import TorchSDPABackend
-from cluster.options import EngineOptions, engine_config
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from tests.checkpoints import (

@@ -12,12 +12,12 @@ import grpc
 import httpx
 import pytest
 
-from cluster.controller import Controller
-from cluster.executor import make_executor
-from cluster.options import EngineOptions, engine_config
+from cluster.engine.controller import Controller
+from cluster.engine.open_engine import make_executor
+from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.fronts import Fronts
-from cluster.serving.tokenizer import Tokenizer
+from cluster.serving.frontends import Fronts
+from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA

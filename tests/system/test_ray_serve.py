@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.serving.deployment import PagedRay, deployment_options
-from cluster.serving.serve_options import read_arguments
+from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
+from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import PagedRayError, UnknownModelError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc

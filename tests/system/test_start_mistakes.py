@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cluster.cli import main
+from cluster.cli.commands import main
 from tests.system.server_process import TINY_LLAMA, run_pagedray
 
 if TYPE_CHECKING:

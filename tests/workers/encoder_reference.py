@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from attention.abstract import AttentionBatch, EncoderBatch
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
 from workers.checkpoint import Checkpoint
 from workers.models.bart import Bart, bart_spec

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.workers.reference import CPU, loaded_model, run
-from workers.meeting_point import LOOPBACK
 from workers.parallel import ParallelGroup, open_group
+from workers.rendezvous import LOOPBACK
 
 
 def main(rank: int, size: int, port: int, folder: Path, *cases: str) -> None:

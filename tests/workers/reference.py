@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.abstract import AttentionBatch
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
 from workers.models.decoder import Decoder
 from workers.models.registry import read_model_config

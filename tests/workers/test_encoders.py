@@ -20,8 +20,8 @@ from tests.workers.encoder_reference import (
     save_bart,
     save_bert,
 )
-from workers.meeting_point import LOOPBACK
 from workers.parallel import ParallelGroup, SoloGroup, open_group
+from workers.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from tests.workers.reference import (
     reference_logits,
     save_checkpoint,
 )
-from workers.meeting_point import LOOPBACK
 from workers.parallel import SoloGroup, _choose_nccl_interface, open_group
+from workers.rendezvous import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
 

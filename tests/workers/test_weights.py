@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.torch_sdpa_backend import TorchSDPABackend
+from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig, ModelConfig
 from pagedray.errors import CheckpointError
 from tests.workers.reference import (

@@ -9,7 +9,7 @@ import weakref
 import psutil
 import pytest
 
-from cluster.options import EngineOptions, engine_config
+from cluster.engine.options import EngineOptions, engine_config
 from tests.system.server_process import TINY_LLAMA
 from workers.kv_cache import block_bytes
 from workers.models.decoder import Decoder

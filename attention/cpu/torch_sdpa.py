@@ -1,0 +1,299 @@
+"""The backend that needs torch alone, on CPUs and GPUs.
+
+Owns attention of every type by `scaled_dot_product_attention`, over the paged cache where there is
+one. Does not repeat keys or values for a group of query heads, and does not allocate in a steady
+state, but for what an fp8 cache has written to it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from attention.abstract import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionParams,
+    AttentionSpec,
+    AttentionType,
+    EagerAttentionState,
+)
+from attention.cpu.buffers import CacheViews, LayerRows, Scratch, Staging
+from attention.cpu.plan import GroupPlan
+from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
+from attention.cpu.run import LayerRunner
+from attention.cpu.write import WritePlan, plan_write
+from attention.fp8 import from_fp8, to_fp8
+from attention.kernels.paged_decode import DecodeRows, PagedDecode
+from attention.params import KV_CACHE_DTYPES
+
+__all__ = [
+    "TorchSDPABackend",
+    "TorchSDPABackendImpl",
+    "TorchSDPAMetadata",
+    "TorchSDPAMetadataBuilder",
+    "TorchSDPAState",
+]
+
+
+class TorchSDPAMetadata(AttentionMetadata):
+    """The plans of one step, one per group of layers."""
+
+    def __init__(self, batch: AttentionBatch, builder: "TorchSDPAMetadataBuilder") -> None:
+        super().__init__(batch)
+        self._builder = builder
+        self._layer_plans = builder.plan_layers(batch)
+        self._profile_plans: list[GroupPlan] | None = None
+        builder.upload()
+
+    @property
+    def prefill_metadata(self) -> "TorchSDPAMetadata | None":
+        """Return metadata of the prefills alone, with buffers of its own."""
+        if not self.num_prefills:
+            return None
+        return self._builder.alike().build(self._batch.prefills())
+
+    @property
+    def decode_metadata(self) -> "TorchSDPAMetadata | None":
+        """Return metadata of the decodes and the padding, with buffers of its own."""
+        if not self.num_decode_tokens:
+            return None
+        return self._builder.alike().build(self._batch.decodes())
+
+    def advance_step(self) -> "TorchSDPAMetadata":
+        """Return the metadata of the next step of a decode-only batch; this one ends."""
+        return self._builder.build(self._batch.advanced(self._builder.spec.block_size))
+
+    def layer_plan(self, layer_index: int) -> GroupPlan:
+        """Return what a layer does."""
+        return self._layer_plans[layer_index]
+
+    def profile_plan(self, layer_index: int) -> GroupPlan:
+        """Return what a layer does without a cache: all queries are fresh prompts."""
+        if self._profile_plans is None:
+            alone = replace(self._batch, seq_lens=self._batch.query_lens)
+            self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
+            self._builder.upload()
+        return self._profile_plans[layer_index]
+
+    def decode(
+        self,
+        rows: DecodeRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer_index: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Let the kernel attend for the decodes of a layer."""
+        kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
+        assert kernel is not None
+        assert place is not None
+        params = self._builder.spec.layers[layer_index]
+        scales = params.k_scale, params.v_scale
+        kernel.run(rows, query, kv_cache, place, out, scales=scales)
+
+    def cache_rows(self, kv_cache: torch.Tensor, layer_index: int) -> LayerRows:
+        """Return the cache of a layer that has one as rows."""
+        place = self._builder.places[layer_index]
+        assert place is not None
+        return self._builder.views.of(kv_cache)[place]
+
+
+class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
+    """Plans each step into the same buffers."""
+
+    def __init__(self, spec: AttentionSpec, *, use_kernel: bool = True) -> None:
+        """`use_kernel=False` keeps decodes on the way through torch, for comparison."""
+        super().__init__(spec)
+        self._use_kernel = use_kernel
+        self.views = CacheViews(spec)
+        self.places = spec.cache_layers
+        """Each layer's place on the cache's layer axis."""
+        self._num_cache_layers = spec.num_cache_layers
+        self._indices = Staging(torch.int64, spec.device)
+        self._masks = {dtype: Staging(dtype, spec.device) for dtype in (torch.float32, torch.bool)}
+        buffers = PlanBuffers(
+            indices=self._indices,
+            masks=self._masks,
+            scratch=Scratch(spec.dtype, spec.device),
+            stored=Scratch(torch.uint8, spec.device),
+            pairs=Scratch(torch.int32, spec.device),
+        )
+        keys = [params.plan_key for params in spec.layers]
+        groups = list(dict.fromkeys(keys))
+        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in groups]
+        self._planners = [
+            make_planner(params, spec=spec, buffers=buffers, has_kernel=kernel is not None)
+            for params, kernel in zip(groups, kernels, strict=True)
+        ]
+        self._group_types = [params.attention_type for params in groups]
+        self._group_of_layer = [groups.index(key) for key in keys]
+        self.kernels = [kernels[group] for group in self._group_of_layer]
+        """The decode kernel of each layer, where there is one."""
+
+    def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
+        """Return the metadata of one step; the one built before is no longer valid."""
+        self._indices.reset()
+        for masks in self._masks.values():
+            masks.reset()
+        return TorchSDPAMetadata(batch, self)
+
+    def servers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers whose kernels serve, by part of a step and server."""
+        num_layers = len(self._spec.layers)
+        num_ours = sum(kernel is not None for kernel in self.kernels)
+        decode = {"native": num_ours, "torch": num_layers - num_ours}
+        return {
+            "prefill": {"torch": num_layers},
+            "decode": {server: count for server, count in decode.items() if count},
+        }
+
+    def alike(self) -> "TorchSDPAMetadataBuilder":
+        """Return another builder that plans in the same way, with buffers of its own."""
+        return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
+
+    def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[GroupPlan]:
+        """Return the plan of each layer; layers with the same plan key have the same one."""
+        writes: dict[AttentionType, WritePlan] = {}
+        plans = []
+        for kind, planner in zip(self._group_types, self._planners, strict=True):
+            if has_cache and kind not in writes:
+                write = self._plan_write(batch, kind)
+                if write is not None:
+                    writes[kind] = write
+            plans.append(planner.plan(batch, writes.get(kind)))
+        return [plans[group] for group in self._group_of_layer]
+
+    def upload(self) -> None:
+        """Bring what was planned to the device."""
+        self._indices.upload()
+        for masks in self._masks.values():
+            masks.upload()
+
+    def _plan_write(self, batch: AttentionBatch, kind: AttentionType) -> WritePlan | None:
+        """Return where layers of a type write their keys and values, if they have a cache."""
+        if kind not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+            return None
+        return plan_write(
+            batch if kind is AttentionType.DECODER else encoder_of(batch),
+            block_size=self._spec.block_size,
+            num_layers=self._num_cache_layers,
+            indices=self._indices,
+        )
+
+
+class TorchSDPAState(EagerAttentionState):
+    """Nothing: a step's shapes follow the lengths of its sequences, so it is not captured."""
+
+
+class TorchSDPABackendImpl(AttentionImpl):
+    """One layer's attention."""
+
+    def __init__(self, params: AttentionParams, layer_index: int) -> None:
+        super().__init__(params, layer_index)
+        self._runner = LayerRunner(params)
+        self._fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype] if params.is_cached else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write keys and values to the cache, then attend."""
+        assert isinstance(metadata, TorchSDPAMetadata)
+        if out is None:
+            out = query.new_empty(query.shape)
+        blocks = kv_cache
+        if kv_cache.numel():
+            plan = metadata.layer_plan(self._layer_index)
+        else:
+            plan = metadata.profile_plan(self._layer_index)
+        stored = key, value
+        if self._fp8 is not None and key is not None and value is not None:
+            stored = (
+                to_fp8(key, self._fp8, self._params.k_scale),
+                to_fp8(value, self._fp8, self._params.v_scale),
+            )
+            if plan.prompts or plan.spans:
+                # What is read in this step is what later steps will read.
+                key, value = (from_fp8(x, self._fp8, query.dtype) for x in stored)
+        if plan.write is not None:
+            rows = metadata.cache_rows(kv_cache, self._layer_index)
+            blocks = rows.blocks
+            plan.write.run(*stored, rows)
+        self._attend(plan, query, key, value, blocks, out)
+        if plan.decodes is not None:
+            metadata.decode(plan.decodes, query, kv_cache, self._layer_index, out)
+        if plan.keyless_rows is not None:
+            out.index_fill_(0, plan.keyless_rows, 0)
+        if plan.num_padding:
+            out[-plan.num_padding :].zero_()
+        return out
+
+    def _attend(
+        self,
+        plan: GroupPlan,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for all that goes through torch."""
+        for prompts in plan.prompts:
+            assert key is not None
+            assert value is not None
+            self._runner.run_prompts(prompts, query, key, value, out)
+        for span in plan.spans:
+            self._runner.run_span(span, query, key, value, blocks, out)
+        if plan.chunks:
+            self._runner.run_chunks(plan.chunks, query, blocks, out)
+
+
+class TorchSDPABackend(AttentionBackend):
+    """Attention with torch alone, on CPUs and GPUs."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name by which the selector knows this backend."""
+        return "torch_sdpa"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchSDPABackendImpl]:
+        """Return the class of a layer's computation."""
+        return TorchSDPABackendImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[TorchSDPAMetadata]:
+        """Return the class of a step's metadata."""
+        return TorchSDPAMetadata
+
+    @staticmethod
+    def get_state_cls() -> type[TorchSDPAState]:
+        """Return the class of a worker's state."""
+        return TorchSDPAState
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchSDPAMetadataBuilder]:
+        """Return the class that builds metadata."""
+        return TorchSDPAMetadataBuilder
+
+    @classmethod
+    def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
+        if spec.device.type not in ("cpu", "cuda"):
+            yield f"device is {spec.device.type}, but must be cpu or cuda"
+        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            yield f"dtype is {spec.dtype}, but must be bfloat16, float16 or float32"
+        if spec.dtype == torch.float16 and spec.device.type == "cpu":
+            yield (
+                "dtype is torch.float16, which CPUs compute some hundred times slower than "
+                "bfloat16; use bfloat16 or float32"
+            )

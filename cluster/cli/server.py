@@ -1,0 +1,201 @@
+"""`pagedray serve`: an engine behind its fronts, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from cluster.engine.open_engine import open_engine
+from cluster.engine.progress import ProgressLine
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontends import Fronts
+from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from cluster.engine.controller import Controller
+    from cluster.engine.embedder import Embedder
+    from cluster.engine.step_loop import StepLoop
+    from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.telemetry.tracing import Tracer
+    from cluster.serving.tls import CertificateStore
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+    from pagedray.config import EngineConfig
+
+__all__ = ["Server"]
+
+logger = logging.getLogger(__name__)
+
+_INTERRUPT_DRAIN_S = 2.0
+"""Who presses Ctrl-C waits for it."""
+_LOADING_GRACE_S = 2.5
+_POLL_S = 0.5
+_LOOPBACKS = ("127.0.0.1", "::1", "localhost")
+
+
+class Server:
+    """One replica with its fronts in this process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str,
+        grpc_port: int,
+        http_port: int,
+        authenticator: Authenticator,
+        certificates: CertificateStore | None = None,
+        tracer: Tracer | None = None,
+        tool_format: ToolCallFormat | None = None,
+        drain_s: float,
+    ) -> None:
+        """`drain_s` is what SIGTERM leaves running requests to end.
+
+        A `tool_format` of None is found in the model's chat template.
+        """
+        self._config = config
+        self._host = host
+        self._grpc_port = grpc_port
+        self._http_port = http_port
+        self._authenticator = authenticator
+        self._certificates = certificates
+        self._tracer = tracer
+        self._tool_format = tool_format
+        self._drain_s = drain_s
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM; return the exit code. Raises StartupError."""
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end, self._drain_s)
+        loop.add_signal_handler(signal.SIGINT, self._end, min(self._drain_s, _INTERRUPT_DRAIN_S))
+        if self._authenticator.asks_for_keys:
+            loop.add_signal_handler(signal.SIGHUP, self._authenticator.reload)
+        elif self._host not in _LOOPBACKS:
+            logger.warning(
+                "Whoever reaches %s may use the model: no --api-keys are asked for.", self._host
+            )
+        client = EngineClient(loop)
+        model = self._config.model
+        tokenizer = Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder)
+        fronts = Fronts(
+            client,
+            tokenizer,
+            self._config,
+            host=self._host,
+            grpc_port=self._grpc_port,
+            http_port=self._http_port,
+            authenticator=self._authenticator,
+            certificates=self._certificates,
+            tracer=self._tracer,
+            tool_format=self._tool_format,
+        )
+        # The ports are taken first: a busy one is told before a model is loaded.
+        await fronts.start()
+        fronts.servicer.warm_up()
+        try:
+            return await self._run_engine(client, fronts)
+        finally:
+            await fronts.stop(0.0)
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
+
+    def _end(self, drain_s: float) -> None:
+        """Begin to stop; the second time, wait for nothing more."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._drain_s = drain_s
+        self._stop.set()
+
+    async def _run_engine(self, client: EngineClient, fronts: Fronts) -> int:
+        try:
+            engine = await self._engine_or_stop(client)
+        except _StoppedError:
+            return 0
+        client.attach_engine(engine)
+        try:
+            # What is loaded lives as long as the server. To look through it for garbage again takes
+            # 70 ms, in which no client is answered.
+            gc.collect()
+            gc.freeze()
+            await fronts.set_ready()
+            self._announce(fronts)
+            await self._until_stopped(engine)
+            await self._drain(fronts)
+        finally:
+            # What a closed rank held of its device is found by looking through all of it.
+            gc.unfreeze()
+            await asyncio.to_thread(engine.close)
+        return 0
+
+    async def _engine_or_stop(self, client: EngineClient) -> Controller | Embedder:
+        """Return the engine. Raises _StoppedError if the user ends the server meanwhile."""
+        loading = asyncio.create_task(asyncio.to_thread(self._open_engine, client))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            await asyncio.wait((loading,), timeout=_LOADING_GRACE_S)
+        if not loading.done():
+            # Ray's start cannot be interrupted, and Python would wait for the thread that is in
+            # it. What Ray has started so far ends with this process.
+            os._exit(0)
+        return await loading
+
+    def _open_engine(self, client: EngineClient) -> Controller | Embedder:
+        line = ProgressLine()
+
+        def report(what: str, fraction: float) -> None:
+            if self._stop.is_set():
+                raise _StoppedError("The server was stopped.")
+            line.report(what, fraction)
+
+        try:
+            return open_engine(self._config, client, report)
+        finally:
+            line.close()
+
+    def _announce(self, fronts: Fronts) -> None:
+        model = self._config.model
+        s = "" if self._certificates is None else "s"
+        print(
+            f"Ready: {model.name} at http{s}://{self._host}:{fronts.http_port}/v1 "
+            f"and grpc{s}://{self._host}:{fronts.grpc_port}. Ctrl-C ends it.",
+            flush=True,
+        )
+
+    async def _until_stopped(self, engine: StepLoop) -> None:
+        while not self._stop.is_set():
+            if engine.error is not None:
+                raise engine.error
+            self._authenticator.reload_if_changed()
+            try:
+                await asyncio.wait_for(self._stop.wait(), _POLL_S)
+            except TimeoutError:
+                continue
+
+    async def _drain(self, fronts: Fronts) -> None:
+        """Let running requests end, unless a second signal comes."""
+        num_open_calls = fronts.servicer.num_open_calls
+        if num_open_calls:
+            logger.info("Draining %d calls for %g s at most.", num_open_calls, self._drain_s)
+        draining = asyncio.create_task(fronts.stop(self._drain_s))
+        hurrying = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not draining.done():
+            draining.cancel()
+            await asyncio.wait((draining,))
+            await fronts.stop(0.0)
+
+
+class _StoppedError(StartupError):
+    """The user ended the server before it was ready."""

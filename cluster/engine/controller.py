@@ -1,0 +1,275 @@
+"""The replica's loop: schedule, send the plan, take the output, publish tokens.
+
+One thread steps; any thread may submit, abort and finish. Plan k + 1 is made and sent while
+step k runs. The scheduler is only touched under the lock, which is never held while a rank
+computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from cluster.engine.journal import Journal
+from cluster.engine.stats import EngineStats
+from cluster.engine.step_loop import StepLoop
+from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from pagedray.errors import ShuttingDownError, WorkerError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.engine.executor import Executor
+    from cluster.scheduling.event import TokenEvent
+    from pagedray.batch import StepOutput, StepPlan
+    from pagedray.config import EngineConfig
+    from pagedray.errors import EngineError
+    from pagedray.request import Request
+
+__all__ = ["Controller", "EventSink"]
+
+logger = logging.getLogger(__name__)
+
+_ACK_POLL_S = 0.001
+_DEADLINE_POLL_S = 0.05
+_FATAL_DEATHS_IN_A_ROW = 3
+"""So many groups that die without a step between them end the engine."""
+_MAX_RESTARTS = 3
+"""Groups that are started, one after another, until one lives."""
+_RESTART_PAUSE_S = 1.0
+# Steps of a small model on a GPU take milliseconds, prompts of a large one on a CPU minutes.
+_STEP_BOUNDS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
+
+
+class EventSink(Protocol):
+    """Where tokens go. Called from the controller's thread; must not block."""
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Take the events of one step."""
+
+    def fail_all(self, error: EngineError) -> None:
+        """Every request that has not ended ends with `error`."""
+
+
+class Controller(StepLoop):
+    """One replica: a scheduler over an executor."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        sink: EventSink,
+        *,
+        restart_pause_s: float = _RESTART_PAUSE_S,
+    ) -> None:
+        super().__init__(executor, _STEP_BOUNDS_S)
+        self._outlet = _Outlet(sink)
+        self._restart_pause_s = restart_pause_s
+        self._scheduler = Scheduler(
+            config=config.scheduler,
+            block_size=config.cache.block_size,
+            num_blocks=executor.cache_size.num_blocks,
+            num_cpu_blocks=executor.cache_size.num_cpu_blocks,
+            max_model_len=config.max_model_len,
+            enable_prefix_cache=config.cache.enable_prefix_cache,
+        )
+        self._journal = Journal()
+        self._in_flight: deque[float] = deque()
+        """When the plans that have no output yet were sent."""
+        self._step_ended_s = 0.0
+        self._num_generated_tokens = 0
+        self._num_prompt_tokens = 0
+
+    def submit(self, request: Request) -> None:
+        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+        with self._wake:
+            self._check_open()
+            self._scheduler.add(request)
+            self._journal.accept(request)
+            self._num_prompt_tokens += len(request.prompt_token_ids)
+            self._wake.notify()
+
+    def check_room(self, tenant: str, num_tokens: int) -> None:
+        """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
+        self._scheduler.check_room(tenant, num_tokens)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that has ended or never was is left alone."""
+        with self._wake:
+            events = self._scheduler.abort(request_id)
+            self._note(events)
+            self._wake.notify()
+        self._outlet.publish(events)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence of a request whose reader has enough; no event follows."""
+        with self._wake:
+            if self._scheduler.finish(request_id, index):
+                self._journal.end_sequence(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """Return the counts of this moment."""
+        with self._wake:
+            return EngineStats(
+                scheduler=self._scheduler.stats(),
+                num_steps=self._num_steps,
+                last_step_s=self._last_step_s,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+                attention_servers=self._executor.attention_servers,
+                num_replacements=self._num_replacements,
+                step_times=self._step_times.counts(),
+            )
+
+    def _turn(self) -> None:
+        try:
+            self._step()
+        except WorkerError as error:
+            self._replace_ranks(error)
+
+    def _replace_ranks(self, error: WorkerError) -> None:
+        """Begin an epoch with new ranks; every request goes on from the tokens it has."""
+        if error.details:
+            logger.warning("%s", error.details)
+        self._num_deaths += 1
+        if self._num_deaths >= _FATAL_DEATHS_IN_A_ROW:
+            raise error
+        self._is_replacing = True
+        started_s = time.monotonic()
+        with self._wake:
+            suspects = self._journal.note_death(self._scheduler.started_ids())
+            events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
+            self._note(events)
+            num_waiting = len(self._journal)
+        are_waiting = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
+        logger.warning("%s The ranks are replaced; %s.", error, are_waiting)
+        self._outlet.publish(
+            [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
+        )
+        self._in_flight.clear()
+        self._start_ranks()
+        with self._wake:
+            self._scheduler.reset()
+            self._num_replacements += 1
+        self._is_replacing = False
+        logger.info("The ranks are ready again after %.1f s.", time.monotonic() - started_s)
+
+    def _start_ranks(self) -> None:
+        """Start ranks until some live, or raise WorkerError after a few that did not."""
+        for attempt in range(1, _MAX_RESTARTS + 1):
+            try:
+                return self._executor.restart()
+            except WorkerError as error:
+                if error.details:
+                    logger.warning("%s", error.details)
+                if attempt == _MAX_RESTARTS:
+                    raise WorkerError(
+                        f"its ranks died {attempt} times as they started. {error}"
+                    ) from error
+                logger.warning("%s The ranks are started once more.", error)
+            with self._wake:
+                # Whatever took them may take a moment to pass.
+                self._wake.wait_for(lambda: self._is_stopping, self._restart_pause_s)
+            if self._is_stopping:
+                raise ShuttingDownError
+
+    def _step(self) -> None:
+        plan, expired = self._next_plan()
+        self._outlet.publish(expired)
+        if plan is not None:
+            self._executor.submit(plan)
+            self._in_flight.append(time.perf_counter())
+            self._send_masks()
+        if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
+            output = self._executor.collect()
+            # A step begins when it was sent, or else when the step before it ended.
+            began_s = max(self._in_flight.popleft(), self._step_ended_s)
+            self._step_ended_s = time.perf_counter()
+            self._take(output, self._step_ended_s - began_s)
+            self._send_masks()
+
+    def _send_masks(self) -> None:
+        """Send the masks of the plan in flight, if it is the only one and samples under masks.
+
+        They are made while the ranks run its forward pass, and without the lock, since a grammar
+        may take its time.
+        """
+        if len(self._in_flight) != 1:
+            return
+        # Without the lock: which plans are in flight is this thread's to change.
+        masked = self._scheduler.masked()
+        if masked is None:
+            return
+        masks, ends = masked.masks()
+        self._executor.send_masks(masks)
+        if not ends:
+            return
+        with self._wake:
+            events = self._scheduler.end(ends)
+            self._note(events)
+        self._outlet.publish(events)
+
+    def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
+        # Ranks are read outside the lock, which nothing slow may hold.
+        acknowledged_step = self._executor.acknowledged_step
+        with self._wake:
+            self._scheduler.acknowledge(acknowledged_step)
+            now_s = time.monotonic()
+            expired = self._scheduler.expire(now_s)
+            self._note(expired)
+            plan = self._scheduler.schedule(now_s)
+            if plan is None and not expired and not self._in_flight:
+                # Idle, or every sequence waits for a block copy on some rank.
+                has_work = self._scheduler.has_work
+                self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
+            return plan, expired
+
+    def _take(self, output: StepOutput, step_s: float) -> None:
+        with self._wake:
+            events = self._scheduler.update(output)
+            self._note(events)
+            self._count_step(step_s)
+            self._num_generated_tokens += len(output.token_ids)
+        self._outlet.publish(events)
+
+    def _note(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            self._journal.note(event)
+
+    def _end_requests(self, error: EngineError) -> None:
+        with self._wake:
+            self._journal.clear()
+        self._outlet.fail_all(error)
+
+
+class _Outlet:
+    """Lets nothing out after the end: what a late step or a late abort brings has ended already."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        """Hand events on, if there are any."""
+        if not events:
+            return
+        with self._lock:
+            if not self._has_failed:
+                self._sink.publish(events)
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request that has not ended."""
+        with self._lock:
+            self._has_failed = True
+            self._sink.fail_all(error)

@@ -1,0 +1,193 @@
+"""The ranks as Ray actors: the cluster they run on and the place they hold in it.
+
+A rank that dies takes its group down; `restart` makes a new group in the same place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from cluster.engine.executor import CacheSize, Executor, ReportProgress
+from cluster.engine.ray_ranks import RayRanks
+from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
+from pagedray.errors import DeviceError, StartupError, WorkerError
+
+if TYPE_CHECKING:
+    from pagedray.batch import StepMasks, StepPlan
+    from pagedray.config import EngineConfig
+
+__all__ = ["RayExecutor"]
+
+_PLACEMENT_TIMEOUT_S = 15.0
+
+
+class RayExecutor(Executor):
+    """A tensor-parallel group of Ray actors in one placement group."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        report_progress: ReportProgress,
+        *,
+        placement: PlacementGroup | None = None,
+    ) -> None:
+        """Start the ranks in the last bundles of `placement`, or in a group of their own.
+
+        A group that is given stays when the ranks end.
+        """
+        self._config = config
+        self._report_progress = report_progress
+        self._folder = Path(tempfile.mkdtemp(prefix="pagedray-"))
+        self._placement = placement
+        self._owns_placement = placement is None
+        self._ranks: RayRanks | None = None
+        self._owns_ray = False
+        try:
+            self._owns_ray = _connect_to_ray(config, report_progress)
+            if self._placement is None:
+                self._placement = _placement(config)
+            self._ranks = self._started()
+        except WorkerError as error:
+            self.close()
+            raise StartupError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        self._cache_size = self._ranks.cache_size
+        self._attention_servers = self._ranks.attention_servers
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return self._cache_size
+
+    @property
+    def attention_servers(self) -> dict[str, dict[str, int]]:
+        return self._attention_servers
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._live_ranks().acknowledged_step
+
+    def submit(self, plan: StepPlan) -> None:
+        self._live_ranks().submit(plan)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self._live_ranks().submit(masks)
+
+    def collect(self) -> StepOutput:
+        output = self._live_ranks().collect()
+        assert isinstance(output, StepOutput)
+        return output
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        ranks = self._live_ranks()
+        ranks.submit(plan)
+        output = ranks.collect()
+        assert isinstance(output, EmbedOutput)
+        return output
+
+    def restart(self) -> None:
+        self._end_ranks()
+        # The scheduler counts on as many blocks, and a GPU's free memory is never quite the same.
+        # An encoder has none.
+        if not self._config.model.is_encoder:
+            cache = replace(
+                self._config.cache,
+                num_blocks=self._cache_size.num_blocks,
+                num_cpu_blocks=self._cache_size.num_cpu_blocks,
+            )
+            self._config = replace(self._config, cache=cache)
+        self._ranks = self._started()
+
+    def close(self) -> None:
+        self._end_ranks()
+        if self._placement is not None and self._owns_placement:
+            remove_placement_group(self._placement)
+        if self._owns_ray:
+            ray.shutdown()
+        self._placement, self._owns_ray = None, False
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _started(self) -> RayRanks:
+        assert self._placement is not None
+        return RayRanks(self._config, self._placement, self._folder, self._report_progress)
+
+    def _live_ranks(self) -> RayRanks:
+        if self._ranks is None:
+            raise WorkerError("The ranks have ended.")
+        return self._ranks
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+
+def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bool:
+    """Join the Ray cluster at hand or start one here; return whether one was started."""
+    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
+        on_gpu = config.parallel.device == "cuda"
+        num_devices = _num_gpus() if on_gpu else len(os.sched_getaffinity(0))
+        _check_devices(config, num_devices, "this machine")
+        report_progress("Starting Ray", 0.0)
+        # Ray runs its workers at a low priority unless told otherwise.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray.init(
+            # Not one that runs here, or is said to: to join it is for RAY_ADDRESS to say.
+            address="local",
+            num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        return True
+    if not ray.is_initialized():
+        report_progress("Joining the Ray cluster", 0.0)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    resource = "GPU" if config.parallel.device == "cuda" else "CPU"
+    _check_devices(config, int(ray.cluster_resources().get(resource, 0)), "the Ray cluster")
+    return False
+
+
+def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
+    num_ranks = config.parallel.tensor_parallel_size
+    if num_ranks > num_devices:
+        what = "GPUs" if config.parallel.device == "cuda" else "CPU cores"
+        raise DeviceError(
+            f"tensor parallel size {num_ranks} is more than the {num_devices} {what} of {whose}."
+        )
+
+
+def _num_gpus() -> int:
+    # Torch is loaded only where GPUs are asked for.
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _placement(config: EngineConfig) -> PlacementGroup:
+    num_ranks = config.parallel.tensor_parallel_size
+    bundle = {"CPU": 1.0}
+    if config.parallel.device == "cuda":
+        bundle["GPU"] = 1.0
+    strategy = config.parallel.placement_strategy
+    group: PlacementGroup = placement_group([bundle] * num_ranks, strategy=strategy)
+    if not group.wait(_PLACEMENT_TIMEOUT_S):
+        remove_placement_group(group)
+        wanted = f"{num_ranks} ranks of {bundle}"
+        if strategy != "STRICT_PACK":
+            raise DeviceError(f"The Ray cluster has no room for {wanted}, placed by {strategy}.")
+        raise DeviceError(
+            f"No node of the Ray cluster has room for {wanted}; "
+            "--placement-strategy PACK lets them be on several."
+        )
+    return group

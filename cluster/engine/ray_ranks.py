@@ -1,0 +1,264 @@
+"""One epoch of a group: its actors, their channels, and how they came to an end.
+
+Plans go over the step channel; Ray starts the actors and tells why one has died. An epoch
+has a secret of its own, so that nothing of an older one can reach a newer one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import select
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.engine.executor import CacheSize, ReportProgress
+from pagedray.batch import (
+    EmbedOutput,
+    EmbedPlan,
+    Shutdown,
+    StepMasks,
+    StepOutput,
+    StepPlan,
+    WorkerFailure,
+    WorkerMessage,
+)
+from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
+from pagedray.errors import StartupError, WorkerError
+from workers.gpu_worker import GpuWorker
+from workers.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ray.util.placement_group import PlacementGroup
+
+    from pagedray.config import EngineConfig
+
+__all__ = ["RayRanks"]
+
+_START_TIMEOUT_S = 600.0
+_STEP_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 2.0
+_POLL_S = 0.2
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
+
+# Ray makes the methods of actor handles when the program runs.
+Actor = Any
+Reference = Any
+
+
+class RayRanks:
+    """The ranks of a group, from their start to their end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        placement: PlacementGroup,
+        folder: Path,
+        report_progress: ReportProgress,
+    ) -> None:
+        """Start them, load the model, connect. `folder` is for the channel's socket, if it is one.
+
+        Raises WorkerError if a rank dies, which another attempt may mend, and else StartupError.
+        """
+        self._config = config
+        self._report_progress = report_progress
+        self._size = config.parallel.tensor_parallel_size
+        self._acknowledged = [-1] * self._size
+        self._outputs: deque[StepOutput | EmbedOutput] = deque()
+        self._poller = select.poll()
+        self._channels: list[ControllerChannel] = []
+        self._running: list[Reference] = []
+        self._actors: list[Actor] = []
+        try:
+            self.hosts = _hosts(placement, self._size)
+            """Under which address of its node the others reach each rank."""
+            self._actors += (self._actor(placement, rank) for rank in range(self._size))
+            self.cache_size, self.attention_servers = self._load()
+            self._connect(_endpoint(placement, folder))
+        except RayError as error:
+            self.close()
+            raise WorkerError(f"A rank died as it started: {_cause_of(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def acknowledged_step(self) -> int:
+        """The last step that every rank has finished. Raises WorkerError if one is gone."""
+        self._read()
+        return min(self._acknowledged)
+
+    def submit(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+        """Send a plan, or the masks of the last one, to every rank. Raises WorkerError."""
+        try:
+            for channel in self._channels:
+                channel.send(message)
+        except ChannelClosedError as error:
+            raise self._death(error) from error
+
+    def collect(self) -> StepOutput | EmbedOutput:
+        """Wait for the next output. Raises WorkerError."""
+        deadline_s = time.monotonic() + _STEP_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._read()
+            if self._outputs:
+                return self._outputs.popleft()
+            self._poller.poll(_POLL_S * 1e3)
+        raise WorkerError(f"No step was finished within {_STEP_TIMEOUT_S:g} s.")
+
+    def close(self) -> None:
+        """End every rank, whatever state it is in."""
+        for channel in self._channels:
+            try:
+                channel.send(Shutdown())
+            except ChannelClosedError:
+                continue
+        if self._running:
+            ray.wait(self._running, num_returns=len(self._running), timeout=_STOP_TIMEOUT_S)
+        for channel in self._channels:
+            channel.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._channels, self._running, self._actors = [], [], []
+
+    def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
+        # Bundles before the last ones hold what is not a rank, such as the controller.
+        first_bundle = placement.bundle_count - self._size
+        # Two threads: one serves steps, the other answers Ray.
+        return (
+            ray.remote(GpuWorker)
+            .options(
+                num_cpus=1,
+                num_gpus=1 if self._config.parallel.device == "cuda" else 0,
+                max_concurrency=2,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement, placement_group_bundle_index=first_bundle + rank
+                ),
+            )
+            .remote(self._config, rank)
+        )
+
+    def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
+        starting = [self._actors[0].open_meeting_point.remote(self.hosts[0])]
+        (address,) = self._results(starting, f"Starting {_ranks(self._size)}", lambda: 0.0)
+        loading = [
+            actor.load.remote(address, host)
+            for actor, host in zip(self._actors, self.hosts, strict=True)
+        ]
+        sizes = self._results(loading, "Loading weights", self._loaded_fraction)
+        cache_size = CacheSize(min(size[0] for size in sizes), min(size[1] for size in sizes))
+        allocating = [
+            actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
+            for actor in self._actors
+        ]
+        servers = self._results(allocating, "Allocating the KV cache", lambda: 0.0)
+        # All ranks have the same backend and layers.
+        return cache_size, servers[0]
+
+    def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
+        """Return what the actors return; a text is a refusal.
+
+        Reports all the while, so that the user may end it.
+        """
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        waiting = references
+        while waiting:
+            if time.monotonic() > deadline_s:
+                raise StartupError(f"{what} took more than {_START_TIMEOUT_S:g} s.")
+            self._report_progress(what, fraction())
+            finished, waiting = ray.wait(waiting, timeout=_POLL_S)
+            # A rank that refuses or has died ends the wait for the others.
+            for answer in ray.get(finished):
+                if isinstance(answer, str):
+                    raise StartupError(answer)
+        return list(ray.get(references))
+
+    def _loaded_fraction(self) -> float:
+        try:
+            done, total = ray.get(self._actors[0].progress.remote(), timeout=_POLL_S)
+        except GetTimeoutError:
+            return 0.0
+        return float(done / total) if total else 0.0
+
+    def _connect(self, endpoint: str) -> None:
+        secret = secrets.token_bytes(32)
+        with StepListener(endpoint) as listener:
+            self._running = [actor.run.remote(listener.endpoint, secret) for actor in self._actors]
+            self._channels = listener.accept(
+                self._size, secret, timeout_s=60.0, check=self._check_running
+            )
+        for channel in self._channels:
+            self._poller.register(channel, select.POLLIN)
+
+    def _read(self) -> None:
+        try:
+            for rank, channel in enumerate(self._channels):
+                while channel.has_message():
+                    self._take(rank, channel.receive())
+        except ChannelClosedError as error:
+            raise self._death(error) from error
+
+    def _take(self, rank: int, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerFailure):
+            last_line = message.text.strip().rpartition("\n")[2]
+            raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
+        self._acknowledged[rank] = message.step
+        if isinstance(message, StepOutput | EmbedOutput):
+            self._outputs.append(message)
+
+    def _death(self, error: ChannelClosedError) -> WorkerError:
+        # Ray knows why an actor ended, a moment after its socket does.
+        finished, _ = ray.wait(self._running, timeout=1.0)
+        for reference in finished:
+            try:
+                ray.get(reference)
+            except RayError as cause:
+                return WorkerError(f"A rank died: {_cause_of(cause)}")
+        return WorkerError(f"A rank died: {error}")
+
+    def _check_running(self) -> None:
+        """Raise RayError if a rank has died, and let the user end the wait."""
+        self._report_progress("Connecting", 0.0)
+        finished, _ = ray.wait(self._running, timeout=0)
+        ray.get(finished)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _hosts(placement: PlacementGroup, size: int) -> list[str]:
+    """Return under which address the group's other ranks reach each: loopback on one node."""
+    node_of_bundle = placement_group_table(placement)["bundles_to_node_id"]
+    first_bundle = placement.bundle_count - size
+    nodes = [node_of_bundle[first_bundle + rank] for rank in range(size)]
+    if len(set(nodes)) == 1:
+        return [LOOPBACK] * size
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return [addresses[node] for node in nodes]
+
+
+def _endpoint(placement: PlacementGroup, folder: Path) -> str:
+    """Return where the controller listens: in the file system only if every rank shares it."""
+    nodes = placement_group_table(placement)["bundles_to_node_id"].values()
+    if set(nodes) == {ray.get_runtime_context().get_node_id()}:
+        return f"unix:{folder / 'steps'}"
+    return f"tcp:{ray.util.get_node_ip_address()}:0"
+
+
+def _cause_of(error: RayError) -> str:
+    """Return what Ray says of a death in one sentence, without its guesses and numbers."""
+    text = str(error)
+    if found := _EXIT_DETAIL.search(text):
+        return found[1]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{lines[-1].rstrip('.') if lines else type(error).__name__}."

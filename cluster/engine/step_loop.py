@@ -1,0 +1,124 @@
+"""A thread that runs steps until it is stopped or they can go on no more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from cluster.engine.duration_counts import DurationCounter
+from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.engine.executor import Executor
+
+__all__ = ["StepLoop"]
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoop(ABC):
+    """The life of an engine, whatever its steps do.
+
+    What a subclass shares between the stepping thread and others it touches under `_wake`, and
+    it notifies `_wake` when there is something to do.
+    """
+
+    def __init__(self, executor: Executor, step_bounds_s: Sequence[float]) -> None:
+        """Durations of steps are counted between these bounds, in seconds."""
+        self._executor = executor
+        self._wake = threading.Condition()
+        self._error: EngineError | None = None
+        self._is_stopping = False
+        self._is_replacing = False
+        self._num_deaths = 0
+        """Groups of ranks that died since the last step that was finished."""
+        self._num_replacements = 0
+        self._num_steps = 0
+        self._last_step_s = 0.0
+        self._step_times = DurationCounter(step_bounds_s)
+        self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        """End every request, take no more, and end the loop."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._fail(ShuttingDownError())
+
+    def close(self) -> None:
+        """Stop, then end the ranks. May be called twice."""
+        self.stop()
+        self._executor.close()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether steps are run: not while ranks are being replaced."""
+        return (
+            self._error is None
+            and not self._is_stopping
+            and not self._is_replacing
+            and self._thread.is_alive()
+        )
+
+    @property
+    def error(self) -> EngineError | None:
+        """What ended the engine for good, if anything has."""
+        return self._error
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Do what there is to do next, or wait a moment for it.
+
+        WorkerError or StartupError ends the engine, and so does a defect.
+        """
+
+    @abstractmethod
+    def _end_requests(self, error: EngineError) -> None:
+        """End every request; called once, when none is taken any more, and not under `_wake`."""
+
+    def _check_open(self) -> None:
+        """Raise EngineError if no request is taken any more."""
+        if self._error is not None:
+            raise self._error
+        if self._is_stopping:
+            raise ShuttingDownError
+
+    def _count_step(self, step_s: float) -> None:
+        self._num_steps += 1
+        self._num_deaths = 0
+        self._last_step_s = step_s
+        self._step_times.add(step_s)
+
+    def _loop(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except Exception as error:
+            # While it stops, the ranks may be taken from under a step or a replacement.
+            if not self._is_stopping:
+                self._break_down(error)
+
+    def _break_down(self, error: Exception) -> None:
+        if isinstance(error, StartupError | WorkerError):
+            logger.error("The engine stops: %s", error)
+            self._fail(EngineError(f"The engine has stopped: {error}"))
+            return
+        logger.error("The engine stops after a defect of its own.", exc_info=error)
+        self._fail(EngineError("The engine failed; its log says why."))
+
+    def _fail(self, error: EngineError) -> None:
+        with self._wake:
+            if self._error is not None:
+                return
+            self._error = error
+        self._end_requests(error)

@@ -1,0 +1,109 @@
+"""The endpoints that tell of the server, and those that only count tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from cluster.serving.admin.openapi import openapi_document
+from cluster.serving.admin.openapi_page import PAGE_HEADERS, openapi_page
+from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
+from cluster.serving.admin.web_page import page_routes
+from cluster.serving.http.endpoint import Access, Endpoint, HttpCall, json_response
+from cluster.serving.http.schema import renamed
+from pagedray.errors import EngineError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+
+    from cluster.serving.servicer import Servicer
+
+__all__ = ["server_endpoints"]
+
+
+def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
+    """Return the endpoints that tell of the server, and the files of its page."""
+    answers = _Answers(servicer)
+    everybody, admins = Access.EVERYBODY, Access.ADMINS
+    return (
+        Endpoint(method="GET", path="/health", answer=answers.health, access=everybody),
+        Endpoint(method="GET", path="/ready", answer=answers.ready, access=everybody),
+        Endpoint(method="GET", path="/metrics", answer=answers.metrics, access=admins),
+        Endpoint(method="GET", path="/loads", answer=answers.loads),
+        Endpoint(method="POST", path="/tokenize", answer=answers.tokenize),
+        Endpoint(method="POST", path="/detokenize", answer=answers.detokenize),
+        Endpoint(method="GET", path="/openapi.json", answer=answers.openapi),
+        Endpoint(method="GET", path="/docs", answer=answers.docs),
+        *(
+            Endpoint(method="GET", path=route.path, answer=_file(route.endpoint), access=everybody)
+            for route in page_routes()
+        ),
+    )
+
+
+class _Answers:
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+        self._document = openapi_document()
+        self._page = openapi_page(self._document)
+
+    async def health(self, call: HttpCall) -> Response:
+        if self._servicer.client.has_failed:
+            raise EngineError("The engine has failed and does not come back.")
+        return json_response({"status": "ok"})
+
+    async def ready(self, call: HttpCall) -> Response:
+        if not self._servicer.is_ready:
+            raise EngineError("The server is not ready.")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, call: HttpCall) -> Response:
+        return Response(self._servicer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def loads(self, call: HttpCall) -> Response:
+        return json_response(self._servicer.loads(call.tenant))
+
+    async def tokenize(self, call: HttpCall) -> Response:
+        body = await call.body(TokenizeBody)
+        with call.metrics.counting_refusals("http"):
+            given = replace(body.to_input(), tenant=call.tenant.name)
+            try:
+                token_ids = await self._servicer.tokenize(given)
+            except InvalidRequestError as error:
+                raise renamed(error, {"text": "prompt"}) from error
+        return json_response(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._servicer.config.max_model_len,
+                "tokens": token_ids,
+                "token_strs": None,
+            }
+        )
+
+    async def detokenize(self, call: HttpCall) -> Response:
+        body = await call.body(DetokenizeBody)
+        with call.metrics.counting_refusals("http"):
+            text = await self._servicer.detokenize(
+                body.token_ids(), skip_special_tokens=False, model=body.model
+            )
+        return json_response({"prompt": text})
+
+    async def openapi(self, call: HttpCall) -> Response:
+        return json_response(self._document)
+
+    async def docs(self, call: HttpCall) -> Response:
+        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
+
+
+def _file(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[HttpCall], Awaitable[Response]]:
+    async def answer(call: HttpCall) -> Response:
+        return await endpoint(call.request)
+
+    return answer

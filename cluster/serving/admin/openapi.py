@@ -1,0 +1,189 @@
+"""The OpenAPI document: what the HTTP front takes and answers, for readers and for tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cluster.serving.admin.openapi_answers import ANSWER_SCHEMAS
+from cluster.serving.admin.openapi_operations import OPERATIONS, Operation
+from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
+from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.embedding_body import EmbeddingBody
+from cluster.serving.openai.generation_body import StreamOptions
+from cluster.serving.openai.messages import (
+    Function,
+    Message,
+    MessageCall,
+    TextPart,
+    ToolChoiceObject,
+    ToolObject,
+)
+from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from pagedray.version import __version__
+
+if TYPE_CHECKING:
+    from cluster.serving.http.errors import Json
+    from cluster.serving.http.schema import Body, BodyPart
+
+__all__ = ["openapi_document"]
+
+_BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
+_PARTS: tuple[type[BodyPart], ...] = (
+    Function,
+    JsonSchemaFormat,
+    Message,
+    MessageCall,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    TextPart,
+    ToolChoiceObject,
+    ToolObject,
+)
+# A null in these is an error.
+_WITHOUT_NULLS = frozenset(("CalledFunction", "NamedFunction", "TextPart"))
+_ERROR_TEXTS = {
+    400: "A field is not what it may be; `param` names it.",
+    401: "There is no key, or one that nobody has.",
+    403: "The key's tenant may not make the call.",
+    404: "There is no such model or endpoint.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not plain JSON.",
+    429: "Too much is waiting; `Retry-After` says when to try again.",
+    500: "The server made a mistake.",
+    503: "The server is not ready, or is shutting down.",
+    504: "The deadline passed.",
+}
+_NULL: Json = {"type": "null"}
+
+
+def openapi_document() -> Json:
+    """Return the document of the whole front."""
+    paths: dict[str, dict[str, Json]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "PagedRay",
+            "version": __version__,
+            "description": "The endpoints of OpenAI's clients, with vLLM's extra parameters. "
+            "A parameter that is not listed is refused. If the server has a key file, calls need "
+            "`Authorization: Bearer KEY`.",
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(operation: Operation) -> Json:
+    content: Json = {
+        media_type: {"schema": _reference(name) if name else {"type": "string"}}
+        for media_type, name in operation.answers
+    }
+    success: Json = {"description": operation.answer_text, "content": content}
+    errors: Json = {
+        str(status): {
+            "description": _ERROR_TEXTS[status],
+            "content": {"application/json": {"schema": _reference("Error")}},
+        }
+        for status in operation.errors
+    }
+    written: Json = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {"200": success, **errors},
+    }
+    if operation.body is not None:
+        schema = _reference(operation.body)
+        written["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if operation.parameter is not None:
+        written["parameters"] = [
+            {
+                "name": operation.parameter,
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
+        ]
+    if operation.is_open:
+        written["security"] = []
+    return written
+
+
+def _schemas() -> Json:
+    schemas: Json = {}
+    for kind in (*_PARTS, *_BODIES):
+        written = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        found = {**written.pop("$defs", {}), kind.__name__: written}
+        for name, schema in found.items():
+            schemas[name] = _cleaned(schema, has_nulls=name not in _WITHOUT_NULLS)
+    for body in _BODIES:
+        schema = schemas[body.__name__]
+        assert isinstance(schema, dict)
+        for name, values in body.defaults.items():
+            schema["properties"][name] = {
+                "enum": [*values, None],
+                "description": "Not supported; only what would happen anyway.",
+            }
+    return {**dict(sorted(schemas.items())), **ANSWER_SCHEMAS}
+
+
+def _cleaned(schema: Json, *, has_nulls: bool) -> Json:
+    schema = _resolved(schema)
+    required = schema.get("required", [])
+    properties = schema.get("properties", {})
+    assert isinstance(required, list)
+    assert isinstance(properties, dict)
+    cleaned = {name: value for name, value in schema.items() if name != "title"}
+    cleaned["properties"] = {
+        name: _property(one, is_nullable=has_nulls and name not in required)
+        for name, one in properties.items()
+    }
+    return cleaned
+
+
+def _resolved(value: Any) -> Any:  # Any: JSON
+    """Return a schema in which references to parts are written as OpenAPI writes them."""
+    if isinstance(value, list):
+        return [_resolved(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "x-part" in value:
+        rest = {name: one for name, one in value.items() if name != "x-part"}
+        return {**rest, **_reference(value["x-part"])}
+    return {name: _resolved(one) for name, one in value.items()}
+
+
+def _property(schema: Json, *, is_nullable: bool) -> Json:
+    kept = {name: value for name, value in schema.items() if name != "title"}
+    if kept.get("default", 0) in (None, []):
+        del kept["default"]
+    if not is_nullable:
+        return kept
+    variants = kept.get("anyOf")
+    if isinstance(variants, list):
+        return kept if _NULL in variants else {**kept, "anyOf": [*variants, _NULL]}
+    outer: Json = {name: kept.pop(name) for name in ("description", "default") if name in kept}
+    return {"anyOf": [kept, _NULL], **outer}
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}

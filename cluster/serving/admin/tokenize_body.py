@@ -1,0 +1,92 @@
+"""The bodies of POST /tokenize and POST /detokenize, which have vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import FailFast, Field
+
+from cluster.serving.http.schema import Body, Defaults, named_schema
+from cluster.serving.inputs import ChatPrompt, TokenizeInput
+from cluster.serving.openai.chat_body import MAX_MESSAGES, check_open_end
+from cluster.serving.openai.messages import Message, read_messages, read_tools
+from cluster.serving.tools.tool_choice import MAX_TOOLS
+from pagedray.errors import InvalidRequestError
+
+__all__ = ["DetokenizeBody", "TokenizeBody"]
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation, whose token ids are wanted; one of `prompt` and `messages`."""
+
+    defaults: ClassVar[Defaults] = {"return_token_strs": (False,), "chat_template_kwargs": ({},)}
+    most_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+    with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(
+        [], json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Whether a text gets what the model wants around a prompt; true if unset."
+    )
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Any = Field(  # Any: read apart, since nulls in a schema are kept
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("ToolObject"),
+            "maxItems": MAX_TOOLS,
+        },
+    )
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if parameters contradict each other."""
+        has_messages = "messages" in self.model_fields_set
+        if (self.prompt is not None) is has_messages:
+            raise InvalidRequestError("One of prompt and messages is required.", param="prompt")
+        if not has_messages and self.tools is not None:
+            raise InvalidRequestError("tools needs messages.", param="tools")
+        if has_messages and self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens needs prompt; a chat template writes special tokens itself.",
+                param="add_special_tokens",
+            )
+        check_open_end(self.add_generation_prompt, self.continue_final_message)
+
+    def to_input(self) -> TokenizeInput:
+        """Return what is asked for. Raises InvalidRequestError."""
+        if self.prompt is not None:
+            return TokenizeInput(
+                prompt=self.prompt,
+                add_special_tokens=self.add_special_tokens is not False,
+                model=self.model,
+            )
+        tools = read_tools(self.tools) if self.tools is not None else ()
+        for position, tool in enumerate(tools):
+            tool.check(f"tools.{position}.function")
+        prompt = ChatPrompt(
+            read_messages(self.messages),
+            tuple(tool.for_template() for tool in tools),
+            self.add_generation_prompt,
+            self.continue_final_message,
+        )
+        return TokenizeInput(prompt=prompt, model=self.model)
+
+
+class DetokenizeBody(Body):
+    """Token ids whose text is wanted, special tokens written out."""
+
+    model: str | None = None
+    tokens: Any = Field(  # Any: checked by the servicer
+        json_schema_extra={"type": "array", "items": {"type": "integer", "minimum": 0}}
+    )
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the token ids. Raises InvalidRequestError."""
+        if isinstance(self.tokens, list) and all(type(one) is int for one in self.tokens):
+            return tuple(self.tokens)
+        raise InvalidRequestError("tokens must be a list of token ids.", param="tokens")

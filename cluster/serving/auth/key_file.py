@@ -1,0 +1,147 @@
+"""The file of API keys: which tenants there are, and the digests of their keys.
+
+A key is 32 random bytes, so that one SHA-256 of it is as good as a slow hash. The file holds
+no key, and whoever reads it can make none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import stat
+import tomllib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.serving.auth.tenant import Tenant
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["KeyFile", "check_tenant_name", "digest_of", "new_key"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "pr-"
+_NUM_KEY_BYTES = 32
+_MAX_FILE_BYTES = 2**20
+_MAX_WEIGHT = 1000.0
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class _TenantEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+    keys: tuple[str, ...] = ()
+    weight: float = 1.0
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    is_admin: bool = False
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of the file."""
+
+    tenants: dict[str, _TenantEntry]
+
+
+class KeyFile:
+    """The tenants of one file, and whose each key is."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], names: Mapping[bytes, str]) -> None:
+        self.tenants = dict(tenants)
+        """The tenants by name."""
+        self.names = dict(names)
+        """Whose key it is, by the key's digest."""
+
+    @classmethod
+    def read(cls, path: Path) -> KeyFile:
+        """Return what a file says. Raises StartupError, naming the file and what is wrong."""
+        try:
+            with path.open("rb") as file:
+                mode = stat.S_IMODE(path.stat().st_mode)
+                content = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise StartupError(f"{path} cannot be read: {error.strerror}.") from error
+        if len(content) > _MAX_FILE_BYTES:
+            raise StartupError(f"{path} has more than the {_MAX_FILE_BYTES} bytes of a key file.")
+        if mode & stat.S_IROTH:
+            logger.warning("%s may be read by every user of this machine; chmod o-r it.", path)
+        try:
+            entries = msgspec.convert(tomllib.loads(content.decode()), _File).tenants
+        except (ValueError, msgspec.ValidationError, RecursionError) as error:
+            raise StartupError(f"{path} is no key file: {_one_line(error)}.") from error
+        return cls(*_read_entries(path, entries))
+
+
+def new_key() -> str:
+    """Return a key that nobody has."""
+    return _PREFIX + secrets.token_urlsafe(_NUM_KEY_BYTES)
+
+
+def check_tenant_name(name: str) -> None:
+    """Raise StartupError for what is no name of a tenant."""
+    if not _TENANT_NAME.fullmatch(name):
+        raise StartupError(
+            f"the tenant name {name!r:.80} must be 1 to 64 letters, digits, dots, underscores and "
+            "hyphens, a letter or digit first."
+        )
+
+
+def digest_of(key: str) -> bytes:
+    """Return what a file holds of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _read_entries(
+    path: Path, entries: Mapping[str, _TenantEntry]
+) -> tuple[dict[str, Tenant], dict[bytes, str]]:
+    tenants: dict[str, Tenant] = {}
+    names: dict[bytes, str] = {}
+    for name, entry in entries.items():
+        _check_entry(path, name, entry)
+        tenants[name] = Tenant(
+            name=name,
+            weight=entry.weight,
+            max_requests=entry.max_requests,
+            max_tokens=entry.max_tokens,
+            is_admin=entry.is_admin,
+        )
+        for number, key in enumerate(entry.keys, start=1):
+            found = _DIGEST.fullmatch(key)
+            if found is None:
+                raise StartupError(
+                    f"{path}: key {number} of tenant {name} must be sha256: and 64 hexadecimal "
+                    "digits, as `pagedray keys new` prints it."
+                )
+            if names.setdefault(bytes.fromhex(found[1]), name) != name:
+                raise StartupError(f"{path}: key {number} of tenant {name} is another's, too.")
+    if not names:
+        raise StartupError(f"{path} holds no key, so that nobody could make a call.")
+    return tenants, names
+
+
+def _check_entry(path: Path, name: str, entry: _TenantEntry) -> None:
+    try:
+        check_tenant_name(name)
+    except StartupError as error:
+        raise StartupError(f"{path}: {error}") from error
+    if not 0.0 < entry.weight <= _MAX_WEIGHT:
+        raise StartupError(
+            f"{path}: weight of tenant {name} must be more than 0 and at most {_MAX_WEIGHT:g}, "
+            f"not {entry.weight:g}."
+        )
+    for field in ("max_requests", "max_tokens"):
+        limit = getattr(entry, field)
+        if limit is not None and limit < 1:
+            raise StartupError(f"{path}: {field} of tenant {name} must be 1 or more, not {limit}.")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")

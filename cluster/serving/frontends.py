@@ -1,0 +1,139 @@
+"""The fronts of one replica together: gRPC and HTTP over one servicer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from cluster.serving.http.server import HttpServer
+from cluster.serving.http_app import build_http_app
+from cluster.serving.rpc.server import GrpcServer
+from cluster.serving.servicer import Servicer
+
+if TYPE_CHECKING:
+    from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.telemetry.tracing import Tracer
+    from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tls import CertificateStore
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+    from pagedray.config import EngineConfig
+
+__all__ = ["Fronts"]
+
+_HEALTH_POLL_S = 0.25
+_CLOSE_GRACE_S = 0.5
+
+
+class Fronts:
+    """Starts, opens and drains the servers of a replica, on the running event loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        host: str,
+        grpc_port: int | None,
+        http_port: int | None,
+        text_pool: TextPool | None = None,
+        authenticator: Authenticator | None = None,
+        certificates: CertificateStore | None = None,
+        tracer: Tracer | None = None,
+        tool_format: ToolCallFormat | None = None,
+    ) -> None:
+        """Port 0 lets the system choose; None leaves the front out.
+
+        Without certificates no front speaks TLS.
+        """
+        self.servicer = Servicer(
+            client,
+            tokenizer,
+            config,
+            text_pool=text_pool,
+            authenticator=authenticator,
+            tracer=tracer,
+            tool_format=tool_format,
+        )
+        self._grpc = (
+            None
+            if grpc_port is None
+            else GrpcServer(self.servicer, host=host, port=grpc_port, certificates=certificates)
+        )
+        self._http = (
+            None
+            if http_port is None
+            else HttpServer(
+                build_http_app(self.servicer),
+                host=host,
+                port=http_port,
+                certificates=certificates,
+            )
+        )
+        self._health_task: asyncio.Task[None] | None = None
+
+    @property
+    def grpc_port(self) -> int | None:
+        """The port that gRPC is bound to."""
+        return None if self._grpc is None else self._grpc.port
+
+    @property
+    def http_port(self) -> int | None:
+        """The port that HTTP is bound to."""
+        return None if self._http is None else self._http.port
+
+    async def start(self) -> None:
+        """Bind the ports and answer; requests are refused until `set_ready`.
+
+        Raises DeviceError if a port is not to be had; then none is bound.
+        """
+        try:
+            if self._grpc is not None:
+                await self._grpc.start()
+            if self._http is not None:
+                await self._http.start()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def set_ready(self) -> None:
+        """Take requests; health follows the engine from now on."""
+        self.servicer.set_ready()
+        if self._grpc is not None:
+            await self._grpc.set_serving(self.servicer.is_ready)
+            self._health_task = asyncio.create_task(self._follow_health(self._grpc))
+
+    async def stop(self, grace_s: float) -> None:
+        """Say so, let running requests end for `grace_s`, then close the ports.
+
+        May be called again, with less patience, when it was cancelled.
+        """
+        self.servicer.stop_taking()
+        if self._health_task is not None:
+            self._health_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._health_task
+            self._health_task = None
+        if self._grpc is not None:
+            await self._grpc.set_serving(False)
+        await self.servicer.drain(grace_s)
+        await self._close()
+        await self.servicer.close()
+
+    async def _close(self) -> None:
+        if self._grpc is not None:
+            await self._grpc.stop(_CLOSE_GRACE_S)
+        if self._http is not None:
+            await self._http.stop()
+
+    async def _follow_health(self, server: GrpcServer) -> None:
+        was_ready = self.servicer.is_ready
+        while True:
+            await asyncio.sleep(_HEALTH_POLL_S)
+            is_ready = self.servicer.is_ready
+            if is_ready is not was_ready:
+                await server.set_serving(is_ready)
+                was_ready = is_ready

@@ -1,0 +1,111 @@
+"""The words of the HTTP front: an endpoint, who may call it, and one call of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.serving.auth.tenant import Tenant
+from cluster.serving.http.body import JSON_TYPE, read_raw
+from cluster.serving.http.schema import Body, read_body
+from cluster.serving.inputs import CallOrigin, Operation
+from cluster.serving.telemetry.metrics import Metrics
+
+__all__ = ["Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class Access(Enum):
+    """Whom an endpoint answers."""
+
+    EVERYBODY = "everybody"
+    TENANTS = "tenants"
+    ADMINS = "admins"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    """One call that was let in."""
+
+    request: Request
+    tenant: Tenant
+    rest: str
+    """What the path has behind an endpoint's own."""
+    metrics: Metrics
+    read_timeout_s: float
+
+    @property
+    def client_id(self) -> str | None:
+        """The client's own id of the call."""
+        return self.request.headers.get("x-request-id")
+
+    @property
+    def origin(self) -> CallOrigin:
+        """Where it came in, and the trace that it is part of."""
+        headers = self.request.headers
+        return CallOrigin(
+            front="http",
+            traceparent=headers.get("traceparent"),
+            tracestate=headers.get("tracestate"),
+        )
+
+    async def body(self, kind: type[AnyBody]) -> AnyBody:
+        """Return the body. Raises InvalidRequestError or HTTPException."""
+        with self.metrics.counting_refusals("http"):
+            try:
+                return read_body(kind, await read_raw(self.request, self.read_timeout_s))
+            except HTTPException:
+                self.metrics.count("invalid", "http")
+                raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    method: str
+    path: str
+    """A path that ends with a name in braces takes whatever follows."""
+    answer: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
+    access: Access = Access.TENANTS
+    operation: Operation | None = None
+    """What its calls wait for the engine to do; None if they do not."""
+
+
+class EndpointTable:
+    """Finds endpoints by the path that was sent, letter by letter."""
+
+    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self._exact: dict[str, dict[str, Endpoint]] = {}
+        self._open: dict[str, dict[str, Endpoint]] = {}
+        for endpoint in endpoints:
+            prefix, brace, _ = endpoint.path.partition("{")
+            paths = self._open if brace else self._exact
+            paths.setdefault(prefix, {})[endpoint.method] = endpoint
+
+    def find(self, path: str) -> tuple[Mapping[str, Endpoint], str]:
+        """Return the endpoints of a path by their methods, and what of the path is left."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found, ""
+        for prefix, by_method in self._open.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return by_method, path[len(prefix) :]
+        return {}, ""
+
+
+def json_response(
+    content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an answer in JSON."""
+    return Response(
+        msgspec.json.encode(content), status_code=status, headers=headers, media_type=JSON_TYPE
+    )

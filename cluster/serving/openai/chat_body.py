@@ -1,0 +1,133 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import FailFast, Field
+
+from cluster.serving.http.schema import Defaults, named_schema
+from cluster.serving.inputs import ChatPrompt, GenerationInput
+from cluster.serving.openai.generation_body import COMMON_DEFAULTS, GenerationBody, bounds
+from cluster.serving.openai.messages import Message, read_choice, read_messages, read_tools
+from cluster.serving.tools.tool_choice import MAX_TOOLS, ToolUse
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+
+__all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
+
+MAX_MESSAGES = 4096
+
+
+class ChatBody(GenerationBody):
+    """A conversation that the assistant is to go on with."""
+
+    defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {
+        "chat_template_kwargs": ({},),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+    }
+    most_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+
+    messages: Annotated[list[Message], FailFast()] = Field(
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+    )
+    max_completion_tokens: int | None = bounds(1)
+    logprobs: bool = False
+    top_logprobs: int | None = bounds(0, MAX_LOGPROBS)
+    tools: Any = Field(  # Any: read apart, since nulls in a schema are kept
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("ToolObject"),
+            "maxItems": MAX_TOOLS,
+        },
+    )
+    tool_choice: Any = Field(  # Any: a word or an object
+        None,
+        description="A forced call keeps to the function's schema; of `auto` the model decides.",
+        json_schema_extra={
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                named_schema("ToolChoiceObject"),
+            ]
+        },
+    )
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(
+        False, description="Go on with the last message; needs add_generation_prompt = false."
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if parameters contradict each other."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs = true.", param="top_logprobs")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens contradict each other.", param="max_tokens"
+            )
+        check_open_end(self.add_generation_prompt, self.continue_final_message)
+
+    def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
+        """Return what the tools mean. Raises InvalidRequestError."""
+        tools = read_tools(self.tools) if self.tools is not None else ()
+        choice = read_choice(
+            self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
+        )
+        return ToolUse(tools, choice, tool_format=tool_format)
+
+    def to_input(self, client_id: str | None, tools: ToolUse) -> GenerationInput:
+        """Return what is asked for. Raises InvalidRequestError."""
+        sampling = self.sampling()
+        if self.max_completion_tokens is not None:
+            sampling["max_tokens"] = self.max_completion_tokens
+        structure = self._structure(tools)
+        if structure is not None:
+            sampling["structure"] = structure
+        prompt = ChatPrompt(
+            read_messages(self.messages),
+            tools.for_template,
+            self.add_generation_prompt,
+            self.continue_final_message,
+        )
+        return GenerationInput(
+            prompts=(prompt,),
+            sampling=sampling,
+            model=self.model,
+            client_id=client_id,
+            priority=self.priority,
+            # What marks a call is a special token of some models.
+            skips_special_tokens=self.skip_special_tokens and not tools.is_read,
+            includes_stop=self.include_stop_str_in_output,
+        )
+
+    def _structure(self, tools: ToolUse) -> object:
+        wanted = self.wanted_structure()
+        if wanted.structure is not None and tools.is_read:
+            raise InvalidRequestError(
+                f"{wanted.param} and tools contradict each other; tool_choice may be none.",
+                param=wanted.param,
+            )
+        return wanted.structure if tools.structure is None else tools.structure
+
+
+def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:
+    """Raise InvalidRequestError if a new turn is to begin and the last one to go on."""
+    if adds_generation_prompt and continues_final_message:
+        raise InvalidRequestError(
+            "continue_final_message needs add_generation_prompt = false.",
+            param="continue_final_message",
+        )

@@ -1,0 +1,57 @@
+"""The answers of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.serving.openai.stream import Answer, Choice, finite
+
+if TYPE_CHECKING:
+    from cluster.serving.http.errors import Json
+    from cluster.serving.text.text_stream import SequenceOutput
+    from pagedray.batch import TokenLogprobs
+
+__all__ = ["CompletionAnswer"]
+
+
+class CompletionAnswer(Answer):
+    """An answer of /v1/completions."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    bare_begin = b',"text":'
+    bare_end = b""
+
+    def _content(self, text: str, choice: Choice) -> Json:
+        return {"text": text}
+
+    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+        return {"text": sequence.text} if sequence.text else {}
+
+    def _wrapped(self, delta: Json) -> Json:
+        return delta or {"text": ""}
+
+    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
+        texts = [self._token_bytes.text_of(token_id) for token_id, _ in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(choice.num_characters)
+            choice.num_characters += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(logprobs.chosen) for _, logprobs in tokens],
+            "top_logprobs": [
+                self._top(text, logprobs) for text, (_, logprobs) in zip(texts, tokens, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _top(self, text: str, logprobs: TokenLogprobs) -> Json:
+        top: Json = {
+            self._token_bytes.text_of(token_id): finite(value)
+            for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
+        }
+        # The chosen token is there even if it is not among the likeliest.
+        top.setdefault(text, finite(logprobs.chosen))
+        return top

@@ -1,0 +1,81 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import Defaults
+from cluster.serving.inputs import GenerationInput, Prompt
+from cluster.serving.openai.generation_body import COMMON_DEFAULTS, GenerationBody, bounds
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_LOGPROBS, MAX_N
+
+__all__ = ["CompletionBody"]
+
+_DEFAULT_MAX_TOKENS = 16
+_TOKEN_IDS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+
+
+class CompletionBody(GenerationBody):
+    """A text that is to be continued."""
+
+    defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {"echo": (False,), "suffix": ("",)}
+
+    prompt: Any = Field(  # Any: counted before it is looked into
+        description="A text or its token ids, or a list of either.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_N},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "maxItems": MAX_N},
+            ]
+        },
+    )
+    logprobs: int | None = bounds(0, MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports nothing."""
+        return self.logprobs
+
+    def to_input(self, client_id: str | None) -> GenerationInput:
+        """Return what is asked for. Raises InvalidRequestError."""
+        sampling = self.sampling()
+        structure = self.wanted_structure().structure
+        if structure is not None:
+            sampling["structure"] = structure
+        return GenerationInput(
+            prompts=_prompts_of(self.prompt),
+            sampling=sampling,
+            default_max_tokens=_DEFAULT_MAX_TOKENS,
+            model=self.model,
+            client_id=client_id,
+            priority=self.priority,
+            skips_special_tokens=self.skip_special_tokens,
+            includes_stop=self.include_stop_str_in_output,
+        )
+
+
+def _prompts_of(given: object) -> tuple[Prompt, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list):
+        # Of half a million entries a loop in Python would take too long on the event loop.
+        kinds = set(map(type, given))
+        if kinds <= {int}:
+            return (tuple(given),)
+        if kinds == {str}:
+            return tuple(given)
+        if kinds == {list} and all(set(map(type, entry)) <= {int} for entry in given):
+            return tuple(map(tuple, given))
+    raise InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
+        param="prompt",
+    )

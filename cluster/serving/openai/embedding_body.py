@@ -1,0 +1,79 @@
+"""The body of POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import Body
+from cluster.serving.inputs import EmbeddingInput
+from cluster.serving.openai.generation_body import bounds
+from pagedray.errors import InvalidRequestError
+
+__all__ = ["MAX_INPUTS", "EmbeddingBody"]
+
+MAX_INPUTS = 2048
+_TOKEN_IDS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+
+
+class EmbeddingBody(Body):
+    """Texts that are to become vectors."""
+
+    model: str
+    input: Any = Field(  # Any: counted before it is looked into
+        description="A text or its token ids, or a list of either.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1},
+                    "minItems": 1,
+                    "maxItems": MAX_INPUTS,
+                },
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_INPUTS},
+            ]
+        },
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64 is that of little-endian 32-bit floats."
+    )
+    dimensions: int | None = bounds(1)
+    user: str | None = Field(
+        None, description="Names the end user to whoever runs the service; not used."
+    )
+
+    def to_input(self) -> EmbeddingInput:
+        """Return what is asked for. Raises InvalidRequestError."""
+        return EmbeddingInput(
+            prompts=_prompts_of(self.input), dimensions=self.dimensions, model=self.model
+        )
+
+
+def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(given, str) and given:
+        return (given,)
+    if isinstance(given, list) and given:
+        if all(type(entry) is int for entry in given):
+            return (tuple(given),)
+        if len(given) > MAX_INPUTS:
+            raise InvalidRequestError(
+                f"input may have {MAX_INPUTS} entries, not {len(given)}.", param="input"
+            )
+        if all(isinstance(entry, str) and entry for entry in given):
+            return tuple(given)
+        if all(isinstance(entry, list) for entry in given) and all(
+            type(token_id) is int for entry in given for token_id in entry
+        ):
+            return tuple(tuple(entry) for entry in given)
+    raise InvalidRequestError(
+        "input must be a string, a list of strings, a list of token ids or a list of such lists; "
+        "none of them may be empty.",
+        param="input",
+    )

@@ -1,0 +1,165 @@
+"""The endpoints that OpenAI's clients call."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+
+from cluster.serving.http.body import JSON_TYPE
+from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.schema import renamed
+from cluster.serving.openai.chat_answer import ChatAnswer
+from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.completion_answer import CompletionAnswer
+from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.embedding_body import EmbeddingBody
+from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+from cluster.serving.openai.stream import Answer, AnswerOptions
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.http.errors import Json
+    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.openai.generation_body import GenerationBody
+    from cluster.serving.servicer import EmbeddingOutput, Generation, Servicer
+
+__all__ = ["openai_endpoints"]
+
+_MAX_ENCODED_NUMBERS = 2**14
+"""Numbers that are written as text at once, before others have their turn."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
+    """Return the endpoints that OpenAI's clients call."""
+    answers = _Answers(servicer)
+    return (
+        Endpoint(method="GET", path="/v1/models", answer=answers.models),
+        Endpoint(method="GET", path="/v1/models/{model}", answer=answers.model),
+        Endpoint(
+            method="POST",
+            path="/v1/completions",
+            answer=answers.completion,
+            operation="text_completion",
+        ),
+        Endpoint(method="POST", path="/v1/chat/completions", answer=answers.chat, operation="chat"),
+        Endpoint(
+            method="POST", path="/v1/embeddings", answer=answers.embedding, operation="embeddings"
+        ),
+    )
+
+
+class _Answers:
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+        self._model = servicer.config.model.name
+        self._created_s = int(time.time())
+
+    async def models(self, call: HttpCall) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, call: HttpCall) -> Response:
+        self._servicer.validator.check_model(call.rest)
+        return json_response(self._card())
+
+    async def completion(self, call: HttpCall) -> Response:
+        body = await call.body(CompletionBody)
+        with call.metrics.counting_refusals("http"):
+            given = body.to_input(call.client_id)
+            param = body.wanted_structure().param
+        generation = await self._start(call, given, param)
+        token_bytes = self._servicer.tokenizer.token_bytes
+        answer = CompletionAnswer(generation, token_bytes, self._options(body))
+        return await _answer(call, body, generation, answer)
+
+    async def chat(self, call: HttpCall) -> Response:
+        body = await call.body(ChatBody)
+        with call.metrics.counting_refusals("http"):
+            tools = body.tool_use(self._servicer.tool_format)
+            given = body.to_input(call.client_id, tools)
+            param = "tools" if tools.is_forced else body.wanted_structure().param
+        generation = await self._start(call, given, param)
+        token_bytes = self._servicer.tokenizer.token_bytes
+        answer = ChatAnswer(generation, token_bytes, self._options(body), tools)
+        return await _answer(call, body, generation, answer)
+
+    async def embedding(self, call: HttpCall) -> Response:
+        body = await call.body(EmbeddingBody)
+        with call.metrics.counting_refusals("http"):
+            given = replace(body.to_input(), tenant=call.tenant.name, origin=call.origin)
+        work = self._servicer.embed(given)
+        output = await unless_disconnected(call.request.receive, work)
+        encoded = await _encoded(output, as_base64=body.encoding_format == "base64")
+        usage = {
+            "prompt_tokens": output.num_prompt_tokens,
+            "total_tokens": output.num_prompt_tokens,
+        }
+        whole = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
+            encoded,
+            _encode(self._model),
+            _encode(usage),
+        )
+        return Response(whole, media_type=JSON_TYPE)
+
+    async def _start(self, call: HttpCall, given: GenerationInput, param: str | None) -> Generation:
+        try:
+            return await self._servicer.start(
+                replace(given, tenant=call.tenant.name, origin=call.origin)
+            )
+        except InvalidRequestError as error:
+            raise renamed(error, {} if param is None else {"structure": param}) from error
+
+    def _options(self, body: GenerationBody) -> AnswerOptions:
+        return AnswerOptions(
+            model=self._model,
+            created_s=int(time.time()),
+            num_per_prompt=body.n,
+            has_logprobs=body.num_logprobs is not None,
+            includes_usage=body.includes_usage,
+        )
+
+    def _card(self) -> Json:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "pagedray",
+            "max_model_len": self._servicer.config.max_model_len,
+        }
+
+
+async def _answer(
+    call: HttpCall, body: GenerationBody, generation: Generation, answer: Answer
+) -> Response:
+    if body.stream:
+        return EventStream(generation, answer)
+    try:
+        whole = await unless_disconnected(call.request.receive, answer.whole())
+    finally:
+        generation.close()
+    return Response(whole, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
+
+
+async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:
+    """Return the entries of the vectors."""
+    entries: list[bytes] = []
+    num_numbers = 0
+    for index, vector in enumerate(output.vectors):
+        numbers = (
+            base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if as_base64
+            else vector.tolist()
+        )
+        entries.append(_encode({"object": "embedding", "index": index, "embedding": numbers}))
+        num_numbers += len(vector)
+        if num_numbers >= _MAX_ENCODED_NUMBERS:
+            num_numbers = 0
+            await asyncio.sleep(0)
+    return b",".join(entries)

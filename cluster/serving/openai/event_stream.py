@@ -1,0 +1,76 @@
+"""Answers that end with their client: streams of events, and work that somebody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from starlette.types import Receive, Scope, Send
+
+    from cluster.serving.openai.stream import Answer
+    from cluster.serving.servicer import Generation
+
+__all__ = ["EventStream", "unless_disconnected"]
+
+Result = TypeVar("Result")
+
+
+class EventStream(Response):
+    """A call's server-sent events. It owns the call and ends it with the connection."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, answer: Answer) -> None:
+        super().__init__(
+            headers={
+                "x-request-id": generation.id,
+                "cache-control": "no-store",
+                # Proxies that buffer would hold tokens back.
+                "x-accel-buffering": "no",
+            }
+        )
+        del self.headers["content-length"]
+        self._generation = generation
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._write(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            self._generation.close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._answer.events()) as events:
+            async for written in events:
+                await send({"type": "http.response.body", "body": written, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
+    """Return what `work` returns. Raises ClientDisconnect, and ends it, if the client goes."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,221 @@
+"""What the bodies of completions and chat completions have in common."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
+from cluster.serving.openai.structure import (
+    StructuredOutputs,
+    WantedStructure,
+    read_response_format,
+)
+from pagedray.errors import InvalidRequestError
+from pagedray.request import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_LENGTH,
+)
+
+__all__ = ["COMMON_DEFAULTS", "GenerationBody", "bounds"]
+
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_SAMPLING_NAMES = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+)
+_ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+
+COMMON_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "metadata": ({},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "use_beam_search": (False,),
+}
+
+
+def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: a pydantic field
+    """Return an optional number whose bounds are documented here and checked by the validator."""
+    limits = {"minimum": low, "maximum": high}
+    known: dict[str, JsonValue] = {
+        name: value for name, value in limits.items() if value is not None
+    }
+    return Field(None, json_schema_extra=known)
+
+
+class StreamOptions(BodyPart):
+    """What a stream tells besides text."""
+
+    include_usage: bool = Field(False, description="Whether the last chunk tells the usage.")
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What both endpoints take."""
+
+    defaults: ClassVar[Defaults] = COMMON_DEFAULTS
+    with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
+
+    model: str
+    n: int = Field(
+        1,
+        description="Continuations of each prompt.",
+        json_schema_extra={"minimum": 1, "maximum": MAX_N},
+    )
+    max_tokens: int | None = bounds(1)
+    min_tokens: int | None = bounds(0)
+    temperature: float | None = bounds(0, 100)
+    top_k: int | None = bounds(0)
+    top_p: float | None = bounds(0, 1)
+    min_p: float | None = bounds(0, 1)
+    repetition_penalty: float | None = bounds(0.01, 100)
+    presence_penalty: float | None = bounds(-2, 2)
+    frequency_penalty: float | None = bounds(-2, 2)
+    seed: int | None = bounds(-(2**63), 2**63 - 1)
+    ignore_eos: bool | None = None
+    # Lists and maps are checked by the validator, which counts before it looks inside.
+    stop: Any = Field(
+        None,
+        description="Strings that end a continuation.",
+        json_schema_extra={
+            "anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}]
+        },
+    )
+    stop_token_ids: Any = Field(
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "maxItems": MAX_LOGIT_BIAS,
+        },
+    )
+    logit_bias: Any = Field(
+        None,
+        description="Token ids and what is added to their logits.",
+        json_schema_extra={
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+    )
+    priority: int = Field(
+        0,
+        description="Lower is served earlier.",
+        json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = Field(True, description="Whether special tokens have no text.")
+    include_stop_str_in_output: bool = Field(
+        False, description="Whether the stop string or token that was met is part of the text."
+    )
+    # Read when they are used, so that a refusal names the innermost field.
+    response_format: Any = Field(
+        None,
+        description="`text`, `json_object`, or `json_schema` and a schema.",
+        json_schema_extra=named_schema("ResponseFormat"),
+    )
+    structured_outputs: Any = Field(None, json_schema_extra=named_schema("StructuredOutputs"))
+    guided_json: Any = Field(
+        None,
+        description="The same as structured_outputs.json.",
+        json_schema_extra={"type": ["object", "string"]},
+    )
+    guided_regex: str | None = Field(None, description="The same as structured_outputs.regex.")
+    guided_choice: Any = Field(
+        None,
+        description="The same as structured_outputs.choice.",
+        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    )
+    guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
+    user: str | None = Field(
+        None, description="Names the end user to whoever runs the service; not used."
+    )
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what the call used."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports nothing."""
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if parameters contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream = true.", param="stream_options")
+
+    def wanted_structure(self) -> WantedStructure:
+        """Return what continuations must look like. Raises InvalidRequestError."""
+        wanted = WantedStructure()
+        if self.response_format is not None:
+            read_response_format(self.response_format, wanted)
+        if self.structured_outputs is not None:
+            outputs = read_part(StructuredOutputs, self.structured_outputs, "structured_outputs")
+            wanted.add_outputs(outputs, "structured_outputs")
+        if self.guided_json is not None:
+            wanted.add_schema(self.guided_json, "guided_json")
+        if self.guided_regex is not None:
+            wanted.add("regex", self.guided_regex, "guided_regex")
+        if self.guided_choice is not None:
+            wanted.add_choices(self.guided_choice, "guided_choice")
+        if self.guided_grammar is not None:
+            wanted.add("grammar", self.guided_grammar, "guided_grammar")
+        return wanted
+
+    def sampling(self) -> dict[str, object]:
+        """Return the fields of SamplingParams that are set."""
+        given: dict[str, object] = {
+            name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
+        }
+        if self.stop is not None:
+            given["stop"] = _stop_of(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = _tuple_of(self.stop_token_ids, "stop_token_ids")
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias_of(self.logit_bias)
+        if self.num_logprobs is not None:
+            given["logprobs"] = self.num_logprobs
+        return given
+
+
+def _stop_of(given: object) -> object:
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _tuple_of(given: object, name: str) -> tuple[object, ...]:
+    if not isinstance(given, list):
+        raise InvalidRequestError(f"{name} must be a list of integers.", param=name)
+    return tuple(given)
+
+
+def _bias_of(given: object) -> dict[object, object]:
+    if not isinstance(given, dict):
+        raise InvalidRequestError(
+            "logit_bias must be an object of token ids and numbers.", param="logit_bias"
+        )
+    return {int(name) if _INTEGER.fullmatch(name) else name: value for name, value in given.items()}

@@ -1,0 +1,225 @@
+"""The messages of a conversation and its tools, as OpenAI's clients write them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_core import from_json
+
+from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.json_body import check_counts
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.tools.tool_choice import Tool, ToolChoice
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Function",
+    "Message",
+    "MessageCall",
+    "TextPart",
+    "ToolChoiceObject",
+    "ToolObject",
+    "read_choice",
+    "read_messages",
+    "read_tools",
+]
+
+_MAX_CALLS = 128
+_MAX_ID_LENGTH = 128
+
+
+class TextPart(BodyPart):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BodyPart):
+    """Which function an assistant's turn has called, and with what."""
+
+    name: str
+    arguments: str = Field("{}", description="A JSON object as text.")
+
+
+class MessageCall(BodyPart):
+    """A tool call of an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BodyPart):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = Field(  # Any: a refusal is to name the part at fault
+        None,
+        description="A text or a list of text parts; an assistant's turn with calls needs none.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": named_schema("TextPart")},
+            ]
+        },
+    )
+    tool_calls: Any = Field(  # Any: as above
+        None,
+        description="What an assistant's turn has called.",
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("MessageCall"),
+            "maxItems": _MAX_CALLS,
+        },
+    )
+    tool_call_id: str | None = Field(None, description="Which call a tool's turn answers.")
+    name: str | None = Field(None, description="Which tool a tool's turn is of.")
+    annotations: Any = Field(  # Any: only an empty list
+        None, json_schema_extra={"type": "array", "maxItems": 0}
+    )
+
+
+class Function(BodyPart):
+    """What the model is told of a function."""
+
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_-]{1,64}$"})
+    description: str | None = None
+    parameters: Any = Field(  # Any: a JSON schema
+        None,
+        description="The JSON schema of its arguments.",
+        json_schema_extra={"type": "object"},
+    )
+    strict: bool | None = None
+
+
+class ToolObject(BodyPart):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Any = Field(  # Any: read apart, so that nulls in it are nothing
+        json_schema_extra=named_schema("Function")
+    )
+
+
+class NamedFunction(BodyPart):
+    """A function by its name."""
+
+    name: str
+
+
+class ToolChoiceObject(BodyPart):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
+    """Return the turns of a conversation. Raises InvalidRequestError."""
+    calls = [_calls_of(message, f"messages.{i}") for i, message in enumerate(given)]
+    arguments = "".join(call.function.arguments for found in calls for call in found)
+    check_counts(arguments.encode(), "The arguments of tool_calls")
+    return tuple(
+        _message_of(message, found, f"messages.{i}")
+        for i, (message, found) in enumerate(zip(given, calls, strict=True))
+    )
+
+
+def read_tools(given: object) -> tuple[Tool, ...]:
+    """Return the tools of a call. Raises InvalidRequestError."""
+    if not isinstance(given, list):
+        raise InvalidRequestError("tools must be a list.", param="tools")
+    return tuple(_tool_of(one, f"tools.{i}") for i, one in enumerate(given))
+
+
+def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
+    """Return what `tool_choice` says. Raises InvalidRequestError."""
+    if given is None:
+        given = "auto" if has_tools else "none"
+    if isinstance(given, dict):
+        named = read_part(ToolChoiceObject, given, "tool_choice")
+        return ToolChoice(kind="named", name=named.function.name, is_parallel=is_parallel)
+    if given == "none" or given == "auto" or given == "required":
+        return ToolChoice(kind=given, is_parallel=is_parallel)
+    raise InvalidRequestError(
+        "tool_choice must be none, auto, required, or a function that is named.",
+        param="tool_choice",
+    )
+
+
+def _tool_of(given: object, where: str) -> Tool:
+    function = read_part(
+        Function, read_part(ToolObject, given, where).function, f"{where}.function"
+    )
+    if function.parameters is not None and not isinstance(function.parameters, dict):
+        param = f"{where}.function.parameters"
+        raise InvalidRequestError(f"{param} must be a JSON schema of an object.", param=param)
+    return Tool(
+        name=function.name, description=function.description, parameters=function.parameters
+    )
+
+
+def _calls_of(message: Message, where: str) -> tuple[MessageCall, ...]:
+    given = message.tool_calls
+    if given is None or given == []:
+        return ()
+    where = f"{where}.tool_calls"
+    if message.role != "assistant":
+        raise InvalidRequestError(f"{where} is for role = assistant only.", param=where)
+    if not isinstance(given, list) or len(given) > _MAX_CALLS:
+        raise InvalidRequestError(f"{where} must be a list of at most {_MAX_CALLS}.", param=where)
+    return tuple(read_part(MessageCall, one, f"{where}.{i}") for i, one in enumerate(given))
+
+
+def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> ChatMessage:
+    for name in ("tool_call_id", "name"):
+        value = getattr(message, name)
+        if value is None:
+            continue
+        if message.role != "tool":
+            raise InvalidRequestError(f"{where}.{name} is not supported.", param=f"{where}.{name}")
+        if len(value) > _MAX_ID_LENGTH:
+            raise InvalidRequestError(
+                f"{where}.{name} may have {_MAX_ID_LENGTH} characters.", param=f"{where}.{name}"
+            )
+    if message.annotations not in (None, []):
+        param = f"{where}.annotations"
+        raise InvalidRequestError(f"{param} is not supported.", param=param)
+    return ChatMessage(
+        role="system" if message.role == "developer" else message.role,
+        content=_content_of(message.content, f"{where}.content", is_needed=not calls),
+        tool_calls=tuple(_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _call_of(call: MessageCall, where: str) -> MessageToolCall:
+    param = f"{where}.function.arguments"
+    try:
+        arguments = from_json(call.function.arguments, allow_inf_nan=False)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(f"{param} must be a JSON object as text.", param=param)
+    return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
+
+
+def _content_of(given: object, where: str, *, is_needed: bool) -> str:
+    if isinstance(given, str):
+        return given
+    if given is None:
+        if is_needed:
+            raise InvalidRequestError(f"{where} is required.", param=where)
+        return ""
+    if isinstance(given, list):
+        try:
+            return "".join(TextPart.model_validate(part).text for part in given)
+        except ValidationError:
+            pass
+    raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)

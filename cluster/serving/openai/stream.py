@@ -1,0 +1,223 @@
+"""What OpenAI clients are sent: whole answers, and the chunks of streamed ones.
+
+A stream's chunks differ in little but their text. What is the same in all of them is encoded once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from cluster.serving.http.errors import Json, refusal_body
+from cluster.serving.text.text_stream import SequenceOutput
+from cluster.serving.tools.turn_reader import TurnReader
+from pagedray.errors import PagedRayError
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator
+
+    from cluster.serving.servicer import Generation, GenerationOutput, Usage
+    from cluster.serving.text.token_bytes import TokenBytes
+    from pagedray.batch import TokenLogprobs
+
+__all__ = ["Answer", "AnswerOptions", "Choice", "finite"]
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
+_BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a call wants told beside the text."""
+
+    model: str
+    created_s: int
+    num_per_prompt: int
+    has_logprobs: bool
+    includes_usage: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence of an answer, while it grows."""
+
+    index: int
+    bare_begin: bytes
+    """All of an event that stands before its text, if it tells of nothing else."""
+    texts: list[str] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    num_characters: int = 0
+    """Of the tokens whose log-probabilities were written."""
+    is_new: bool = True
+    reader: TurnReader | None = None
+    """What finds tool calls in its text."""
+
+
+class Answer(ABC):
+    """The answer to one call, in the words of one endpoint."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    bare_begin: ClassVar[bytes]
+    """What stands between a choice's index and its text."""
+    bare_end: ClassVar[bytes]
+
+    def __init__(
+        self, generation: Generation, token_bytes: TokenBytes, options: AnswerOptions
+    ) -> None:
+        self._generation = generation
+        self._token_bytes = token_bytes
+        self._options = options
+        self._choices: dict[int, Choice] = {}
+        chunk_head = _encode(self._head(self.chunk_kind))[:-1]
+        self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
+        self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
+        self._bare_end = self.bare_end + _BARE + self._end
+
+    async def whole(self) -> bytes:
+        """Return the answer when it is finished. Raises PagedRayError."""
+        usage: Usage | None = None
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for output in outputs:
+                usage = output.usage
+                for sequence in output.sequences:
+                    _check_failed(sequence)
+                    choice = self._choice(sequence)
+                    choice.texts.append(sequence.text)
+                    choice.outputs.append(sequence)
+        assert usage is not None
+        choices = [self._whole_choice(self._choices[index]) for index in sorted(self._choices)]
+        return _encode({**self._head(self.kind), "choices": choices, "usage": _usage(usage)})
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield server-sent events; an error after the first becomes the last."""
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for output in outputs:
+                    written = b"".join(self._events(output))
+                    if written:
+                        yield written
+        except PagedRayError as error:
+            yield b"data: " + _encode(refusal_body(error)) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": f"{self.id_prefix}-{self._generation.id}",
+            "object": kind,
+            "created": self._options.created_s,
+            "model": self._options.model,
+        }
+
+    def _events(self, output: GenerationOutput) -> Iterator[bytes]:
+        for sequence in output.sequences:
+            choice = self._choice(sequence)
+            if not (
+                choice.is_new
+                or choice.reader is not None
+                or sequence.finish_reason is not None
+                or sequence.logprobs
+            ):
+                if sequence.text:
+                    yield choice.bare_begin + _encode(sequence.text) + self._bare_end
+                continue
+            _check_failed(sequence)
+            yield self._full_event(sequence, choice)
+        if output.is_last and self._options.includes_usage:
+            head = _encode(self._head(self.chunk_kind))[:-1]
+            yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
+
+    def _full_event(self, sequence: SequenceOutput, choice: Choice) -> bytes:
+        delta = self._delta(sequence, choice)
+        reason = self._reason(sequence, choice)
+        if not (delta or choice.is_new or reason or sequence.logprobs):
+            return b""
+        told = {
+            **self._wrapped(delta),
+            "logprobs": self._logprobs([sequence], choice),
+            "finish_reason": reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        choice.is_new = False
+        # The first brace is that of the choice, which begins with its index.
+        return self._begin + b"%d," % choice.index + _encode(told)[1:] + b"]" + self._end
+
+    def _choice(self, sequence: SequenceOutput) -> Choice:
+        index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
+        choice = self._choices.get(index)
+        if choice is None:
+            bare_begin = self._begin + b"%d" % index + self.bare_begin
+            choice = self._choices[index] = Choice(index, bare_begin, reader=self._reader())
+        return choice
+
+    def _whole_choice(self, choice: Choice) -> Json:
+        last = choice.outputs[-1]
+        return {
+            "index": choice.index,
+            **self._content("".join(choice.texts), choice),
+            "logprobs": self._logprobs(choice.outputs, choice),
+            "finish_reason": self._reason(last, choice),
+            "stop_reason": last.stop_reason,
+        }
+
+    def _logprobs(self, outputs: list[SequenceOutput], choice: Choice) -> Json | None:
+        if not self._options.has_logprobs:
+            return None
+        return self._token_logprobs(
+            [
+                (token_id, logprobs)
+                for output in outputs
+                for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True)
+            ],
+            choice,
+        )
+
+    def _reader(self) -> TurnReader | None:
+        return None
+
+    def _reason(self, sequence: SequenceOutput, choice: Choice) -> str | None:
+        return None if sequence.finish_reason is None else sequence.finish_reason.value
+
+    @abstractmethod
+    def _content(self, text: str, choice: Choice) -> Json:
+        """Return the part of a whole choice that holds its text."""
+
+    @abstractmethod
+    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+        """Return what a streamed choice gained; nothing if that is nothing."""
+
+    @abstractmethod
+    def _wrapped(self, delta: Json) -> Json:
+        """Return the part of a streamed choice that holds what it gained."""
+
+    @abstractmethod
+    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
+        """Return log-probabilities in the endpoint's shape."""
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can write."""
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def _check_failed(sequence: SequenceOutput) -> None:
+    if sequence.finish_reason is FinishReason.ERROR:
+        raise PagedRayError("The engine could not compute the next token.")
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_generated_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }

@@ -1,0 +1,130 @@
+"""The gRPC service behind Ray Serve's proxy: the same methods as our own server's.
+
+Serve hands on a message, or its bytes, and a context of its own. Errors are put on that context
+beside an empty message, never raised: Serve would log each with a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+
+from cluster.serving.inputs import Arrival
+from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
+from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.methods import metadata_of, python_name
+from cluster.serving.rpc.requests import parse
+from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
+from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from ray.serve.grpc_util import RayServegRPCContext
+
+    from cluster.serving.ray_serve.pace import Pace
+    from cluster.serving.servicer import Servicer
+
+__all__ = ["Broadcast", "ServeGrpc"]
+
+Broadcast = Callable[[str, Sequence[str]], Awaitable[None]]
+"""Tells all replicas to end requests, by their tenant's name and their ids."""
+
+
+class ServeGrpc:
+    """Runs the service's methods by their names."""
+
+    def __init__(self, servicer: Servicer, pace: Pace) -> None:
+        self._servicer = servicer
+        self._service = GrpcService(servicer)
+        self._pace = pace
+        self._kinds = {one.name: GetMessageClass(one.input_type) for one in SERVICE.methods}
+
+    async def stream(
+        self, method: str, request: Message | bytes, context: RayServegRPCContext
+    ) -> AsyncGenerator[Message]:
+        """Yield what a streaming method answers, many tokens in a message."""
+        try:
+            message, call = self._let_in(method, request, context)
+            run = getattr(self._service, python_name(method))
+            with self._pace.stream() as stream:
+                async with aclosing(run(message, call)) as answers:
+                    async for answer in answers:
+                        yield answer
+                        await stream.pause()
+        except Exception as error:
+            yield _refusal(context, error)
+
+    async def unary(
+        self, method: str, request: Message | bytes, context: RayServegRPCContext
+    ) -> Message:
+        """Return what another method answers."""
+        try:
+            message, call = self._let_in(method, request, context)
+            answer = await getattr(self._service, python_name(method))(message, call)
+        except Exception as error:
+            return _refusal(context, error)
+        assert isinstance(answer, Message)
+        return answer
+
+    async def abort(
+        self, request: Message | bytes, context: RayServegRPCContext, broadcast: Broadcast
+    ) -> Message:
+        """Answer Abort, which concerns every replica."""
+        try:
+            message, call = self._let_in("Abort", request, context)
+            assert isinstance(message, pb.AbortRequest)
+            answer = await self._service.abort(message, call)
+            tenant = self._servicer.authenticate(call.authorization)
+            await broadcast(tenant.name, list(message.request_ids))
+        except Exception as error:
+            return _refusal(context, error)
+        return answer
+
+    def health(self) -> Message:
+        """Return what grpc.health.v1 says of this replica."""
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
+
+    def _let_in(
+        self, method: str, request: Message | bytes, context: RayServegRPCContext
+    ) -> tuple[Message, Call]:
+        """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
+        call = _call_of(context)
+        metrics = self._servicer.metrics
+        with metrics.counting_refusals(call.front):
+            tenant = self._servicer.authenticate(call.authorization)
+        if (operation := OPERATIONS.get(method)) is not None:
+            self._servicer.check_room(
+                Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
+            )
+        with metrics.counting_refusals(call.front):
+            # Serve decodes messages itself where its configuration names the generated code.
+            body = request if isinstance(request, bytes) else request.SerializeToString()
+            return parse(self._kinds[method], body), call
+
+
+def _call_of(context: RayServegRPCContext) -> Call:
+    metadata = metadata_of(context.invocation_metadata())
+    timeout_ms = metadata.pop(TIMEOUT_KEY, "")
+    is_given = timeout_ms.isdecimal() and len(timeout_ms) < 12
+    return Call(
+        metadata=metadata,
+        remaining_s=int(timeout_ms) / 1000 if is_given else None,
+        front="ray",
+    )
+
+
+def _refusal(context: RayServegRPCContext, error: Exception) -> Message:
+    status = status_of(error)
+    context.set_code(code_of(status))
+    context.set_details(status.message)
+    context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])  # type: ignore[list-item]  # Serve takes bytes too
+    return Empty()

@@ -1,0 +1,244 @@
+"""PagedRay inside `ray.serve.llm`: `LLMConfig(server_cls="pagedray:PagedRayLLM")`.
+
+`engine_kwargs` of the configuration are the arguments of our own application, `model_source` is the
+folder of the checkpoint. Requests go through the same HTTP application as everywhere else, so that
+this module knows none of their fields. The library is an extra: nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from cluster.engine.open_engine import make_executor
+from cluster.serving.http_app import build_http_app
+from cluster.serving.ray_serve.deployment import deployment_options
+from cluster.serving.ray_serve.leases import Leases
+from cluster.serving.ray_serve.options import read_arguments
+from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
+from cluster.serving.ray_serve.ray_metrics import RayMetrics
+from cluster.serving.ray_serve.replica import Replica
+from cluster.serving.ray_serve.replicas import current_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping, Sequence
+
+    from starlette.types import ASGIApp, Message, Scope
+
+    from cluster.serving.ray_serve.options import ServeArguments
+
+__all__ = ["LLMAnswers", "PagedRayLLM", "post"]
+
+_MODELS = "ray.serve.llm.openai_api_models"
+_HEADERS = ("authorization", "traceparent", "tracestate", "x-request-id")
+"""Those that our application reads of a request, beside those of its body."""
+
+
+class PagedRayLLM:
+    """The server of one model, as the library's ingress calls it."""
+
+    # Any: the configuration and the requests are the library's, which need not be installed.
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._llm_config = llm_config
+        arguments = _arguments(llm_config)
+        self._leases = Leases(arguments.serve.lease_s)
+        self._replica = await Replica.started(arguments, make_executor)
+        self._is_stopped = False
+        context = serve.get_replica_context()
+        self._metrics = RayMetrics(
+            self._replica.servicer.metrics,
+            {"deployment": context.deployment, "replica": context.replica_tag},
+        )
+        self._metrics.start()
+        app = build_http_app(self._replica.servicer)
+        self._answers = LLMAnswers(app, Pace(MESSAGES_PER_S))
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:  # Any: see above.
+        """Return how a replica is placed; the library names it for its model."""
+        options = deployment_options(_arguments(llm_config))
+        return {name: value for name, value in options.items() if name != "name"}
+
+    async def chat(
+        self,
+        request: Any,  # Any: see above.
+        raw_request_info: Any = None,  # Any: see above.
+    ) -> AsyncGenerator[Any]:
+        """Yield server-sent events, or one answer."""
+        answers = self._answers.chat(request, raw_request_info)
+        with self._leases.held(current_call_id()):
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
+
+    async def completions(
+        self,
+        request: Any,  # Any: see above.
+        raw_request_info: Any = None,  # Any: see above.
+    ) -> AsyncGenerator[Any]:
+        """Yield server-sent events, or one answer."""
+        answers = self._answers.completions(request, raw_request_info)
+        with self._leases.held(current_call_id()):
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
+
+    async def llm_config(self) -> Any:  # Any: see above.
+        """Return the configuration."""
+        return self._llm_config
+
+    # These are coroutines for Serve to run them on the servicer's event loop.
+    async def check_health(self) -> None:
+        """Raise EngineError unless the engine makes progress or has none to make."""
+        self._replica.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what TokensPolicy decides by."""
+        return self._replica.load().metrics()
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """Return what AffinityRouter decides by."""
+        return self._replica.routing_stats()
+
+    async def renew(self, call_ids: Sequence[str]) -> None:
+        """Let calls of this replica run on, by the ids that Serve gave them."""
+        self._leases.renew(frozenset(call_ids))
+
+    async def __del__(self) -> None:
+        """End the engine."""
+        if hasattr(self, "_replica") and not self._is_stopped:
+            self._is_stopped = True
+            await self._metrics.stop()
+            await self._replica.stop()
+
+
+class LLMAnswers:
+    """What an application answers, as the library's ingress takes it."""
+
+    def __init__(self, app: ASGIApp, pace: Pace) -> None:
+        self._app = app
+        self._pace = pace
+
+    # Any: the library's own, as above.
+    def chat(self, request: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
+        """Return the events of a conversation's next turn, or one answer."""
+        return self._to("/v1/chat/completions", request, raw_request_info, "ChatCompletion")
+
+    # Any: the library's own, as above.
+    def completions(self, request: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
+        """Return the events of a text that goes on, or one answer."""
+        return self._to("/v1/completions", request, raw_request_info, "Completion")
+
+    async def _to(
+        self,
+        path: str,
+        request: Any,  # Any: the library's own.
+        raw_request_info: Any,  # Any: the library's own.
+        kind: str,
+    ) -> AsyncGenerator[Any]:
+        status = 0
+        whole: list[bytes] = []
+        body = request.model_dump_json(exclude_unset=True).encode()
+        headers = {} if raw_request_info is None else raw_request_info.headers
+        parts = post(self._app, path, body, headers)
+        async with aclosing(parts):
+            with self._pace.stream() as stream:
+                async for status, part in parts:
+                    if status == 200 and request.stream:
+                        yield part.decode()
+                        await stream.pause()
+                    else:
+                        whole.append(part)
+        if not whole:
+            return
+        answer = json.loads(b"".join(whole))
+        models = import_module(_MODELS)
+        if status == 200:
+            yield getattr(models, f"{kind}Response")(**answer)
+        else:
+            yield models.ErrorResponse(error={**answer["error"], "code": status})
+
+
+async def post(
+    app: ASGIApp, path: str, body: bytes, headers: Mapping[str, str]
+) -> AsyncGenerator[tuple[int, bytes]]:
+    """Yield the status and each part of what an application answers to JSON.
+
+    It goes on with the next part when the last one has been taken and another one is asked for.
+    """
+    incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Message] = []
+    is_sent, is_taken, is_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await is_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if is_left.is_set():
+            # Let it hear of that.
+            await asyncio.sleep(0)
+            return
+        sent.append(message)
+        is_sent.set()
+        is_taken.clear()
+        await is_taken.wait()
+
+    running = asyncio.ensure_future(app(_scope(path, body, headers), receive, send))
+    running.add_done_callback(lambda _: is_sent.set())
+    status = 0
+    try:
+        while True:
+            await is_sent.wait()
+            is_sent.clear()
+            if not sent:
+                break
+            message = sent.pop()
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message.get("body"):
+                yield status, message["body"]
+            is_taken.set()
+        await running
+    finally:
+        is_left.set()
+        is_taken.set()
+        await asyncio.wait((running,))
+
+
+def _scope(path: str, body: bytes, headers: Mapping[str, str]) -> Scope:
+    given = {name.lower(): text for name, text in headers.items()}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [
+            *(
+                (name.encode(), given[name].encode("latin-1", "replace"))
+                for name in _HEADERS
+                if name in given
+            ),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+    }
+
+
+def _arguments(llm_config: Any) -> ServeArguments:  # Any: see above.
+    model = llm_config.model_loading_config.model_source
+    return read_arguments({"model": model, **llm_config.engine_kwargs})

@@ -1,0 +1,164 @@
+"""One engine and its servicer inside the process of a Ray Serve replica.
+
+It knows where the ranks go and how all of it starts and ends; not how requests come in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray.util.placement_group import get_current_placement_group
+
+from cluster.engine.open_engine import open_engine
+from cluster.engine.options import engine_config
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth.tenant import ANYBODY
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.ray_serve.autoscaling import ReplicaLoad
+from cluster.serving.ray_serve.progress import ProgressWatch
+from cluster.serving.servicer import Servicer
+from cluster.serving.telemetry.log_lines import logging_to
+from cluster.serving.telemetry.tracing import otlp_tracer
+from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.errors import EngineError, StartupError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from cluster.engine.controller import Controller
+    from cluster.engine.embedder import Embedder
+    from cluster.engine.open_engine import MakeExecutor
+    from cluster.serving.ray_serve.options import ServeArguments
+    from pagedray.config import EngineConfig
+
+__all__ = ["Replica"]
+
+logger = logging.getLogger(__name__)
+
+_REPLACE_TIMEOUT_S = 900.0
+"""Loading the weights of new ranks is part of it."""
+_END_GRACE_S = 2.0
+
+
+class Replica:
+    """A servicer, the controller or embedder behind it, and the ranks behind that."""
+
+    def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
+        self.config = config
+        options = arguments.serve
+        self._tracer = otlp_tracer(options.otlp_endpoint)
+        self._client = EngineClient(asyncio.get_running_loop())
+        self._authenticator = Authenticator(
+            None if options.api_keys is None else Path(options.api_keys)
+        )
+        model = config.model
+        self.servicer = Servicer(
+            self._client,
+            Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder),
+            config,
+            authenticator=self._authenticator,
+            tracer=self._tracer,
+            tool_format=options.tool_call_format,
+        )
+        self._watch = ProgressWatch(
+            stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
+        )
+        self._engine: Controller | Embedder | None = None
+        # Last: a replica that was not made has nobody to stop it.
+        self._log = ExitStack()
+        self._log.enter_context(logging_to(form=options.log_format, level=options.log_level))
+
+    @classmethod
+    async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> Replica:
+        """Return one that is ready. Raises StartupError."""
+        # The thread that starts the ranks does not know the group that this actor is in.
+        placement = get_current_placement_group()
+        config = await asyncio.to_thread(engine_config, arguments.model, arguments.engine)
+        replica = cls(arguments, config)
+        try:
+            await replica._start(make_executor, placement)
+        except BaseException:
+            await replica.stop()
+            raise
+        return replica
+
+    async def _start(self, make_executor: MakeExecutor, placement: PlacementGroup | None) -> None:
+        self.servicer.warm_up()
+        _check_bundles(self.config, placement)
+        self._engine = await asyncio.to_thread(
+            open_engine,
+            self.config,
+            self._client,
+            _log_progress,
+            placement=placement,
+            make_executor=make_executor,
+        )
+        self._client.attach_engine(self._engine)
+        self.servicer.set_ready()
+
+    def check(self) -> None:
+        """Raise EngineError unless the engine makes progress or has none to make.
+
+        Serve asks often enough for the file of keys to be looked at as well.
+        """
+        self._authenticator.reload_if_changed()
+        engine = self._engine
+        if engine is None:
+            raise EngineError("The engine has not been started.")
+        if engine.error is not None:
+            raise engine.error
+        stats = engine.stats()
+        scheduler = stats.scheduler
+        complaint = self._watch.complaint(
+            num_steps=stats.num_steps,
+            has_work=scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped > 0,
+            is_healthy=engine.is_healthy,
+            now_s=time.monotonic(),
+        )
+        if complaint is not None:
+            raise EngineError(complaint)
+
+    def load(self) -> ReplicaLoad:
+        """Return what there is to do."""
+        return ReplicaLoad.of(self.servicer.loads(ANYBODY), self.config.cache.block_size)
+
+    def routing_stats(self) -> dict[str, float]:
+        """Return what a router chooses among replicas by."""
+        num_slots = self.servicer.loads(ANYBODY).num_blocks * self.config.cache.block_size
+        return {
+            "load": self.load().tokens_in_flight / max(num_slots, 1),
+            "told_s": time.monotonic(),
+        }
+
+    async def stop(self) -> None:
+        """End what runs, then the engine and its ranks. Stopping twice is harmless."""
+        engine, self._engine = self._engine, None
+        tracer, self._tracer = self._tracer, None
+        await self.servicer.drain(_END_GRACE_S if engine is not None else 0.0)
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+        await self.servicer.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+        self._log.close()
+
+
+def _check_bundles(config: EngineConfig, placement: PlacementGroup | None) -> None:
+    """Raise StartupError unless the placement group has a bundle for the replica and each rank."""
+    num_ranks = config.parallel.tensor_parallel_size
+    if config.parallel.executor == "local" or placement is None:
+        return
+    if placement.bundle_count <= num_ranks:
+        raise StartupError(
+            f"placement_group_bundles has {placement.bundle_count} bundles, but a replica needs "
+            f"{num_ranks + 1}: one of its own and one for each rank."
+        )
+
+
+def _log_progress(what: str, fraction: float) -> None:
+    logger.debug("%s: %.0f %%", what, fraction * 100)

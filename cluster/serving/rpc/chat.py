@@ -1,0 +1,219 @@
+"""Conversations: what Chat and Tokenize are sent, and what Chat streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.serving.inputs import ChatPrompt
+from cluster.serving.json_body import read_json
+from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
+from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.tools.tool_choice import MAX_TOOLS, Tool, ToolChoice, ToolUse
+from cluster.serving.tools.turn_reader import TurnDelta
+from pagedray.errors import InvalidRequestError
+from pagedray.request import FinishReason
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.generation import GenerationOutput
+    from cluster.serving.inputs import GenerationInput, TokenizeInput
+    from cluster.serving.rpc.call import Call
+    from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnReader
+
+__all__ = ["Chat", "read_tokenize"]
+
+_MAX_MESSAGES = 4096
+_ROLES = {
+    pb.CHAT_ROLE_SYSTEM: "system",
+    pb.CHAT_ROLE_USER: "user",
+    pb.CHAT_ROLE_ASSISTANT: "assistant",
+    pb.CHAT_ROLE_TOOL: "tool",
+}
+_MODES: dict[int, ToolChoice] = {
+    pb.TOOL_CHOICE_MODE_NONE: ToolChoice(kind="none"),
+    pb.TOOL_CHOICE_MODE_AUTO: ToolChoice(kind="auto"),
+    pb.TOOL_CHOICE_MODE_REQUIRED: ToolChoice(kind="required"),
+}
+
+
+class Chat:
+    """One call of Chat: what it asks for, and what of it is streamed."""
+
+    def __init__(self, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None) -> None:
+        """`tool_format` is how the model writes calls of tools.
+
+        Raises InvalidRequestError for tools that cannot be used.
+        """
+        self._message = message
+        self._tools = ToolUse(
+            _read_tools(message.tools), _read_choice(message), tool_format=tool_format
+        )
+        self._readers: dict[int, TurnReader] = {}
+        self._is_first = True
+
+    def to_input(self, call: Call, tenant: Tenant) -> GenerationInput:
+        """Return what is asked for. Raises InvalidRequestError."""
+        message = self._message
+        prompt = ChatPrompt(
+            _read_messages(message.messages),
+            self._tools.for_template,
+            adds_generation_prompt=not message.continue_final_message,
+            continues_final_message=message.continue_final_message,
+        )
+        given = generation_input(prompt, message, call, tenant)
+        if self._tools.structure is not None:
+            if "structure" in given.sampling:
+                raise InvalidRequestError(
+                    "structure and a forced tool_choice contradict each other.", param="structure"
+                )
+            given = replace(given, sampling={**given.sampling, "structure": self._tools.structure})
+        if self._tools.is_read:
+            # The marks around calls are special tokens of many models.
+            given = replace(given, skips_special_tokens=False)
+        return given
+
+    def response(self, request_id: str, output: GenerationOutput) -> pb.ChatResponse:
+        """Return the message of the next output."""
+        response = pb.ChatResponse(request_id=request_id)
+        for sequence in output.sequences:
+            self._add_sequence(response, sequence)
+        write_frame(response, output, is_first=self._is_first)
+        self._is_first = False
+        return response
+
+    def _add_sequence(self, response: pb.ChatResponse, output: SequenceOutput) -> None:
+        # Made where it is to be: a message that is put into another is copied.
+        add = response.sequences.add
+        if not (self._tools.is_read or output.finish_reason or output.logprobs):
+            # The message of most tokens.
+            add(index=output.index, content=output.text, token_ids=output.token_ids)
+            return
+        delta = self._delta(output)
+        add(
+            index=output.index,
+            content=delta.content,
+            tool_calls=[_call_delta(call) for call in delta.calls],
+            token_ids=output.token_ids,
+            logprobs=logprobs_of(output.logprobs),
+            finish_reason=self._finish_reason(output),
+            stop_reason=stop_reason(output),
+        )
+
+    def _delta(self, output: SequenceOutput) -> TurnDelta:
+        if not self._tools.is_read:
+            return TurnDelta(content=output.text)
+        reader = self._readers.get(output.index)
+        if reader is None:
+            reader = self._readers[output.index] = self._tools.reader()
+        delta = reader.push(output.text)
+        if output.finish_reason is not None:
+            rest = reader.flush()
+            delta = TurnDelta(
+                content=delta.content + rest.content, calls=[*delta.calls, *rest.calls]
+            )
+        return delta
+
+    def _finish_reason(self, output: SequenceOutput) -> pb.FinishReason:
+        reader = self._readers.get(output.index)
+        has_calls = reader is not None and reader.num_calls > 0
+        if has_calls and output.finish_reason is FinishReason.STOP:
+            return pb.FINISH_REASON_TOOL_CALLS
+        return finish_reason(output)
+
+
+def read_tokenize(message: pb.TokenizeRequest, tenant: Tenant) -> TokenizeInput:
+    """Return what Tokenize is asked for. Raises InvalidRequestError."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("One of text and conversation must be set.", param="prompt")
+    if kind == "text":
+        return tokenize_input(message.text, message, tenant)
+    conversation = message.conversation
+    tools = _read_tools(conversation.tools)
+    prompt = ChatPrompt(
+        _read_messages(conversation.messages), tuple(tool.for_template() for tool in tools)
+    )
+    return tokenize_input(prompt, message, tenant)
+
+
+def _read_messages(messages: Sequence[pb.ChatMessage]) -> tuple[ChatMessage, ...]:
+    check_size("messages", len(messages), _MAX_MESSAGES)
+    return tuple(_read_message(one, f"messages.{place}") for place, one in enumerate(messages))
+
+
+def _read_message(message: pb.ChatMessage, where: str) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        names = ", ".join(pb.ChatRole.Name(number) for number in _ROLES)
+        raise InvalidRequestError(
+            f"{where}.role must be one of {names}, not {message.role}.", param=f"{where}.role"
+        )
+    return ChatMessage(
+        role,
+        message.content,
+        tool_calls=tuple(
+            MessageToolCall(
+                id=call.id,
+                name=call.name,
+                arguments=_read_object(call.arguments, f"{where}.tool_calls.{place}.arguments"),
+            )
+            for place, call in enumerate(message.tool_calls)
+        ),
+        tool_call_id=message.tool_call_id or None,
+        name=message.name or None,
+    )
+
+
+def _read_choice(message: pb.ChatRequest) -> ToolChoice:
+    is_parallel = message.parallel_tool_calls or not message.HasField("parallel_tool_calls")
+    kind = message.tool_choice.WhichOneof("choice")
+    if kind == "tool":
+        choice = ToolChoice(kind="named", name=message.tool_choice.tool)
+    elif not message.HasField("tool_choice"):
+        choice = ToolChoice()
+    elif message.tool_choice.mode in _MODES:
+        choice = _MODES[message.tool_choice.mode]
+    else:
+        names = ", ".join(pb.ToolChoiceMode.Name(number) for number in _MODES)
+        raise InvalidRequestError(
+            f"tool_choice.mode must be one of {names}, not {message.tool_choice.mode}.",
+            param="tool_choice.mode",
+        )
+    return replace(choice, is_parallel=is_parallel)
+
+
+def _read_tools(messages: Sequence[pb.Tool]) -> list[Tool]:
+    check_size("tools", len(messages), MAX_TOOLS)
+    tools: list[Tool] = []
+    for place, message in enumerate(messages):
+        where = f"tools.{place}"
+        tool = Tool(
+            name=message.name,
+            description=message.description or None,
+            parameters=_read_object(message.parameters, f"{where}.parameters") or None,
+        )
+        tool.check(where)
+        tools.append(tool)
+    return tools
+
+
+def _read_object(text: str, where: str) -> dict[str, object]:
+    if not text:
+        return {}
+    try:
+        return read_json(text.encode())
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{where} must be a JSON object: {error}", param=where) from error
+
+
+def _call_delta(call: ToolCallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(
+        index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments
+    )

@@ -1,0 +1,121 @@
+"""The service's methods as gRPC's server calls them: bytes and a context in, messages out.
+
+They are registered by hand: the generated code answers a malformed message with INTERNAL, and
+knows no details of an error.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+
+from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.requests import parse
+from cluster.serving.rpc.service import SERVICE, GrpcService
+from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+
+    from google.protobuf.message import Message
+
+    from cluster.serving.servicer import Servicer
+    from cluster.serving.telemetry.metrics import Metrics
+
+__all__ = ["Context", "metadata_of", "method_handlers", "python_name", "refuse"]
+
+# grpc's own stubs leave the context's message types open.
+Context = grpc.aio.ServicerContext[Any, Any]
+_WORD_START = re.compile("(?<!^)(?=[A-Z])")
+
+
+def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return the handlers of all methods."""
+    service = GrpcService(servicer)
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in SERVICE.methods:
+        kind = GetMessageClass(method.input_type)
+        run = getattr(service, python_name(method.name))
+        if method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                _streaming(run, kind, servicer.metrics), response_serializer=_serialize
+            )
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                _unary(run, kind, servicer.metrics), response_serializer=_serialize
+            )
+    return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
+
+
+def python_name(method: str) -> str:
+    """Return what GrpcService calls a method of the service."""
+    return _WORD_START.sub("_", method).lower()
+
+
+def metadata_of(entries: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    """Return the entries of a call's metadata that are text; those of one key are joined."""
+    metadata: dict[str, str] = {}
+    for key, value in entries or ():
+        if isinstance(value, str):
+            # As in HTTP. Two keys are none, rather than one of them.
+            metadata[key] = f"{metadata[key]}, {value}" if key in metadata else value
+    return metadata
+
+
+async def refuse(context: Context, error: Exception) -> NoReturn:
+    """End a call with what its client is told of an error."""
+    if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError | grpc.RpcError):
+        raise error
+    status = status_of(error)
+    await context.abort(
+        code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
+    )
+    raise AssertionError
+
+
+def _call_of(context: Context) -> Call:
+    return Call(
+        metadata=metadata_of(context.invocation_metadata()),
+        remaining_s=context.time_remaining(),
+        add_done_callback=lambda callback: context.add_done_callback(lambda _: callback()),  # type: ignore[arg-type]  # the stubs are narrower than the library
+    )
+
+
+def _unary(
+    method: Callable[[Message, Call], Awaitable[Message]], kind: type[Message], metrics: Metrics
+) -> Callable[[bytes, Context], Awaitable[Message]]:
+    async def handle(body: bytes, context: Context) -> Message:
+        try:
+            with metrics.counting_refusals("grpc"):
+                incoming = parse(kind, body)
+            return await method(incoming, _call_of(context))
+        except Exception as error:
+            await refuse(context, error)
+
+    return handle
+
+
+def _streaming(
+    method: Callable[[Message, Call], AsyncGenerator[Message]],
+    kind: type[Message],
+    metrics: Metrics,
+) -> Callable[[bytes, Context], AsyncGenerator[Message]]:
+    async def handle(body: bytes, context: Context) -> None:
+        try:
+            with metrics.counting_refusals("grpc"):
+                incoming = parse(kind, body)
+            async with aclosing(method(incoming, _call_of(context))) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except Exception as error:
+            await refuse(context, error)
+
+    return handle  # type: ignore[return-value]  # a coroutine writes instead of yielding
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -1,0 +1,251 @@
+"""From protobuf messages to the servicer's words. It decides nothing about a request."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from cluster.serving.embedding_validator import MAX_PROMPTS
+from cluster.serving.inputs import (
+    EmbeddingInput,
+    GenerationInput,
+    Prompt,
+    TokenizeInput,
+)
+from cluster.serving.rpc.message_limit import check_message_size
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, Structure
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
+    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.inputs import ChatPrompt
+    from cluster.serving.rpc.call import Call
+    from pagedray.batch import Pooling
+
+__all__ = [
+    "check_size",
+    "generation_input",
+    "parse",
+    "read_embedding",
+    "read_generation",
+    "tokenize_input",
+]
+
+_MAX_TIMEOUT_S = 86_400
+_MAX_EMBED_PROMPTS = 2048
+_MAX_CHOICES = 1024
+# Looking at each costs a microsecond, on the event loop.
+_MAX_NESTED = 8192
+_MOST_NAMED_BYTES = 1024
+"""Unknown fields of a message in which the first one is looked for."""
+_MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
+# What a client says with its sampling, and the servicer takes beside it.
+_TEXT_FIELDS = ("skip_special_tokens", "include_stop")
+_FLOAT = struct.Struct("<f")
+_POOLINGS: dict[int, Pooling | None] = {
+    pb.POOLING_UNSPECIFIED: None,
+    pb.POOLING_MEAN: "mean",
+    pb.POOLING_CLS: "cls",
+    pb.POOLING_LAST: "last",
+}
+
+Incoming = TypeVar("Incoming", bound=Message)
+
+
+def parse(kind: type[Incoming], body: bytes) -> Incoming:
+    """Return the message that a body holds. Raises InvalidRequestError."""
+    check_message_size(body)
+    try:
+        message = kind.FromString(body)
+    except DecodeError as error:
+        raise InvalidRequestError(f"The message is not a valid {kind.__name__}.") from error
+    _check_num_nested(message, _MAX_NESTED)
+    _check_known_fields(message, body)
+    return message
+
+
+def read_generation(message: pb.GenerateRequest, call: Call, tenant: Tenant) -> GenerationInput:
+    """Return what Generate is asked for. Raises InvalidRequestError."""
+    return generation_input(_read_prompt(message), message, call, tenant)
+
+
+def generation_input(
+    prompt: Prompt, message: pb.GenerateRequest | pb.ChatRequest, call: Call, tenant: Tenant
+) -> GenerationInput:
+    """Return the continuation of `prompt` that a message asks for. Raises InvalidRequestError."""
+    sampling = message.sampling
+    return GenerationInput(
+        prompts=(prompt,),
+        sampling=_read_sampling(sampling),
+        model=message.model or None,
+        client_id=message.request_id or None,
+        priority=message.priority,
+        deadline_s=_deadline_s(message, call),
+        tenant=tenant.name,
+        skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
+        includes_stop=sampling.include_stop,
+        origin=call.origin,
+    )
+
+
+def read_embedding(message: pb.EmbedRequest, call: Call, tenant: Tenant) -> EmbeddingInput:
+    """Return what Embed is asked for. Raises InvalidRequestError."""
+    check_size("prompts", len(message.prompts), MAX_PROMPTS)
+    if message.pooling not in _POOLINGS:
+        raise InvalidRequestError(f"pooling has no value {message.pooling}.", param="pooling")
+    return EmbeddingInput(
+        prompts=tuple(_read_prompt(prompt) for prompt in message.prompts),
+        pooling=_POOLINGS[message.pooling],
+        is_normalized=_or_true(message, "normalize"),
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        model=message.model or None,
+        deadline_s=_deadline_s(message, call),
+        tenant=tenant.name,
+        origin=call.origin,
+    )
+
+
+def tokenize_input(
+    prompt: str | ChatPrompt, message: pb.TokenizeRequest, tenant: Tenant
+) -> TokenizeInput:
+    """Return what Tokenize is asked for, with its prompt."""
+    return TokenizeInput(
+        prompt=prompt,
+        add_special_tokens=_or_true(message, "add_special_tokens"),
+        model=message.model or None,
+        tenant=tenant.name,
+    )
+
+
+def check_size(name: str, size: int, most: int) -> None:
+    """Raise InvalidRequestError if a list is longer than it may be."""
+    if size > most:
+        raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
+
+
+def _check_num_nested(message: Message, room: int) -> int:
+    """Return what is left of the room for nested messages. Raises InvalidRequestError."""
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for nested in value if descriptor.is_repeated else (value,):
+            room -= 1
+            if room < 0:
+                raise InvalidRequestError(
+                    f"{descriptor.name} has too many entries: a message may hold "
+                    f"{_MAX_NESTED} others.",
+                    param=descriptor.name,
+                )
+            room = _check_num_nested(nested, room)
+    return room
+
+
+def _check_known_fields(message: Message, body: bytes) -> None:
+    """Raise InvalidRequestError for a message with fields that it does not have; drop them."""
+    # Looking at unknown fields costs a microsecond each, and a body has room for two million.
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    num_unknown_bytes = num_bytes - message.ByteSize()
+    if num_unknown_bytes == 0:
+        return
+    kind = type(message)
+    if num_unknown_bytes > _MOST_NAMED_BYTES:
+        raise InvalidRequestError(
+            f"{kind.__name__} has {num_unknown_bytes} bytes of fields that are not known here."
+        )
+    _refuse_unknown_field(kind.FromString(body))
+
+
+def _refuse_unknown_field(message: Message) -> None:
+    """Raise InvalidRequestError, with the number of the first unknown field, if there is one."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
+        number = unknown[0].field_number
+        raise InvalidRequestError(f"{type(message).__name__} has no field {number}.")
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for nested in value if descriptor.is_repeated else (value,):
+            _refuse_unknown_field(nested)
+
+
+def _deadline_s(
+    message: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest, call: Call
+) -> float | None:
+    limits_s = [] if call.remaining_s is None else [call.remaining_s]
+    if message.HasField("timeout"):
+        limits_s.append(_timeout_s(message.timeout))
+    return time.monotonic() + min(limits_s) if limits_s else None
+
+
+def _timeout_s(timeout: Duration) -> float:
+    timeout_s = timeout.seconds + timeout.nanos / 1e9
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"timeout must be more than 0 s and at most {_MAX_TIMEOUT_S} s, not {timeout_s:g} s.",
+            param="timeout",
+        )
+    return timeout_s
+
+
+def _or_true(message: Message, name: str) -> bool:
+    return not message.HasField(name) or bool(getattr(message, name))
+
+
+def _read_prompt(message: pb.GenerateRequest | pb.EmbedPrompt) -> str | tuple[int, ...]:
+    if message.WhichOneof("prompt") == "token_ids":
+        return tuple(message.token_ids.ids)
+    return message.text
+
+
+def _read_sampling(message: pb.SamplingParams) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for descriptor, value in message.ListFields():
+        name = descriptor.name
+        if name in _TEXT_FIELDS:
+            continue
+        if name == "structure":
+            given[name] = _read_structure(value)
+        elif name == "logit_bias":
+            check_size(name, len(value), MAX_LOGIT_BIAS)
+            given[name] = {token_id: _decimal(bias) for token_id, bias in value.items()}
+        elif isinstance(value, bool | int):
+            given[name] = value
+        elif isinstance(value, float):
+            given[name] = _decimal(value)
+        else:
+            check_size(name, len(value), _MAX_ENTRIES[name])
+            given[name] = tuple(value)
+    return given
+
+
+def _read_structure(message: pb.Structure) -> Structure:
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidRequestError("structure must have one kind set.", param="structure")
+    if kind == "json_object":
+        return Structure(kind=kind)
+    if kind == "choices":
+        check_size("structure", len(message.choices.texts), _MAX_CHOICES)
+        return Structure(kind="choice", text=json.dumps(list(message.choices.texts)))
+    return Structure(kind=kind, text=getattr(message, kind))
+
+
+def _decimal(value: float) -> float:
+    """Return the shortest decimal number that this 32-bit number may have been.
+
+    A client that sends 0.7 means what an HTTP client means by it.
+    """
+    for num_digits in range(6, 9):
+        candidate = float(f"{value:.{num_digits}g}")
+        if abs(candidate) < 3e38 and _FLOAT.unpack(_FLOAT.pack(candidate))[0] == value:
+            return candidate
+    return value

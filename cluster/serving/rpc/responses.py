@@ -1,0 +1,128 @@
+"""From the servicer's words to protobuf messages."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from cluster.serving.server_info import CallInfo, ServerInfo, ServerLoads
+from pagedray.request import FinishReason
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.serving.generation import GenerationOutput
+    from cluster.serving.text.text_stream import SequenceOutput
+    from pagedray.batch import TokenLogprobs
+
+__all__ = [
+    "finish_reason",
+    "generate_response",
+    "loads_response",
+    "logprobs_of",
+    "server_info_response",
+    "stop_reason",
+    "write_frame",
+]
+
+_FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_INFO_NAMES = tuple(field.name for field in fields(ServerInfo))
+_LOAD_NAMES = tuple(field.name for field in fields(ServerLoads) if field.name != "calls")
+
+
+def generate_response(
+    request_id: str, output: GenerationOutput, *, is_first: bool
+) -> pb.GenerateResponse:
+    """Return what Generate streams of one output."""
+    response = pb.GenerateResponse(request_id=request_id)
+    for sequence in output.sequences:
+        _add_sequence(response, sequence)
+    write_frame(response, output, is_first=is_first)
+    return response
+
+
+def write_frame(
+    response: pb.GenerateResponse | pb.ChatResponse, output: GenerationOutput, *, is_first: bool
+) -> None:
+    """Write what stands in the first and in the last message of a stream."""
+    usage = output.usage
+    if is_first:
+        response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
+        response.prompt_info.num_cached_tokens = usage.num_cached_tokens
+    if output.is_last:
+        response.usage.num_prompt_tokens = usage.num_prompt_tokens
+        response.usage.num_cached_tokens = usage.num_cached_tokens
+        response.usage.num_generated_tokens = usage.num_generated_tokens
+
+
+def finish_reason(output: SequenceOutput) -> pb.FinishReason:
+    """Return why a sequence ended, if it has."""
+    return _FINISH_REASONS[output.finish_reason]
+
+
+def stop_reason(output: SequenceOutput) -> str:
+    """Return what ended a sequence."""
+    if output.finish_reason is FinishReason.ERROR:
+        return "The engine could not compute the next token."
+    return "" if output.stop_reason is None else str(output.stop_reason)
+
+
+def logprobs_of(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    """Return the log-probabilities of tokens."""
+    return [
+        pb.TokenLogprobs(
+            logprob=one.chosen,
+            top_logprobs=[
+                pb.TopLogprob(token_id=token_id, logprob=value)
+                for token_id, value in zip(one.token_ids, one.logprobs, strict=True)
+            ],
+        )
+        for one in logprobs
+    ]
+
+
+def server_info_response(info: ServerInfo) -> pb.GetServerInfoResponse:
+    """Return what GetServerInfo answers."""
+    return pb.GetServerInfoResponse(**{name: getattr(info, name) for name in _INFO_NAMES})
+
+
+def loads_response(loads: ServerLoads) -> pb.GetLoadsResponse:
+    """Return what GetLoads answers."""
+    return pb.GetLoadsResponse(
+        calls=[_call_load(call) for call in loads.calls],
+        **{name: getattr(loads, name) for name in _LOAD_NAMES},
+    )
+
+
+def _call_load(call: CallInfo) -> pb.CallLoad:
+    return pb.CallLoad(
+        request_id=call.id,
+        age_s=call.age_s,
+        num_prompt_tokens=call.num_prompt_tokens,
+        num_generated_tokens=call.num_generated_tokens,
+        tenant=call.tenant,
+    )
+
+
+def _add_sequence(response: pb.GenerateResponse, output: SequenceOutput) -> None:
+    # Made where it is to be: a message that is put into another is copied.
+    add = response.sequences.add
+    if output.finish_reason is None and not output.logprobs:
+        # The message of most tokens.
+        add(index=output.index, text=output.text, token_ids=output.token_ids)
+        return
+    add(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=logprobs_of(output.logprobs),
+        finish_reason=finish_reason(output),
+        stop_reason=stop_reason(output),
+    )

@@ -1,0 +1,118 @@
+"""The gRPC front on one port: the service, health and reflection, with or without TLS."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.serving.listener import listen
+from cluster.serving.rpc.entry import EntryInterceptor
+from cluster.serving.rpc.health import HEALTH, Health
+from cluster.serving.rpc.message_limit import MAX_RECEIVED_BYTES
+from cluster.serving.rpc.methods import method_handlers
+from cluster.serving.rpc.service import SERVICE
+
+if TYPE_CHECKING:
+    from cluster.serving.servicer import Servicer
+    from cluster.serving.tls import Certificates, CertificateStore
+
+__all__ = ["GrpcServer"]
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
+    # gRPC would tell of its own refusals 0.1 to 1 s late, at random, to slow abusers down. They
+    # could have ours without a wait, and a call that waits counts and holds what it received.
+    ("grpc.http.tarpit", 0),
+    # Of one connection. A client that has more waits, so it must be more than the queue holds.
+    ("grpc.max_concurrent_streams", 4096),
+    # From the first on, metadata may be refused; from the second on, it is.
+    ("grpc.max_metadata_size", 8 * 2**10),
+    ("grpc.absolute_max_metadata_size", 16 * 2**10),
+    # Without this a second server binds the same port and takes half of the calls.
+    ("grpc.so_reuseport", 0),
+    # A compressed message may be small on the wire and huge in memory: only identity is taken.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+
+class GrpcServer:
+    """The gRPC server on one port."""
+
+    def __init__(
+        self,
+        servicer: Servicer,
+        *,
+        host: str,
+        port: int,
+        certificates: CertificateStore | None = None,
+    ) -> None:
+        """Without certificates the port speaks no TLS."""
+        self._servicer = servicer
+        self._host = host
+        self._wanted_port = port
+        self._certificates = certificates
+        self._health = Health((SERVICE.full_name,))
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+        """The port that is bound, once it is."""
+
+    async def start(self) -> None:
+        """Bind the port and answer. Raises DeviceError if the port is not to be had."""
+        await self.set_serving(False)
+        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
+        server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
+        names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        # gRPC would only say that it failed, and log why on its own.
+        listen("gRPC", self._host, self._wanted_port).close()
+        address = f"{host}:{self._wanted_port}"
+        self.port = (
+            server.add_insecure_port(address)
+            if self._certificates is None
+            else server.add_secure_port(address, _credentials(self._certificates))
+        )
+        await server.start()
+        self._server = server
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Say over grpc.health.v1 whether requests are served."""
+        await self._health.set_serving(is_serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls and end those that run longer than `grace_s`."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace_s)
+
+
+def _credentials(store: CertificateStore) -> grpc.ServerCredentials:
+    given = store.current()
+
+    # Called in a thread of gRPC's before every handshake.
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        current = store.current()
+        if current is given:
+            return None
+        given = current
+        return _configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(given),
+        fetch,  # type: ignore[arg-type]  # the stubs are narrower than the library
+        require_client_authentication=store.needs_client_certificate,
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.certificate)], certificates.client_ca
+    )

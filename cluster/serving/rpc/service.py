@@ -1,0 +1,139 @@
+"""The methods of `pagedray.v1.GenerationService`: messages in, messages out.
+
+They know protobuf and nothing of gRPC's server, so that another carrier of the same messages,
+such as the proxy of Ray Serve, runs the same methods. They raise PagedRayError; `grpc_status` has
+what a client is told of it. Each asks first whose call it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from cluster.serving.rpc import chat as grpc_chat
+from cluster.serving.rpc import requests as grpc_requests
+from cluster.serving.rpc import responses as grpc_responses
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.inputs import Operation
+    from cluster.serving.rpc.call import Call
+    from cluster.serving.servicer import Servicer
+
+__all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+"""The service as its file in protos/ describes it."""
+OPERATIONS: dict[str, Operation] = {
+    "Generate": "text_completion",
+    "Chat": "chat",
+    "Embed": "embeddings",
+}
+"""The methods that wait for the engine, and what they have it do."""
+
+_MAX_ABORT_IDS = 1024
+_MAX_DETOKENIZE_IDS = 2**17
+
+
+class GrpcService:
+    """One method for each of the service's, named as Python names them."""
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+        self._tool_format = servicer.tool_format
+
+    async def generate(
+        self, message: pb.GenerateRequest, call: Call
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """Stream the continuations of a prompt."""
+        tenant = self._tenant(call)
+        with self._servicer.metrics.counting_refusals(call.front):
+            given = grpc_requests.read_generation(message, call, tenant)
+        generation = await self._servicer.start(given)
+        # A cancelled call ends its request even while this coroutine waits for flow control.
+        call.add_done_callback(generation.close)
+        try:
+            is_first = True
+            async with aclosing(generation.outputs()) as outputs:
+                async for output in outputs:
+                    yield grpc_responses.generate_response(generation.id, output, is_first=is_first)
+                    is_first = False
+        finally:
+            generation.close()
+
+    async def chat(self, message: pb.ChatRequest, call: Call) -> AsyncGenerator[pb.ChatResponse]:
+        """Stream the assistant's next turn."""
+        tenant = self._tenant(call)
+        with self._servicer.metrics.counting_refusals(call.front):
+            chat = grpc_chat.Chat(message, tool_format=self._tool_format)
+            given = chat.to_input(call, tenant)
+        generation = await self._servicer.start(given)
+        call.add_done_callback(generation.close)
+        try:
+            async with aclosing(generation.outputs()) as outputs:
+                async for output in outputs:
+                    yield chat.response(generation.id, output)
+        finally:
+            generation.close()
+
+    async def embed(self, message: pb.EmbedRequest, call: Call) -> pb.EmbedResponse:
+        """Return the vectors of texts."""
+        tenant = self._tenant(call)
+        with self._servicer.metrics.counting_refusals(call.front):
+            given = grpc_requests.read_embedding(message, call, tenant)
+        output = await self._servicer.embed(given)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=vector) for vector in output.vectors],
+            num_prompt_tokens=output.num_prompt_tokens,
+        )
+
+    async def tokenize(self, message: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation."""
+        given = grpc_chat.read_tokenize(message, self._tenant(call))
+        return pb.TokenizeResponse(token_ids=await self._servicer.tokenize(given))
+
+    async def detokenize(self, message: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        """Return the text of token ids."""
+        self._tenant(call)
+        grpc_requests.check_size("token_ids", len(message.token_ids), _MAX_DETOKENIZE_IDS)
+        skips = message.skip_special_tokens or not message.HasField("skip_special_tokens")
+        text = await self._servicer.detokenize(
+            tuple(message.token_ids), skip_special_tokens=skips, model=message.model or None
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    async def abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
+        """End requests of the caller's tenant."""
+        tenant = self._tenant(call)
+        grpc_requests.check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
+        for client_id in message.request_ids:
+            self._servicer.abort(tenant.name, client_id)
+        return pb.AbortResponse()
+
+    async def list_models(self, message: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
+        """Return the one model that there is."""
+        self._tenant(call)
+        config = self._servicer.config
+        model = pb.Model(
+            name=config.model.name,
+            context_length=config.max_model_len,
+            is_encoder=config.model.is_encoder,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+    async def get_server_info(
+        self, message: pb.GetServerInfoRequest, call: Call
+    ) -> pb.GetServerInfoResponse:
+        """Return what does not change while the server runs."""
+        self._tenant(call)
+        return grpc_responses.server_info_response(self._servicer.info())
+
+    async def get_loads(self, message: pb.GetLoadsRequest, call: Call) -> pb.GetLoadsResponse:
+        """Return what the server has to do."""
+        return grpc_responses.loads_response(self._servicer.loads(self._tenant(call)))
+
+    def _tenant(self, call: Call) -> Tenant:
+        return self._servicer.authenticate(call.authorization)

@@ -1,0 +1,128 @@
+"""Watches each call from its arrival to its end, and tells those who want to know.
+
+It costs a call some microseconds, and each of its outputs a fraction of one.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH
+from cluster.serving.telemetry.call_report import CallReport, outcome_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.serving.inputs import Arrival
+    from cluster.serving.telemetry.metrics import Metrics
+    from pagedray.errors import PagedRayError
+    from pagedray.request import Request
+
+__all__ = ["CallObserver", "CallWatch"]
+
+
+class CallObserver:
+    """Begins the watch of each call."""
+
+    def __init__(
+        self, metrics: Metrics, model: str, listeners: Sequence[Callable[[CallReport], None]]
+    ) -> None:
+        """Each listener is told of the end of every call, in the event loop's thread."""
+        self.metrics = metrics
+        self.model = model
+        self._listeners = tuple(listeners)
+
+    def begin(self, arrival: Arrival) -> CallWatch:
+        """Return the watch of a call that arrives at this moment."""
+        return CallWatch(self, arrival)
+
+    def tell(self, report: CallReport) -> None:
+        """Hand on what a call was."""
+        self.metrics.count_call(report)
+        for listener in self._listeners:
+            listener(report)
+
+
+class CallWatch:
+    """What is known of one call so far."""
+
+    def __init__(self, observer: CallObserver, arrival: Arrival) -> None:
+        self._observer = observer
+        self._arrival = arrival
+        # One that is refused for its length is told of all the same.
+        self._id = (arrival.client_id or "")[:MAX_CLIENT_ID_LENGTH]
+        self._arrived_s = time.monotonic()
+        self._validated_s: float | None = None
+        self._started_s: float | None = None
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._requests: tuple[Request, ...] = ()
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_held_tokens = 0
+        self._is_open = False
+        self._is_ended = False
+
+    def note_validated(self, num_prompt_tokens: int, requests: Sequence[Request] = ()) -> None:
+        """Note that the call is in order; an embedding has no requests."""
+        self._validated_s = time.monotonic()
+        self._requests = tuple(requests)
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def note_open(self, call_id: str) -> None:
+        """Note that the engine has taken the call."""
+        self._id = call_id
+        self._is_open = True
+        self._num_held_tokens = self._num_prompt_tokens + sum(
+            request.sampling.n * request.sampling.max_tokens for request in self._requests
+        )
+        self._observer.metrics.hold_tokens(self._num_held_tokens)
+
+    def add_tokens(self, num_tokens: int, *, num_cached_tokens: int, started_s: float) -> None:
+        """Note an output that comes at this moment: its tokens, and how the engine began."""
+        self._num_cached_tokens = num_cached_tokens
+        if self._started_s is None and started_s > 0.0:
+            self._started_s = started_s
+        if num_tokens == 0:
+            return
+        now_s = time.monotonic()
+        self._num_generated_tokens += num_tokens
+        if self._last_s is None:
+            self._first_s = now_s
+            self._observer.metrics.first_token.observe(now_s - self._arrived_s)
+        else:
+            self._observer.metrics.between_tokens.add(now_s - self._last_s)
+        self._last_s = now_s
+
+    def end(self, outcome: str | PagedRayError) -> None:
+        """Note the end; only the first one counts."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._num_held_tokens:
+            self._observer.metrics.hold_tokens(-self._num_held_tokens)
+        arrival = self._arrival
+        self._observer.tell(
+            CallReport(
+                operation=arrival.operation,
+                origin=arrival.origin,
+                tenant=arrival.tenant,
+                model=self._observer.model,
+                id=self._id,
+                sampling=self._requests[0].sampling if self._requests else None,
+                outcome=outcome if isinstance(outcome, str) else outcome_of(outcome),
+                is_refused=not self._is_open,
+                arrived_s=self._arrived_s,
+                validated_s=self._validated_s,
+                started_s=self._started_s,
+                first_token_s=self._first_s,
+                last_token_s=self._last_s,
+                ended_s=time.monotonic(),
+                num_sequences=sum(request.sampling.n for request in self._requests),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_cached_tokens=self._num_cached_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+            )
+        )

@@ -1,0 +1,171 @@
+"""The engine's counts as Prometheus takes them, read when they are asked for."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from cluster.engine.duration_counts import DurationCounts
+    from cluster.engine.stats import EngineStats
+    from cluster.serving.engine_client import EngineClient
+    from pagedray.config import EngineConfig
+
+__all__ = ["EngineCollector", "duration_family"]
+
+_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+class EngineCollector(Collector):
+    """Reads an engine's counts."""
+
+    def __init__(self, client: EngineClient, config: EngineConfig) -> None:
+        self._client = client
+        self._block_bytes = _block_bytes(config)
+
+    def describe(self) -> list[Metric]:
+        # Nothing is asked of the engine when the collector is registered.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        is_healthy = self._client.is_healthy
+        yield _gauge("healthy", "Whether the engine makes progress", is_healthy)
+        if self._client.is_attached:
+            stats = self._client.replica.stats()
+            yield from self._scheduler_families(stats)
+            yield from self._step_families(stats)
+
+    def _scheduler_families(self, stats: EngineStats) -> Iterator[Metric]:
+        scheduler = stats.scheduler
+        yield _labelled_gauge(
+            "sequences",
+            "Sequences by state",
+            "state",
+            {
+                "running": scheduler.num_running,
+                "waiting": scheduler.num_waiting,
+                "swapped": scheduler.num_swapped,
+            },
+        )
+        yield _gauge("queued_requests", "Requests not started", scheduler.num_queued_requests)
+        num_blocks, num_cpu_blocks = scheduler.num_blocks, scheduler.num_cpu_blocks
+        num_free, num_cpu_free = scheduler.num_free_blocks, scheduler.num_free_cpu_blocks
+        pools = {"device": num_blocks, "cpu": num_cpu_blocks}
+        yield _labelled_gauge("blocks", "KV blocks of each pool", "pool", pools)
+        yield _labelled_gauge(
+            "free_blocks",
+            "KV blocks of each pool that are free",
+            "pool",
+            {"device": num_free, "cpu": num_cpu_free},
+        )
+        yield _labelled_gauge(
+            "kv_use",
+            "Part of each pool that is in use, 0 to 1",
+            "pool",
+            {
+                "device": _used(num_blocks, num_free),
+                "cpu": _used(num_cpu_blocks, num_cpu_free),
+            },
+        )
+        yield _gauge("cached_blocks", "Free blocks with known content", scheduler.num_cached_blocks)
+        yield _counter(
+            "prefix_queried_tokens",
+            "Tokens looked up in the prefix cache",
+            scheduler.num_queried_tokens,
+        )
+        yield _counter(
+            "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
+        )
+        yield _labelled_counter(
+            "preemptions",
+            "Sequences that made room, by how",
+            "kind",
+            {
+                "swap": scheduler.num_swap_preemptions,
+                "recompute": scheduler.num_recompute_preemptions,
+            },
+        )
+        yield _labelled_counter(
+            "swapped_bytes",
+            "Bytes of KV blocks copied out of and into device memory, all ranks together",
+            "direction",
+            {
+                "out": scheduler.num_swapped_out_blocks * self._block_bytes,
+                "in": scheduler.num_swapped_in_blocks * self._block_bytes,
+            },
+        )
+
+    def _step_families(self, stats: EngineStats) -> Iterator[Metric]:
+        yield _gauge("last_step_seconds", "What the last step took", stats.last_step_s)
+        yield duration_family("step_seconds", "What a step took", stats.step_times)
+        yield _counter("steps", "Steps run", stats.num_steps)
+        yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
+        yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
+        yield _counter(
+            "rank_replacements",
+            "Times that all ranks were replaced after one died",
+            stats.num_replacements,
+        )
+        layers = GaugeMetricFamily(
+            "pagedray_attention_layers",
+            "Layers by part of a step and whose attention kernels serve it",
+            labels=["part", "server"],
+        )
+        for part, servers in stats.attention_servers.items():
+            for server, num_layers in servers.items():
+                layers.add_metric([part, server], num_layers)
+        yield layers
+
+
+def duration_family(name: str, text: str, counts: DurationCounts) -> Metric:
+    """Return a histogram of durations."""
+    bounds = [*(str(bound) for bound in counts.bounds_s), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
+    return HistogramMetricFamily(f"pagedray_{name}", text, buckets, counts.total_s)
+
+
+def _block_bytes(config: EngineConfig) -> int:
+    """Return the bytes of a KV block on all ranks together."""
+    model = config.model
+    num_ranks = config.parallel.tensor_parallel_size
+    dtype = config.cache.kv_cache_dtype
+    # Every rank has a key-value head at least, which several may share.
+    num_heads = max(model.num_kv_heads, num_ranks)
+    num_numbers = 2 * model.num_layers * config.cache.block_size * num_heads * model.head_size
+    return num_numbers * _BYTES_OF[model.dtype if dtype == "auto" else dtype]
+
+
+def _used(num_blocks: int, num_free: int) -> float:
+    return (num_blocks - num_free) / num_blocks if num_blocks else 0.0
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"pagedray_{name}", text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"pagedray_{name}", text, value=value)
+
+
+def _labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"pagedray_{name}", text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"pagedray_{name}", text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family

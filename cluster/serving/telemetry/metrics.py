@@ -1,0 +1,192 @@
+"""What the server tells Prometheus: counts of the engine, times of the calls.
+
+Every label has few values, whatever clients send: tenants are those of the key file, up to a
+bound, and all else is one of our own words. docs/observability.md lists all names.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from cluster.engine.duration_counts import DurationCounter
+from cluster.serving.telemetry.call_report import outcome_of
+from cluster.serving.telemetry.engine_metrics import EngineCollector, duration_family
+from cluster.serving.telemetry.router_metrics import RouterCollector
+from pagedray.errors import PagedRayError
+from pagedray.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.inputs import Front
+    from cluster.serving.telemetry.call_report import CallReport
+    from pagedray.config import EngineConfig
+    from pagedray.request import StructureKind
+
+__all__ = ["Metrics"]
+
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_CALL_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+_WORK_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
+_LENGTH_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
+_MAX_TENANTS = 256
+_OTHER_TENANTS = "(other)"
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own. Used from the event loop only."""
+
+    def __init__(self, client: EngineClient, config: EngineConfig) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(client, config))
+        self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
+        self._refusals = self._counter(
+            "refusals", "Calls that never reached the engine", "front", "reason"
+        )
+        self._tenant_calls = self._counter("tenant_requests", "Calls that ended", "tenant")
+        self._tenant_tokens = self._counter(
+            "tenant_tokens", "Tokens of calls that ended", "tenant", "kind"
+        )
+        self._tokens_in_flight = Gauge(
+            "pagedray_tokens_in_flight",
+            "Prompt tokens and tokens to generate at most of the calls that are open",
+            registry=self.registry,
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
+        )
+        self.between_tokens = DurationCounter(_TOKEN_BUCKETS)
+        """Times between two outputs of a call."""
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds", "Between two tokens, mean of a call", _TOKEN_BUCKETS
+        )
+        self._duration = self._histogram(
+            "request_duration_seconds", "From arrival to the end", _CALL_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "queue_time_seconds", "From when a call was in order to its first step", _QUEUE_BUCKETS
+        )
+        self._validation = self._histogram(
+            "validation_seconds", "What a call took to be tokenized and checked", _WORK_BUCKETS
+        )
+        self._prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a call", _LENGTH_BUCKETS
+        )
+        self._generated_length = self._histogram(
+            "request_generated_tokens", "Tokens generated for a call", _LENGTH_BUCKETS
+        )
+        self._compiling = Histogram(
+            "pagedray_structure_compile_seconds",
+            "What calls waited for a structure to be compiled",
+            ["kind"],
+            buckets=_WORK_BUCKETS,
+            registry=self.registry,
+        )
+        info = Gauge(
+            "pagedray_info",
+            "What is served; always 1",
+            ["version", "model"],
+            registry=self.registry,
+        )
+        info.labels(__version__, config.model.name).set(1)
+        self.registry.register(_GapCollector(self.between_tokens))
+        self._tenants: set[str] = set()
+        # Apart, since it reads the other.
+        self._router_registry = CollectorRegistry()
+        self._router_registry.register(RouterCollector(client, config, self.registry))
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return generate_latest(self.registry) + generate_latest(self._router_registry)
+
+    def count_call(self, report: CallReport) -> None:
+        """Count a call that ended."""
+        self._count(report.outcome, report.origin.front, is_refused=report.is_refused)
+        tenant = self._tenant(report.tenant)
+        self._tenant_calls.labels(tenant).inc()
+        if report.validated_s is not None:
+            self._validation.observe(report.validated_s - report.arrived_s)
+        if report.is_refused:
+            return
+        self._duration.observe(report.ended_s - report.arrived_s)
+        self._prompt_length.observe(report.num_prompt_tokens)
+        self._tenant_tokens.labels(tenant, "prompt").inc(report.num_prompt_tokens)
+        if report.started_s is not None and report.validated_s is not None:
+            self._queue_time.observe(max(0.0, report.started_s - report.validated_s))
+        if report.operation == "embeddings":
+            return
+        self._generated_length.observe(report.num_generated_tokens)
+        self._tenant_tokens.labels(tenant, "generated").inc(report.num_generated_tokens)
+        num_gaps = report.num_generated_tokens / max(report.num_sequences, 1) - 1
+        if num_gaps > 0 and report.first_token_s is not None and report.last_token_s is not None:
+            self._per_token.observe((report.last_token_s - report.first_token_s) / num_gaps)
+
+    def hold_tokens(self, num_tokens: int) -> None:
+        """Count tokens of a call that opens; less than none, of one that ends."""
+        self._tokens_in_flight.inc(num_tokens)
+
+    def count_compile(self, kind: StructureKind, duration_s: float) -> None:
+        """Count what a call waited for its structure, which may be known or be found to be none."""
+        self._compiling.labels(kind).observe(duration_s)
+
+    def count_refusal(self, error: Exception, front: Front = "none") -> None:
+        """Count a call that ended before it was one: unread, unknown, or without a key."""
+        self._count(outcome_of(error), front, is_refused=True)
+
+    @contextmanager
+    def counting_refusals(self, front: Front = "none") -> Iterator[None]:
+        """Count a call that is refused while its message is read."""
+        try:
+            yield
+        except PagedRayError as error:
+            self.count_refusal(error, front)
+            raise
+
+    def count(self, outcome: str, front: Front = "none") -> None:
+        """Count a call that a front refused for a reason of its protocol."""
+        self._count(outcome, front, is_refused=True)
+
+    def _count(self, outcome: str, front: Front, *, is_refused: bool) -> None:
+        self._calls.labels(front, outcome).inc()
+        if is_refused:
+            self._refusals.labels(front, outcome).inc()
+
+    def _tenant(self, name: str) -> str:
+        """Return a tenant's label: its name, unless there are too many."""
+        if name not in self._tenants:
+            if len(self._tenants) >= _MAX_TENANTS:
+                return _OTHER_TENANTS
+            self._tenants.add(name)
+        return name
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pagedray_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pagedray_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class _GapCollector(Collector):
+    """The times between tokens, which are counted too often for a histogram of the library."""
+
+    def __init__(self, counter: DurationCounter) -> None:
+        self._counter = counter
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield duration_family(
+            "inter_token_latency_seconds",
+            "Between two outputs of a call, each of which has tokens",
+            self._counter.counts(),
+        )

@@ -1,0 +1,150 @@
+"""From the tokens of one sequence to its text: detokenizing, stop strings, the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.serving.text.detokenizer import IncrementalDetokenizer
+from cluster.serving.text.stop_strings import StopMatcher
+from pagedray.batch import TokenLogprobs
+from pagedray.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.scheduling.event import TokenEvent
+    from cluster.serving.text.token_bytes import TokenBytes
+
+__all__ = ["SequenceOutput", "TextStream"]
+
+
+# One is made for every token, and holds nothing that could lead back to it.
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one sequence gained since the last output."""
+
+    prompt_index: int = 0
+    """Which of the call's prompts it continues."""
+    index: int
+    """Which of the prompt's sequences it is."""
+    text: str
+    """Certain text; it may lag behind the tokens."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one for each token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the client's stop token that ended it."""
+
+
+class TextStream:
+    """The text of one sequence, as its events come in."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        token_bytes: TokenBytes,
+        *,
+        prompt_index: int = 0,
+        skips_special_tokens: bool = True,
+        includes_stop: bool = False,
+    ) -> None:
+        """`includes_stop` makes a stop string, or a stop token of the client, part of the text."""
+        sampling = request.sampling
+        # Only a decoder that strips leading spaces cares for what stands before.
+        is_continuation = token_bytes.num_stripped > 0 and not all(
+            token_bytes.is_special(token_id) for token_id in request.prompt_token_ids
+        )
+        self._detokenizer = IncrementalDetokenizer(
+            token_bytes,
+            is_continuation=is_continuation,
+            skips_special_tokens=skips_special_tokens,
+        )
+        self._includes_stop = includes_stop
+        self._matcher = StopMatcher(sampling.stop)
+        self._min_tokens = sampling.min_tokens
+        self._client_stop_ids = frozenset(sampling.stop_token_ids)
+        self._index = index
+        self._prompt_index = prompt_index
+        self._num_tokens = 0
+        self._is_finished = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its last output was returned."""
+        return self._is_finished
+
+    def push(self, events: Sequence[TokenEvent]) -> SequenceOutput:
+        """Return what the events add. None may be pushed after the end."""
+        assert not self._is_finished
+        pieces: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for event in events:
+            num_taken, stop = self._push_tokens(event, pieces)
+            token_ids += event.token_ids[:num_taken]
+            logprobs += event.logprobs[:num_taken]
+            if stop is not None:
+                return self._output(pieces, token_ids, logprobs, FinishReason.STOP, stop)
+            if event.finish_reason is not None:
+                return self._end(event, pieces, token_ids, logprobs)
+        return self._output(pieces, token_ids, logprobs, None, None)
+
+    def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
+        # The token that ended the sequence is no part of its text, unless the client wants it.
+        is_wanted = self._includes_stop and event.stop_token_id in self._client_stop_ids
+        num_silent = 0 if event.stop_token_id is None or is_wanted else 1
+        num_heard = len(event.token_ids) - num_silent
+        for position, token_id in enumerate(event.token_ids[:num_heard]):
+            self._num_tokens += 1
+            stop = self._push_text(self._detokenizer.push(token_id), pieces)
+            if stop is not None:
+                return position + 1, stop
+        self._num_tokens += num_silent
+        return len(event.token_ids), None
+
+    def _push_text(self, text: str, pieces: list[str]) -> str | None:
+        if self._num_tokens <= self._min_tokens:
+            pieces.append(text)
+            return None
+        certain, stop = self._matcher.push(text)
+        pieces.append(certain)
+        if stop is not None and self._includes_stop:
+            pieces.append(stop)
+        return stop
+
+    def _end(
+        self,
+        event: TokenEvent,
+        pieces: list[str],
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+    ) -> SequenceOutput:
+        stop = self._push_text(self._detokenizer.flush(), pieces)
+        if stop is not None:
+            return self._output(pieces, token_ids, logprobs, FinishReason.STOP, stop)
+        pieces.append(self._matcher.flush())
+        stop_id = event.stop_token_id
+        named = stop_id if stop_id in self._client_stop_ids else None
+        return self._output(pieces, token_ids, logprobs, event.finish_reason, named)
+
+    def _output(
+        self,
+        pieces: list[str],
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None,
+    ) -> SequenceOutput:
+        self._is_finished = finish_reason is not None
+        return SequenceOutput(
+            prompt_index=self._prompt_index,
+            index=self._index,
+            text="".join(pieces),
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )

@@ -1,0 +1,129 @@
+"""Decimal numbers between two bounds, as an expression of their digits."""
+
+from __future__ import annotations
+
+from math import ceil, floor
+from typing import TYPE_CHECKING
+
+from cluster.structured.grammar.expressions import (
+    Characters,
+    Choice,
+    Expression,
+    Repeat,
+    Sequence,
+    Text,
+    optional,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+__all__ = ["numbers_between"]
+
+_NUM_INTEGER_DIGITS = 15
+_NUM_DECIMALS = 6
+
+
+def numbers_between(
+    low: Fraction | None,
+    high: Fraction | None,
+    *,
+    is_low_open: bool,
+    is_high_open: bool,
+    is_integer: bool,
+) -> Expression:
+    """Return the numbers of so many digits between two bounds, of which None is the largest.
+
+    Raises InvalidRequestError if there are none.
+    """
+    num_decimals = 0 if is_integer else _NUM_DECIMALS
+    scale = 10**num_decimals
+    largest = 10**_NUM_INTEGER_DIGITS * scale - 1
+    first = -largest if low is None else max(-largest, ceil(low * scale))
+    last = largest if high is None else min(largest, floor(high * scale))
+    first += is_low_open and first == (low or 0) * scale and low is not None
+    last -= is_high_open and last == (high or 0) * scale and high is not None
+    if first > last:
+        raise refuse(
+            f"structure asks for a number of at most {_NUM_INTEGER_DIGITS} digits and "
+            f"{num_decimals} decimals between bounds that have none between them."
+        )
+    parts: list[Expression] = []
+    if first < 0:
+        # Zero has no sign.
+        parts += (
+            Sequence((Text("-"), part))
+            for part in _magnitudes(max(1, -min(last, -1)), -first, num_decimals)
+        )
+    if last >= 0:
+        parts += _magnitudes(max(first, 0), last, num_decimals)
+    return Choice(tuple(parts))
+
+
+def _magnitudes(first: int, last: int, num_decimals: int) -> list[Expression]:
+    """Return expressions of the numbers `first` to `last` in units of the last decimal."""
+    parts: list[Expression] = []
+    # Numbers with as many digits before the point as one another; 0.5 has one.
+    for num_digits in range(num_decimals + 1, max(len(str(last)), num_decimals + 1) + 1):
+        lowest = 0 if num_digits == num_decimals + 1 else 10 ** (num_digits - 1)
+        low, high = max(first, lowest), min(last, 10**num_digits - 1)
+        if low <= high:
+            parts += _of_length(f"{low:0{num_digits}}", f"{high:0{num_digits}}", num_decimals)
+    return parts
+
+
+def _of_length(low: str, high: str, num_decimals: int) -> list[Expression]:
+    """Return expressions of the digits from `low` to `high`, which are as long as one another."""
+    same = 0
+    while same < len(low) and low[same] == high[same]:
+        same += 1
+    if same == len(low):
+        return [_number(low, None, num_decimals, len(low))]
+    parts: list[Expression] = []
+    length = len(low)
+    # Where anything may follow a first other digit, it belongs to those between.
+    is_low_whole = set(low[same + 1 :]) <= {"0"}
+    is_high_whole = set(high[same + 1 :]) <= {"9"}
+    # Above `low` behind ever shorter beginnings of it, below `high` likewise, and between.
+    for at in range(length - 1, same, -1):
+        if low[at] < "9" and not is_low_whole:
+            parts.append(_number(low[:at], (int(low[at]) + 1, 9), num_decimals, length))
+        if high[at] > "0" and not is_high_whole:
+            parts.append(_number(high[:at], (0, int(high[at]) - 1), num_decimals, length))
+    between = int(low[same]) + (not is_low_whole), int(high[same]) - (not is_high_whole)
+    if between[0] <= between[1]:
+        parts.append(_number(low[:same], between, num_decimals, length))
+    if not is_low_whole:
+        parts.append(_number(low, None, num_decimals, length))
+    if not is_high_whole:
+        parts.append(_number(high, None, num_decimals, length))
+    return parts
+
+
+def _number(head: str, digit: tuple[int, int] | None, num_decimals: int, length: int) -> Expression:
+    """Return numbers that begin with `head` and a digit, if any, and go on with any digits.
+
+    Of `length` digits the last `num_decimals` are behind the point; zeros at the end may be left
+    out there, which any digits may be.
+    """
+    num_whole = length - num_decimals
+    given: list[Expression] = [Text(character) for character in head]
+    if digit is not None:
+        given.append(Characters(((0x30 + digit[0], 0x30 + digit[1]),)))
+    any_digit = Characters(((0x30, 0x39),))
+    whole = given[:num_whole]
+    if num_whole > len(whole):
+        count = num_whole - len(whole)
+        whole.append(Repeat(any_digit, count, count))
+    decimals = given[num_whole:]
+    # Of fixed digits, the zeros at the end say nothing.
+    while digit is None and decimals and decimals[-1] == Text("0"):
+        decimals.pop()
+    num_free = 0 if digit is None else min(length - len(given), num_decimals)
+    if not decimals and not num_free:
+        return Sequence(tuple(whole))
+    if not decimals:
+        return Sequence((*whole, optional(Sequence((Text("."), Repeat(any_digit, 1, num_free))))))
+    free = (Repeat(any_digit, 0, num_free),) if num_free else ()
+    return Sequence((*whole, Text("."), *decimals, *free))

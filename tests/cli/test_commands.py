@@ -1,0 +1,116 @@
+"""The command line: what its flags mean, and what it costs to ask for help."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.cli.commands import _parser
+from cluster.cli.flags import engine_options
+from cluster.engine.options import EngineOptions
+from cluster.engine.progress import ProgressLine
+
+if TYPE_CHECKING:
+    import argparse
+
+HEAVY = ("fastapi", "grpc", "numpy", "ray", "torch", "transformers")
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return _parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("chat",)])
+def test_help_loads_nothing_heavy(command: tuple[str, ...]) -> None:
+    script = (
+        "import sys\nfrom cluster.cli.commands import main\n"
+        f"try:\n    main({[*command, '--help']!r})\n"
+        f"finally:\n    print('LOADED', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_flags_left_out_mean_the_defaults(command: str) -> None:
+    text = ["x"] if command == "generate" else []
+    options = engine_options(parsed(command, "folder", *text))
+    expected = EngineOptions() if command == "serve" else EngineOptions(executor="local")
+    assert options == expected
+
+
+def test_every_option_has_a_flag() -> None:
+    help_text = _parser_of("serve").format_help()
+    names = {
+        field.name.replace("_", "-").replace("enable-", "no-") for field in fields(EngineOptions)
+    }
+    assert [name for name in names if f"--{name}" not in help_text] == []
+
+
+def _parser_of(command: str) -> argparse.ArgumentParser:
+    (commands,) = (a for a in _parser()._actions if a.dest == "command" or a.choices)
+    assert isinstance(commands.choices, dict)
+    found: argparse.ArgumentParser = commands.choices[command]
+    return found
+
+
+def test_flags_are_read() -> None:
+    options = engine_options(
+        parsed(
+            "serve",
+            "folder",
+            "--tensor-parallel-size=2",
+            "--no-prefix-cache",
+            "--memory-fraction=0.5",
+            "--preemption=swap",
+            "--load-seed=7",
+            "--enforce-eager",
+        )
+    )
+    assert (options.tensor_parallel_size, options.enable_prefix_cache) == (2, False)
+    assert (options.memory_fraction, options.preemption) == (0.5, "swap")
+    assert (options.load_seed, options.enforce_eager) == (7, True)
+
+
+def test_serve_is_told_how_the_model_writes_tool_calls() -> None:
+    assert parsed("serve", "m", "--tool-call-format=llama3_json").tool_call_format == "llama3_json"
+    assert parsed("serve", "m").tool_call_format is None
+
+
+def test_more_than_one_rank_needs_ray_unless_told_otherwise() -> None:
+    assert engine_options(parsed("chat", "m", "--tensor-parallel-size=2")).executor == "ray"
+    given = parsed("chat", "m", "--tensor-parallel-size=2", "--executor=local")
+    assert engine_options(given).executor == "local"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_seed_is_that_of_sampling(command: str) -> None:
+    from cluster.cli.commands import _sampling
+
+    text = ["x"] if command == "generate" else []
+    given = parsed(command, "folder", *text, "--seed=5")
+    assert _sampling(given).seed == 5
+    assert engine_options(given).load_seed == 0
+    assert _sampling(parsed(command, "folder", *text)).seed is None
+
+
+def test_serve_has_no_sampling_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("serve", "folder", "--seed=5")
+    assert "--seed" in capsys.readouterr().err
+
+
+def test_progress_is_silent_once_it_is_closed() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(stream)
+    line.report("Loading weights", 0.5)
+    line.close()
+    line.report("Loading weights again", 0.5)
+    assert stream.getvalue() == "Loading weights ...\n"

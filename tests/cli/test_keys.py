@@ -1,0 +1,39 @@
+"""`pagedray keys new`: what it prints is all that a key file needs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.cli.commands import main
+from cluster.serving.auth.authenticator import Authenticator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_new_key_is_let_in_by_the_lines_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "new", "--tenant=research.a-1"]) == 0
+    out = capsys.readouterr().out
+    (key,) = re.findall(r"^    (\S+)$", out, re.MULTILINE)
+    lines = out[out.index("[tenants.") :]
+    assert key not in lines
+    path = tmp_path / "keys.toml"
+    path.touch(0o600)
+    path.write_text(lines)
+    assert Authenticator(path).authenticate(f"Bearer {key}").name == "research.a-1"
+
+
+@pytest.mark.parametrize("tenant", ["", 'a"b', "a\nb", "x" * 65])
+def test_a_name_that_no_tenant_may_have_is_refused(
+    tenant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "new", f"--tenant={tenant}"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    assert "tenant" in told.err

@@ -1,0 +1,150 @@
+"""`pagedray top` in a real terminal: a pseudo-terminal that an emulator reads."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyte
+import pytest
+
+from tests.cli.loads_server import LOADS, serving
+from tests.fakes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+LEAVE_OWN_SCREEN = b"\x1b[?1049l"
+# The terminal has to be its controlling one, or else Ctrl-C would be a key like any other.
+PROGRAM = """
+import fcntl, signal, sys, termios
+from cluster.cli.commands import main
+# Whoever started the tests may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.exit(main())
+"""
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, arguments: Sequence[str], *, columns: int = 100, lines: int = 30) -> None:
+        self._screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self._screen)
+        self._lock = threading.Lock()
+        self.written = b""
+        self._master, slave = pty.openpty()
+        self._set_size(columns, lines)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        os.close(slave)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.join()
+        os.close(self._master)
+
+    @property
+    def text(self) -> str:
+        with self._lock:
+            return "\n".join(self._screen.display)
+
+    def join(self) -> None:
+        """Wait until all that the program wrote is read."""
+        self._reader.join()
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def resize(self, columns: int, lines: int) -> None:
+        with self._lock:
+            self._screen.resize(lines, columns)
+        self._set_size(columns, lines)
+
+    def _set_size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                written = os.read(self._master, 65536)
+            except OSError:
+                # The last one who had it open has ended.
+                return
+            self.written += written
+            with self._lock:
+                self._stream.feed(written)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(msgspec.json.encode(LOADS)) as (url, _):
+        yield url
+
+
+def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
+    with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
+        wait_for(lambda: "150 of 200" in terminal.text and "call-15" in terminal.text, 30.0)
+        assert terminal.text.rstrip().endswith("╯")
+        terminal.resize(60, 16)
+        wait_for(lambda: terminal.text.count("│") >= 28 and "call-15" not in terminal.text, 30.0)
+        assert "150 of 200" in terminal.text
+        terminal.press(b"x")
+        terminal.press(b"q")
+        assert terminal.process.wait(30.0) == 0
+        terminal.join()
+        assert LEAVE_OWN_SCREEN in terminal.written
+
+
+def test_a_server_that_hangs_holds_nobody_up() -> None:
+    is_released = threading.Event()
+    with (
+        serving(msgspec.json.encode(LOADS), until=is_released) as (url, _),
+        Terminal(["top", f"--url={url}"]) as terminal,
+    ):
+        try:
+            wait_for(lambda: "Connecting" in terminal.text, 30.0)
+            terminal.press(b"q")
+            # Less than the wait for an answer: the key ends it, not the time-out.
+            assert terminal.process.wait(4.0) == 0
+        finally:
+            is_released.set()
+
+
+def test_a_server_that_is_not_there_is_told_and_ctrl_c_ends_it() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
+            wait_for(lambda: "not reachable" in terminal.text, 30.0)
+            terminal.press(b"\x03")
+            assert terminal.process.wait(30.0) == 130
+            assert "Traceback" not in terminal.text

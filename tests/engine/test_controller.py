@@ -1,0 +1,241 @@
+"""The controller over ranks that fail when they are told to: each sequence ends exactly once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.engine.controller import Controller
+from pagedray.config import EngineConfig, ModelConfig
+from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+from pagedray.request import FinishReason, Request, SamplingParams
+from tests.fakes import FakeExecutor, RecordingSink, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Rig:
+    """A controller, its ranks and its reader."""
+
+    def __init__(self, *, restart_pause_s: float = 0.01) -> None:
+        self.executor = FakeExecutor()
+        self.sink = RecordingSink()
+        self.controller = Controller(
+            config(), self.executor, self.sink, restart_pause_s=restart_pause_s
+        )
+
+    def submit(
+        self,
+        request_id: str,
+        *,
+        n: int = 1,
+        max_tokens: int = 5,
+        num_prompt_tokens: int = 3,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.sink.expect(request_id, n)
+        self.controller.submit(
+            Request(
+                id=request_id,
+                prompt_token_ids=tuple(range(num_prompt_tokens)),
+                sampling=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True),
+                seed=0,
+                deadline_s=deadline_s,
+            )
+        )
+
+    def ends(self) -> dict[tuple[str, int], object]:
+        """Return the end of each sequence, once all have one."""
+        wait_for(lambda: not self.sink.num_open)
+        assert all(len(ends) == 1 for ends in self.sink.ends.values())
+        return {key: ends[0] for key, ends in self.sink.ends.items()}
+
+
+def config() -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            name="none",
+            folder=Path(),
+            architecture="none",
+            vocab_size=100,
+            hidden_size=8,
+            intermediate_size=8,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=8,
+            max_positions=200,
+        )
+    )
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.executor.may_step.set()
+    rig.controller.stop()
+
+
+def test_every_sequence_ends_once_with_all_its_tokens(rig: Rig) -> None:
+    rig.controller.start()
+    rig.submit("a")
+    rig.submit("b", n=3, max_tokens=9)
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.sink.tokens["a", 0] == [7] * 5
+    assert [rig.sink.tokens["b", index] for index in range(3)] == [[7] * 9] * 3
+    assert rig.controller.stats().num_generated_tokens >= 32
+
+
+def test_aborted_request_ends_once(rig: Rig) -> None:
+    rig.submit("a", n=2)
+    rig.submit("b")
+    rig.controller.abort("a")
+    rig.controller.abort("a")
+    rig.controller.abort("unknown")
+    rig.controller.start()
+    ends = rig.ends()
+    assert ends["a", 0] is ends["a", 1] is FinishReason.ABORT
+    assert ends["b", 0] is FinishReason.LENGTH
+
+
+def test_request_ends_at_its_deadline(rig: Rig) -> None:
+    rig.executor.may_step.clear()
+    rig.controller.start()
+    rig.submit("a", deadline_s=time.monotonic() + 0.02)
+    time.sleep(0.03)
+    rig.executor.may_step.set()
+    assert rig.ends() == {("a", 0): FinishReason.ABORT}
+
+
+@pytest.mark.parametrize("where", ["submit_failures", "step_failures"])
+def test_requests_go_on_after_the_death_of_a_rank(rig: Rig, where: str) -> None:
+    getattr(rig.executor, where).append(WorkerError("A rank died."))
+    rig.submit("a", n=2)
+    rig.submit("b")
+    rig.controller.start()
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.sink.tokens["a", 1] == [7] * 5
+    assert rig.executor.num_restarts == 1
+    assert rig.controller.is_healthy
+
+
+def test_replacement_that_dies_is_replaced_again(rig: Rig) -> None:
+    rig.executor.step_failures.append(WorkerError("A rank died."))
+    rig.executor.restart_failures += [WorkerError("So did the next."), WorkerError("And another.")]
+    rig.submit("a")
+    rig.controller.start()
+    assert rig.ends() == {("a", 0): FinishReason.LENGTH}
+    assert rig.executor.num_restarts == 3
+    assert rig.controller.is_healthy
+
+
+def test_engine_gives_up_when_no_replacement_lives(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.executor.step_failures.append(WorkerError("A rank died."))
+    rig.executor.restart_failures += [WorkerError("No luck.")] * 10
+    rig.submit("a", n=2)
+    rig.submit("b")
+    rig.controller.start()
+    errors = set(map(str, rig.ends().values()))
+    assert errors == {"The engine has stopped: its ranks died 3 times as they started. No luck."}
+    assert not rig.controller.is_healthy
+    with pytest.raises(EngineError, match="has stopped"):
+        rig.submit("c")
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+
+
+def test_ranks_that_cannot_start_are_not_tried_again(rig: Rig) -> None:
+    rig.executor.step_failures.append(WorkerError("A rank died."))
+    rig.executor.restart_failures.append(StartupError("No checkpoint."))
+    rig.submit("a")
+    rig.controller.start()
+    assert str(rig.ends()["a", 0]) == "The engine has stopped: No checkpoint."
+    assert rig.executor.num_restarts == 1
+
+
+def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
+    rig.executor.step_failures += [WorkerError("A rank died.")] * 3
+    rig.submit("a")
+    rig.controller.start()
+    assert isinstance(rig.ends()["a", 0], EngineError)
+    assert rig.executor.num_restarts == 2
+
+
+def test_request_that_saw_too_many_deaths_ends_alone(rig: Rig) -> None:
+    rig.executor.step_s = 0.002
+    rig.submit("poison", max_tokens=150)
+    rig.controller.start()
+    for _ in range(3):
+        # A step ends between two deaths, so that the engine itself does not give up.
+        num_steps, num_restarts = rig.controller.stats().num_steps, rig.executor.num_restarts
+        wait_for(lambda: rig.controller.stats().num_steps > num_steps)  # noqa: B023
+        rig.executor.step_failures.append(WorkerError("A rank died."))
+        wait_for(lambda: rig.executor.num_restarts > num_restarts)  # noqa: B023
+    rig.submit("other")
+    ends = rig.ends()
+    assert ends == {("poison", 0): FinishReason.ERROR, ("other", 0): FinishReason.LENGTH}
+
+
+def test_defect_ends_every_request(rig: Rig) -> None:
+    rig.executor.step_failures.append(RuntimeError("a defect"))
+    rig.submit("a")
+    rig.controller.start()
+    assert str(rig.ends()["a", 0]) == "The engine failed; its log says why."
+
+
+def test_shutdown_ends_running_and_waiting_requests(rig: Rig) -> None:
+    rig.executor.may_step.clear()
+    rig.controller.start()
+    rig.submit("a", n=2, max_tokens=150)
+    rig.submit("b", max_tokens=150)
+    rig.controller.stop(timeout_s=0.05)
+    assert all(isinstance(end, ShuttingDownError) for end in rig.ends().values())
+    with pytest.raises(ShuttingDownError):
+        rig.controller.submit(
+            Request(id="c", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
+        )
+
+
+def test_step_that_ends_after_the_shutdown_adds_nothing(rig: Rig) -> None:
+    rig.executor.may_step.clear()
+    rig.submit("a", max_tokens=1)
+    rig.controller.start()
+    rig.controller.stop(timeout_s=0.05)
+    rig.executor.may_step.set()
+    rig.controller.stop()
+    rig.controller.abort("a")
+    assert isinstance(rig.ends()["a", 0], ShuttingDownError)
+    assert rig.sink.tokens["a", 0] == []
+
+
+def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(restart_pause_s=60.0)
+    rig.executor.step_failures.append(WorkerError("A rank died."))
+    rig.executor.restart_failures.append(WorkerError("So did the next."))
+    rig.submit("a")
+    rig.controller.start()
+    wait_for(lambda: rig.executor.num_restarts)
+    started_s = time.monotonic()
+    rig.controller.stop()
+    assert time.monotonic() - started_s < 20.0
+    assert isinstance(rig.ends()["a", 0], ShuttingDownError)
+    assert "ERROR" not in [record.levelname for record in caplog.records]
+
+
+def test_replacement_is_told_in_two_lines(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cluster")
+    rig.executor.step_failures.append(WorkerError("A rank died."))
+    rig.submit("a")
+    rig.controller.start()
+    rig.ends()
+    wait_for(lambda: rig.controller.is_healthy)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0] == "A rank died. The ranks are replaced; 1 request waits."
+    assert messages[1].startswith("The ranks are ready again after")

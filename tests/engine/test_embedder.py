@@ -1,0 +1,246 @@
+"""How texts are shared out over steps; what deaths, deadlines and crowds do to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from cluster.engine.embedder import Embedder
+from cluster.engine.embedding_job import EmbeddingRequest
+from pagedray.batch import EmbedOutput, EmbedPlan
+from pagedray.config import EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    ShuttingDownError,
+    WorkerError,
+)
+from tests.fakes import FakeExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pagedray.batch import Pooling
+
+MODEL = ModelConfig(
+    name="tiny",
+    folder=Path("tiny"),
+    architecture="BertModel",
+    vocab_size=50,
+    hidden_size=2,
+    intermediate_size=4,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=2,
+    max_positions=20,
+    num_token_types=2,
+)
+TIMEOUT_S = 10.0
+
+
+class CountingExecutor(FakeExecutor):
+    """Gives each text its length and its first token, once the gate is open."""
+
+    def __init__(self, *, num_failures: int = 0, is_open: bool = True) -> None:
+        super().__init__()
+        self.plans: list[EmbedPlan] = []
+        self.gate = threading.Event()
+        if is_open:
+            self.gate.set()
+        self._num_failures = num_failures
+
+    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+        self.plans.append(plan)
+        assert self.gate.wait(TIMEOUT_S)
+        if self._num_failures:
+            self._num_failures -= 1
+            raise WorkerError("A rank died.")
+        numbers = [number for ids in plan.token_ids for number in (len(ids), ids[0])]
+        return EmbedOutput(plan.step, array("f", numbers).tobytes())
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Embedder]]:
+    """Return what opens an embedder, which is closed after the test."""
+    embedders: list[tuple[Embedder, CountingExecutor]] = []
+
+    def open_one(executor: CountingExecutor, **limits: int) -> Embedder:
+        config = EngineConfig(model=MODEL, scheduler=SchedulerConfig(**limits))  # type: ignore[arg-type]  # the stubs are narrower than the library
+        embedder = Embedder(config, executor)
+        embedder.start()
+        embedders.append((embedder, executor))
+        return embedder
+
+    yield open_one
+    for embedder, executor in embedders:
+        executor.gate.set()
+        embedder.stop()
+
+
+def request(
+    *texts: Sequence[int],
+    pooling: Pooling = "mean",
+    tenant: str = "",
+    deadline_s: float | None = None,
+    is_normalized: bool = False,
+    size: int = 2,
+) -> EmbeddingRequest:
+    return EmbeddingRequest(
+        texts=tuple(tuple(text) for text in texts),
+        pooling=pooling,
+        is_normalized=is_normalized,
+        size=size,
+        tenant=tenant,
+        deadline_s=deadline_s,
+    )
+
+
+def lengths(executor: CountingExecutor) -> list[list[int]]:
+    return [[len(ids) for ids in plan.token_ids] for plan in executor.plans]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def held(embedder: Embedder, executor: CountingExecutor) -> None:
+    """Let a step begin that does not end before the gate opens."""
+    embedder.submit(request([1]))
+    wait_until(lambda: len(executor.plans) == 1)
+
+
+def test_steps_hold_what_the_token_budget_allows_and_vectors_keep_their_order(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = CountingExecutor()
+    texts = [[first] * length for first, length in enumerate((3, 12, 1, 4, 3, 11))]
+    vectors = opened(executor, max_num_batched_tokens=11).submit(request(*texts)).result(TIMEOUT_S)
+    assert vectors.tolist() == [[float(len(ids)), float(ids[0])] for ids in texts]
+    assert lengths(executor) == [[1, 3, 3, 4], [11], [12]]
+    assert [plan.step for plan in executor.plans] == [0, 1, 2]
+
+
+def test_steps_hold_no_more_texts_than_rows(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor()
+    opened(executor, max_num_seqs=2).submit(request(*[[1]] * 5)).result(TIMEOUT_S)
+    assert [len(plan.token_ids) for plan in executor.plans] == [2, 2, 1]
+
+
+def test_a_step_holds_texts_of_several_calls_that_pool_alike(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    first = embedder.submit(request([2, 2]))
+    second = embedder.submit(request([4], [5, 5, 5]))
+    other = embedder.submit(request([3], pooling="cls"))
+    executor.gate.set()
+    assert first.result(TIMEOUT_S).tolist() == [[2.0, 2.0]]
+    assert other.result(TIMEOUT_S).tolist() == [[1.0, 3.0]]
+    assert second.result(TIMEOUT_S).tolist() == [[1.0, 4.0], [3.0, 5.0]]
+    assert lengths(executor) == [[1], [1, 2, 3], [1]]
+
+
+def test_one_text_of_another_tenant_does_not_wait_for_a_flood(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor, max_num_batched_tokens=10)
+    held(embedder, executor)
+    flood = [embedder.submit(request([6] * 10, tenant="many")) for _ in range(50)]
+    one = embedder.submit(request([7] * 10, tenant="one"))
+    executor.gate.set()
+    assert one.result(TIMEOUT_S).tolist() == [[10.0, 7.0]]
+    place = next(i for i, plan in enumerate(executor.plans) if plan.token_ids[0][0] == 7)
+    assert place <= 2
+    for answer in flood:
+        answer.result(TIMEOUT_S)
+
+
+def test_cut_vectors_are_of_length_one_again(opened: Callable[..., Embedder]) -> None:
+    embedder = opened(CountingExecutor())
+    vectors = embedder.submit(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
+    assert vectors.tolist() == [[1.0]]
+    assert vectors.dtype == np.float32
+
+
+def test_texts_go_to_new_ranks_when_the_old_ones_die(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor(num_failures=1)
+    assert opened(executor).submit(request([7, 7])).result(TIMEOUT_S).tolist() == [[2.0, 7.0]]
+    assert executor.num_restarts == 1
+    assert [plan.step for plan in executor.plans] == [0, 0]
+
+
+def test_texts_that_end_two_groups_are_given_up(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor(num_failures=2)
+    embedder = opened(executor)
+    with pytest.raises(EngineError, match="could not be embedded: A rank died"):
+        embedder.submit(request([7])).result(TIMEOUT_S)
+    assert embedder.submit(request([7])).result(TIMEOUT_S).tolist() == [[1.0, 7.0]]
+    assert executor.num_restarts == 2
+
+
+def test_deaths_without_a_step_between_end_the_engine(opened: Callable[..., Embedder]) -> None:
+    embedder = opened(CountingExecutor(num_failures=1000))
+    errors = [embedder.submit(request([7])).exception(TIMEOUT_S) for _ in range(3)]
+    assert all(isinstance(error, EngineError) for error in errors)
+    assert "has stopped" in str(errors[-1])
+    with pytest.raises(EngineError, match="has stopped"):
+        embedder.submit(request([7]))
+    assert not embedder.is_healthy
+
+
+def test_late_and_cancelled_texts_never_run(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    late = embedder.submit(request([8], deadline_s=time.monotonic()))
+    cancelled = embedder.submit(request([9]))
+    cancelled.cancel()
+    good = embedder.submit(request([10]))
+    executor.gate.set()
+    good.result(TIMEOUT_S)
+    with pytest.raises(DeadlineError):
+        late.result(TIMEOUT_S)
+    assert [ids for plan in executor.plans for ids in plan.token_ids] == [[1], [10]]
+    assert embedder.stats().scheduler.num_queued_requests == 0
+    assert embedder.stats().scheduler.num_queued_tokens == 0
+
+
+def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor, max_queued_requests=2, max_queued_tokens=5)
+    held(embedder, executor)
+    embedder.submit(request([1, 1]))
+    with pytest.raises(OverloadedError, match="more than the 5 that may wait"):
+        embedder.submit(request([1] * 4))
+    embedder.submit(request([1, 1]))
+    with pytest.raises(OverloadedError, match="The queue is full: 2 requests may wait"):
+        embedder.check_room("", 0)
+
+
+def test_the_end_of_the_engine_ends_what_waits(opened: Callable[..., Embedder]) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    waiting = embedder.submit(request([1]))
+    stopping = threading.Thread(target=embedder.stop)
+    stopping.start()
+    executor.gate.set()
+    stopping.join(TIMEOUT_S)
+    with pytest.raises(ShuttingDownError):
+        waiting.result(TIMEOUT_S)
+    with pytest.raises(EngineError):
+        embedder.submit(request([1]))

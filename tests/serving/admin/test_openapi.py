@@ -1,0 +1,53 @@
+"""The OpenAPI document is true: whoever is driven by it finds no server error."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from cluster.serving.admin.openapi import openapi_document
+from cluster.serving.admin.web_page import PAGE_PATHS
+from cluster.serving.http_app import build_http_app
+from tests.load.generated_requests import ask_all
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.serving.conftest import Server
+
+
+def test_document_is_valid_openapi_3_1() -> None:
+    assert list(OpenAPIV31SpecValidator(openapi_document()).iter_errors()) == []
+
+
+def test_document_has_every_endpoint_and_no_other(server: Server) -> None:
+    app = build_http_app(server.fronts.servicer, read_timeout_s=1.0)
+    found = {
+        (endpoint.method.lower(), endpoint.path)
+        for endpoint in app.endpoints
+        if endpoint.path not in PAGE_PATHS
+    }
+    paths = openapi_document()["paths"]
+    assert isinstance(paths, dict)
+    assert {(method, path) for path, methods in paths.items() for method in methods} == found
+
+
+def test_page_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<script" not in page.text
+    assert "http" not in page.text.replace("httptools", "").partition("<section><h2>Schemas")[0]
+    assert "/v1/chat/completions" in page.text
+    document = http.get("/openapi.json").json()
+    assert document == json.loads(json.dumps(openapi_document()))
+
+
+def test_generated_requests_find_no_server_error(server: Server) -> None:
+    found = ask_all(server.url, 100, model="tiny")
+    assert found["faults"] == []
+    statuses = found["statuses"]
+    assert isinstance(statuses, dict)
+    # Some are in order, and some are not.
+    assert {"POST /v1/completions 200", "POST /v1/completions 400"} <= statuses.keys()

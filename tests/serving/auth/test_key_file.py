@@ -1,0 +1,155 @@
+"""Keys: made, written down as digests, asked for, and read again when the file changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth.key_file import KeyFile, digest_of, new_key
+from cluster.serving.auth.tenant import ANYBODY
+from pagedray.errors import AuthenticationError, StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY, OTHER_KEY = new_key(), new_key()
+
+
+def line(*keys: str) -> str:
+    return "keys = [" + ", ".join(f'"sha256:{digest_of(key).hex()}"' for key in keys) + "]\n"
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    text = f"[tenants.alice]\nweight = 2\nmax_requests = 3\nmax_tokens = 900\n{line(KEY)}"
+    return written(
+        tmp_path / "keys.toml", f"{text}[tenants.root]\nis_admin = true\n{line(OTHER_KEY)}"
+    )
+
+
+def test_keys_say_who_calls_and_what_it_may_use(path: Path) -> None:
+    authenticator = Authenticator(path)
+    tenant = authenticator.authenticate(f"Bearer {KEY}")
+    assert (tenant.name, tenant.weight, tenant.is_admin) == ("alice", 2.0, False)
+    assert (tenant.max_requests, tenant.max_tokens) == (3, 900)
+    assert authenticator.authenticate(f"bearer  {OTHER_KEY} ").is_admin
+    assert authenticator.tenant_named("alice") == tenant
+
+
+def test_new_keys_are_random_and_their_file_does_not_hold_them(path: Path) -> None:
+    assert len({new_key() for _ in range(100)}) == 100
+    assert len(new_key()) >= 43
+    assert KEY not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Basic {KEY}",
+        KEY,
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        f"Bearer {digest_of(KEY).hex()}",
+        f"Bearer sha256:{digest_of(KEY).hex()}",
+        "Bearer \ud800",
+        "Bearer " + "x" * 10_000,
+    ],
+)
+def test_call_without_a_known_key_is_refused_and_the_key_not_repeated(
+    path: Path, header: str | None
+) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        Authenticator(path).authenticate(header)
+    assert KEY[:-1] not in str(caught.value)
+
+
+def test_call_for_an_unknown_tenant_is_refused(path: Path) -> None:
+    for name in ("", "bob"):
+        with pytest.raises(AuthenticationError):
+            Authenticator(path).tenant_named(name)
+
+
+def test_without_a_file_everybody_is_let_in() -> None:
+    authenticator = Authenticator()
+    assert authenticator.authenticate(None) is ANYBODY
+    assert authenticator.authenticate("Bearer whatever") is ANYBODY
+    assert authenticator.tenant_named("") is ANYBODY
+    assert not authenticator.asks_for_keys
+
+
+def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authenticator = Authenticator(path)
+    written(path, "[tenants.alice")
+    authenticator.reload_if_changed()
+    assert authenticator.authenticate(f"Bearer {KEY}").name == "alice"
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    path.unlink()
+    authenticator.reload_if_changed()
+    assert authenticator.authenticate(f"Bearer {KEY}").name == "alice"
+    written(path, f"[tenants.bob]\n{line(OTHER_KEY)}")
+    authenticator.reload_if_changed()
+    assert authenticator.authenticate(f"Bearer {OTHER_KEY}").name == "bob"
+    with pytest.raises(AuthenticationError):
+        authenticator.authenticate(f"Bearer {KEY}")
+    assert not any(key in caplog.text for key in (KEY, OTHER_KEY))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "missing required field `tenants`"),
+        ("[tenants.a", "is no key file"),
+        ("[tenants]", "holds no key"),
+        ("[tenants.a]", "holds no key"),
+        (f"[tenants.a]\nkeys = ['{KEY}']", "key 1 of tenant a must be sha256:"),
+        (f"[tenants.'a b']\n{line(KEY)}", "the tenant name 'a b' must be"),
+        (f"[tenants.a]\n{line(KEY)}[tenants.b]\n{line(KEY)}", "key 1 of tenant b is another's"),
+        (f"[tenants.a]\nweight = 0\n{line(KEY)}", "weight of tenant a must be more than 0"),
+        (f"[tenants.a]\nweight = nan\n{line(KEY)}", "weight of tenant a must be more than 0"),
+        (f"[tenants.a]\nmax_requests = 0\n{line(KEY)}", "max_requests of tenant a must be 1 or"),
+        (f"[tenants.a]\nmax_tokens = 1.5\n{line(KEY)}", "Expected `int | null`, got `float`"),
+        (f"[tenants.a]\nadmin = true\n{line(KEY)}", "unknown field `admin`"),
+        ("#" * (2**20 + 1), "has more than the 1048576 bytes"),
+        ("\0", "is no key file"),
+    ],
+)
+def test_broken_file_is_told_in_one_line(tmp_path: Path, text: str, part: str) -> None:
+    path = written(tmp_path / "keys.toml", text)
+    with pytest.raises(StartupError) as caught:
+        KeyFile.read(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert part in message
+    assert "\n" not in message
+    assert KEY not in message
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="cannot be read: No such file"):
+        Authenticator(tmp_path / "nothing")
+
+
+def test_file_that_everybody_may_read_is_warned_about(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        KeyFile.read(path)
+        assert not caplog.records
+        path.chmod(0o644)
+        KeyFile.read(path)
+    assert "may be read by every user" in caplog.text

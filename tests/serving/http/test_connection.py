@@ -1,0 +1,296 @@
+"""What a connection may do to the HTTP front, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.http.connection import MAX_HEAD_BYTES
+from cluster.serving.http.server import HttpServer
+from cluster.serving.http_app import build_http_app
+from cluster.serving.servicer import Servicer
+from pagedray.errors import OverloadedError
+from tests.fakes import wait_for
+from tests.serving.conftest import engine_config
+
+if TYPE_CHECKING:
+    from cluster.serving.text.tokenizer import Tokenizer
+    from tests.serving.conftest import Server
+    from tests.serving.fake_engine import FakeEngine
+
+
+def post(body: bytes, *, num_declared: int | None = None) -> bytes:
+    """Return a request as it goes over the wire."""
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (num_declared or len(body), body)
+    )
+
+
+def call(*, stream: bool = True, max_tokens: int = 200) -> bytes:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+    return post(json.dumps({**body, "stream": stream}).encode())
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.fronts.http_port or 0), 5)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    received = b""
+    while chunk := connection.recv(2**16):
+        received += chunk
+    return received
+
+
+@pytest.mark.parametrize("is_one_segment", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_no_pipelined_request_runs_on_for_a_client_that_is_gone(
+    server: Server,
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    is_one_segment: bool,
+    stream: bool,
+) -> None:
+    engine.step_s = 0.01
+    with connect(server) as connection:
+        if is_one_segment:
+            connection.sendall(call(stream=stream) * 3)
+        else:
+            connection.sendall(call(stream=stream))
+            wait_for(lambda: engine.num_sequences)
+            connection.sendall(call(stream=stream))
+        wait_for(lambda: engine.num_sequences)
+        time.sleep(0.05)
+    wait_for(lambda: not engine.num_sequences, timeout_s=0.5)
+    time.sleep(0.1)
+    assert len(engine.log.submitted) == 1
+    assert engine.num_sequences == 0
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_pipelined_request_is_left_to_be_sent_again(server: Server, engine: FakeEngine) -> None:
+    with connect(server) as connection:
+        connection.sendall(call(max_tokens=3) * 2)
+        received = read_to_end(connection)
+    assert received.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in received
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert len(engine.log.submitted) == 1
+
+
+def test_requests_one_after_another_share_a_connection(server: Server) -> None:
+    with connect(server) as connection:
+        for _ in range(3):
+            connection.sendall(call(max_tokens=2))
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += connection.recv(2**16)
+            assert received.startswith(b"HTTP/1.1 200")
+
+
+@pytest.fixture
+async def slow_server(tokenizer: Tokenizer) -> HttpServer:
+    client = EngineClient(asyncio.get_running_loop())
+    servicer = Servicer(client, tokenizer, engine_config())
+    return HttpServer(build_http_app(servicer, read_timeout_s=0.2), host="127.0.0.1", port=0)
+
+
+async def test_body_that_does_not_come_is_waited_for_a_while(slow_server: HttpServer) -> None:
+    await slow_server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+    writer.write(post(b'{"model"', num_declared=100))
+    async with asyncio.timeout(2.0):
+        received = await reader.read()
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"type":"invalid_request_error"' in received
+    writer.close()
+    await slow_server.stop()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"])
+async def test_head_that_does_not_come_is_waited_for_a_while(
+    slow_server: HttpServer, begun: bytes
+) -> None:
+    await slow_server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+    writer.write(begun)
+    async with asyncio.timeout(2.0):
+        assert await reader.read() == b""
+    writer.close()
+    await slow_server.stop()
+
+
+async def test_second_head_is_waited_for_no_longer(slow_server: HttpServer) -> None:
+    await slow_server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"]}")
+    writer.write(b"GET /he")
+    async with asyncio.timeout(2.0):
+        assert await reader.read() == b""
+    writer.close()
+    await slow_server.stop()
+
+
+async def test_stop_while_a_body_is_half_sent_is_quiet_and_quick(
+    slow_server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    await slow_server.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+    writer.write(post(b'{"model"', num_declared=100))
+    await asyncio.sleep(0.05)
+    started_s = time.monotonic()
+    await slow_server.stop()
+    assert time.monotonic() - started_s < 10.0
+    writer.close()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+HOST = b"Host: x\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
+IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"POST / HTTP/1.1\r\n" + HOST + rest, id=name)
+        for name, rest in {
+            "length and coding": b"Content-Length: 5\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+            "coding and length": CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n",
+            "two lengths": b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+            "list of lengths": b"Content-Length: 5, 5\r\n\r\nhello",
+            "signed length": b"Content-Length: +5\r\n\r\nhello",
+            "other coding": b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            "two codings": b"Transfer-Encoding: gzip\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+            "coding with a tab": b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+            "space before the colon": b"Content-Length : 5\r\n\r\nhello",
+            "folded line": b"A: b\r\n Content-Length: 5\r\n\r\nhello",
+            "no character": b"A: b\0c\r\n\r\n",
+            "bare carriage return": b"A: b\rContent-Length: 5\r\n\r\nhello",
+            "bare line feeds": b"A: b\nContent-Length: 5\n\nhello",
+            "second host": HOST + b"\r\n",
+            "chunk size in C": CHUNKED + b"\r\n0x1\r\na\r\n0\r\n\r\n",
+            "chunk size too large": CHUNKED + b"\r\nffffffffffffffffff\r\na",
+            "chunk without an end": CHUNKED + b"\r\n1\r\nab\r\n0\r\n\r\n",
+        }.items()
+    ]
+    + [
+        pytest.param(sent, id=name)
+        for name, sent in {
+            "no host": b"GET /health HTTP/1.1\r\n\r\n",
+            "HTTP/2": b"GET /health HTTP/2.0\r\n" + HOST + b"\r\n",
+            "HTTP/0.9": b"GET /health HTTP/0.9\r\n" + HOST + b"\r\n",
+            "preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            "CONNECT": b"CONNECT x:80 HTTP/1.1\r\n" + HOST + b"\r\n",
+            "TLS": b"\x16\x03\x01\x02\x00\x01",
+            "path that is no ASCII": b"GET /\xff HTTP/1.1\r\n" + HOST + b"\r\n",
+        }.items()
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_refused(
+    server: Server, engine: FakeEngine, sent: bytes
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(sent)
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /health HTTP/1.1\r\n" + HOST + b"A: ",
+        b"GET /",
+        JSON_HEAD + CHUNKED + b"\r\n1;",
+        JSON_HEAD + CHUNKED + b"\r\n1\r\n{\r\n0\r\nA: ",
+    ],
+    ids=["header", "path", "chunk extension", "trailer"],
+)
+def test_what_is_no_body_is_bounded(server: Server, begun: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(begun)
+        num_sent = 0
+        answer = b""
+        connection.settimeout(0.02)
+        while not answer and num_sent < 2**20:
+            connection.sendall(b"a" * 2**13)
+            num_sent += 2**13
+            try:
+                answer = connection.recv(2**16)
+            except TimeoutError:
+                continue
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert num_sent <= 2 * MAX_HEAD_BYTES
+
+
+def test_head_that_ends_is_bounded_too(server: Server) -> None:
+    long = b"A: %b\r\n" % (b"a" * MAX_HEAD_BYTES)
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + long + b"\r\n")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_body_in_chunks_is_read_and_its_trailers_are_not(server: Server) -> None:
+    trailers = b"x-request-id: from-a-trailer\r\n\r\n"
+    sent = JSON_HEAD + CHUNKED + b"\r\n" + IN_CHUNKS.removesuffix(b"\r\n") + trailers
+    with connect(server) as connection:
+        connection.sendall(sent + b"GET /health HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n")
+        received = read_to_end(connection)
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"from-a-trailer" not in received
+
+
+def test_header_without_a_value_hides_no_other(server: Server) -> None:
+    sent = b"POST /v1/completions HTTP/1.1\r\nA:\r\nContent-Type: application/json\r\n" + HOST
+    with connect(server) as connection:
+        connection.sendall(sent + b"B: \r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY))
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_offer_of_another_protocol_is_passed_over(server: Server, num_parts: int) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    sent = JSON_HEAD + offer + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    step = -(-len(sent) // num_parts)
+    with connect(server) as connection:
+        for _ in range(2):
+            for begin in range(0, len(sent), step):
+                connection.sendall(sent[begin : begin + step])
+                time.sleep(0.01)
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
+def test_body_that_waits_to_be_asked_for_is_asked_for(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(
+            JSON_HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+        )
+        assert connection.recv(2**16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(BODY)
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_body_that_was_not_asked_for_is_not_taken_for_a_request(
+    server: Server, engine: FakeEngine
+) -> None:
+    engine.refusal = OverloadedError("The queue is full.")
+    with connect(server) as connection:
+        connection.sendall(JSON_HEAD + b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+        received = read_to_end(connection)
+    assert received.startswith(b"HTTP/1.1 429")
+    assert b"connection: close" in received

@@ -1,0 +1,166 @@
+"""Embeddings and tokens over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.serving.conftest import Server, engine_config
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+HIDDEN_SIZE = 8
+
+
+class FakeEncoder(FakeEngine):
+    """Makes of each text a vector that tells its first token and its length."""
+
+    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:  # type: ignore[override]  # an encoder's
+        rows = [[ids[0], len(ids), 0.1, *[0.5] * (HIDDEN_SIZE - 3)] for ids in request.texts]
+        future: Future[NDArray[np.float32]] = Future()
+        future.set_result(np.array(rows, dtype=np.float32)[:, : request.size])
+        return future
+
+
+class EncoderServer(Server):
+    """Fronts over an encoder."""
+
+    def config(self, context: int) -> EngineConfig:
+        config = engine_config(context)
+        model = dataclasses.replace(config.model, architecture="BertModel", num_token_types=2)
+        return dataclasses.replace(config, model=model)
+
+    def attach(self) -> None:
+        self.engine = FakeEncoder(self.client, self.script)
+        self.client.attach_encoder(self.engine)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Tokenizer) -> Iterator[EncoderServer]:
+    server = EncoderServer(tokenizer)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(encoder: EncoderServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_vectors_come_in_order_in_both_encodings(
+    client: openai.OpenAI, tokenizer: Tokenizer
+) -> None:
+    texts = ["hello", "a b c"]
+    # The client itself asks for base64 where nothing is said.
+    packed = client.embeddings.create(model="tiny", input=texts)
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    lengths = [len(tokenizer.encode(text)) for text in texts]
+    for answer in (packed, plain):
+        assert [one.index for one in answer.data] == [0, 1]
+        assert [one.embedding[1] for one in answer.data] == lengths
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(lengths)
+        assert answer.data[0].embedding[2] == pytest.approx(0.1)
+    assert len(packed.data[0].embedding) == HIDDEN_SIZE
+
+
+@pytest.mark.parametrize("given", ["hello", [7, 8, 9], [[7, 8], [9]]])
+def test_texts_and_token_ids_are_taken(client: openai.OpenAI, given: Any) -> None:  # Any: a union
+    answer = client.embeddings.create(model="tiny", input=given, dimensions=2)
+    assert len(answer.data) == (2 if given == [[7, 8], [9]] else 1)
+    assert all(len(one.embedding) == 2 for one in answer.data)
+    if given != "hello":
+        assert answer.data[0].embedding[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", 5]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": [999]}, "input"),
+        ({"input": "x" * 100_000}, "input"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "dimensions": 9}, "dimensions"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
+)
+def test_bad_bodies_are_refused(encoder: EncoderServer, body: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{encoder.url}/v1/embeddings", json={"model": "tiny", **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_encoder_generates_nothing_and_a_decoder_makes_no_vectors(
+    client: openai.OpenAI, openai_client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(model="tiny", prompt="x")
+    assert refused.value.status_code < 500
+    with pytest.raises(openai.APIStatusError) as refused:
+        openai_client.embeddings.create(model="tiny", input="x")
+    assert refused.value.status_code < 500
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="x")
+
+
+def test_tokenize_and_detokenize_are_each_others_reverse(
+    http: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    text = "The quick h\u00e9llo"
+    answer = http.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    back = http.post("/detokenize", json={"model": "tiny", "tokens": answer["tokens"]})
+    assert back.json() == {"prompt": f"<s>{text}"}
+    bare = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert bare["tokens"] == answer["tokens"][1:]
+
+
+def test_tokens_of_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    answer = http.post("/tokenize", json=body).json()
+    assert answer["tokens"] == tokenizer.encode("<s><|user|>hi</s>", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("tokenize", {"prompt": 5}, "prompt"),
+        ("tokenize", {"prompt": "x" * 1_000_000}, "prompt"),
+        ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("detokenize", {}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens"),
+        ("detokenize", {"tokens": [-1]}, "tokens"),
+        ("detokenize", {"tokens": [5] * 100_000}, "tokens"),
+    ],
+)
+def test_bad_tokens_are_refused(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = http.post(f"/{path}", json=body)
+    assert answer.status_code == (404 if param == "model" else 400)
+    assert answer.json()["error"]["param"] == param

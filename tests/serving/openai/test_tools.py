@@ -1,0 +1,216 @@
+"""Tools over HTTP: the openai client forces calls, leaves them to the model, and answers them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pagedray.request import Request
+
+TEMPLATE = (
+    "{% if tools %}<|system|>Tools: {{ tools | tojson }} Write <tool_call>.{{ eos_token }}"
+    "{% endif %}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls %}"
+    "({{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+    "{% if message.tool_call_id %}[{{ message.tool_call_id }} {{ message.name }}]{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"type": "string"}},
+}
+TOOLS: list[Any] = [  # Any: what the client calls a param
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS},
+    },
+    {"type": "function", "function": {"name": "time", "strict": None}},
+]
+ASK: list[Any] = [{"role": "user", "content": "How is it?"}]  # Any: as above
+AUTO = (
+    'I ask. <tool_call>{"name": "weather", "arguments": {"city": "K\u00f6ln \U0001f642"}}'
+    '</tool_call><tool_call>{"name": "time", "arguments": {}}</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("tools")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    server = Server(Tokenizer.from_folder(folder), context=2048)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(tool_server: Server) -> Iterator[openai.OpenAI]:
+    tool_server.engine.reset()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def write(server: Server, text: str) -> None:
+    """Have the model write a text and end."""
+    token_ids = server.tokenizer.encode(text, add_special_tokens=False)
+
+    def script(request: Request, index: int) -> list[int]:
+        return [*token_ids, 1]
+
+    server.engine.script = script
+
+
+def prompt_of(server: Server) -> str:
+    (request,) = server.engine.log.submitted[-1:]
+    return server.tokenizer.decode(request.prompt_token_ids)
+
+
+def schema_of(server: Server) -> Any:  # Any: JSON
+    structure = server.engine.log.submitted[-1].sampling.structure
+    assert structure is not None
+    assert structure.kind == "json_schema"
+    return json.loads(structure.text)
+
+
+def streamed(
+    client: openai.OpenAI, **options: Any
+) -> tuple[str, list[tuple[str, str]], str | None]:
+    """Return content, calls and the reason of the end, as a client puts them together."""
+    content = ""
+    reason = None
+    calls: list[tuple[str, str]] = []
+    for chunk in client.chat.completions.create(model="tiny", messages=ASK, stream=True, **options):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert call.type == "function"
+                assert call.index == len(calls)
+                calls.append((call.function.name or "", call.function.arguments or ""))
+            else:
+                name, arguments = calls[call.index]
+                calls[call.index] = (name, arguments + (call.function.arguments or ""))
+    return content, calls, reason
+
+
+def test_model_calls_tools_if_it_likes(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, AUTO)
+    answer = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I ask."
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]  # type: ignore[union-attr]  # it is there
+    assert calls == [("weather", '{"city": "K\u00f6ln \U0001f642"}'), ("time", "{}")]
+    assert tool_server.engine.log.submitted[-1].sampling.structure is None
+    assert "Tells it." in prompt_of(tool_server)
+    assert streamed(client, tools=TOOLS) == ("I ask.", calls, "tool_calls")
+
+
+def test_model_may_write_text_instead(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, "Fine <tool")
+    answer = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    assert answer.choices[0].message.content == "Fine <tool"
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+    assert streamed(client, tools=TOOLS) == ("Fine <tool", [], "stop")
+
+
+def test_one_call_only_where_they_are_not_parallel(
+    client: openai.OpenAI, tool_server: Server
+) -> None:
+    write(tool_server, AUTO)
+    _, calls, _ = streamed(client, tools=TOOLS, parallel_tool_calls=False)
+    assert [name for name, _ in calls] == ["weather"]
+
+
+def test_named_function_is_called_by_its_schema(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, '{"city": "Bonn"}')
+    options: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }
+    answer = client.chat.completions.create(model="tiny", messages=ASK, **options)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Bonn"}')
+    # OpenAI's own words for a function that was named.
+    assert (choice.finish_reason, choice.message.content) == ("stop", None)
+    assert schema_of(tool_server) == PARAMETERS
+    assert streamed(client, **options) == ("", [("weather", '{"city": "Bonn"}')], "stop")
+
+
+def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, '[{"name": "weather", "parameters": {"city": "Bonn"}}]')
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    content, calls, reason = streamed(client, **options, parallel_tool_calls=False)
+    assert (content, calls, reason) == ("", [("weather", '{"city": "Bonn"}')], "tool_calls")
+    schema = schema_of(tool_server)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    weather, time = schema["items"]["anyOf"]
+    assert weather["properties"]["name"] == {"enum": ["weather"]}
+    reference = weather["properties"]["parameters"]["properties"]["city"]["$ref"]
+    assert schema["$defs"][reference.removeprefix("#/$defs/")] == {"type": "string"}
+    assert time["properties"]["parameters"] == {"type": "object", "properties": {}}
+
+
+def test_no_tools_are_told_where_none_may_be_called(
+    client: openai.OpenAI, tool_server: Server
+) -> None:
+    write(tool_server, "Fine.")
+    client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="none")
+    assert "Tells it." not in prompt_of(tool_server)
+
+
+def test_answers_of_tools_reach_the_template(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, AUTO)
+    first = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    message = first.choices[0].message
+    assert message.tool_calls is not None
+    (call, _) = message.tool_calls
+    write(tool_server, "Rain.")
+    second = client.chat.completions.create(
+        model="tiny",
+        messages=[*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}],  # type: ignore[list-item]  # the client takes its own answers
+        tools=TOOLS,
+    )
+    assert second.choices[0].message.content == "Rain."
+    text = prompt_of(tool_server)
+    assert f'({call.id} weather {{"city": "K\u00f6ln \U0001f642"}})' in text
+    assert f"rain[{call.id} " in text
+
+
+def test_call_that_is_cut_off_ends_for_its_length(
+    client: openai.OpenAI, tool_server: Server
+) -> None:
+    write(tool_server, AUTO)
+    tokens = tool_server.tokenizer.encode(AUTO.partition("city")[0], add_special_tokens=False)
+    _, calls, reason = streamed(client, tools=TOOLS, max_tokens=len(tokens))
+    assert reason == "length"
+    assert [name for name, _ in calls] == ["weather"]
+
+
+def test_continued_message_is_left_open(client: openai.OpenAI, tool_server: Server) -> None:
+    write(tool_server, " there.")
+    client.chat.completions.create(
+        model="tiny",
+        messages=[*ASK, {"role": "assistant", "content": "It is  "}],
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    assert prompt_of(tool_server).endswith("It is  ")

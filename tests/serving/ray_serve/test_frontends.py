@@ -1,0 +1,156 @@
+"""The ways in through Ray Serve refuse what every other front refuses, in the same words.
+
+Serve itself is in tests/system/test_ray_serve.py; here its context is a record of what it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc.status_pb2 import Status
+
+from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
+from cluster.serving.ray_serve.handle import ServeHandle
+from cluster.serving.ray_serve.pace import Pace
+from pagedray.errors import InvalidRequestError
+from pagedray.v1 import pagedray_pb2 as pb
+from tests.serving.test_bad_input import CASES, Case
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from cluster.serving.servicer import GenerationOutput
+    from tests.serving.conftest import Server
+
+PACE = Pace(1e6)
+
+
+class Context:
+    """What a replica sees of a call through Serve's proxy."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        self._metadata = list(metadata.items())
+        self.code: grpc.StatusCode | None = None
+        self.details = ""
+        self.trailing: dict[str, bytes] = {}
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, trailing: list[tuple[str, bytes]]) -> None:
+        self.trailing = dict(trailing)
+
+
+# Any: whatever the messages or outputs are.
+def collect(server: Server, items: AsyncIterator[Any]) -> list[Any]:
+    async def run() -> list[Any]:
+        return [item async for item in items]
+
+    return asyncio.run_coroutine_threadsafe(run(), server.loop).result(20)
+
+
+def stream(server: Server, message: pb.GenerateRequest, **metadata: str) -> tuple[Any, Context]:
+    context = Context(metadata)
+    service = ServeGrpc(server.fronts.servicer, PACE)
+    # The context is a stand-in for Serve's.
+    messages = service.stream("Generate", message.SerializeToString(), context)  # type: ignore[arg-type]
+    return collect(server, messages), context
+
+
+def generate(server: Server, case: Case) -> list[GenerationOutput]:
+    handle = ServeHandle(server.fronts.servicer, PACE)
+    outputs = handle.generate(
+        case.prompt,
+        case.sampling,
+        model=None,
+        request_id=case.client_id or None,
+        priority=0,
+        timeout_s=None,
+        key=None,
+    )
+    return collect(server, outputs)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_handle_refuses_with_the_same_words(server: Server, case: Case) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate(server, case)
+    assert str(caught.value) == case.text
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_proxy_is_told_of_refusals_and_nothing_is_raised(server: Server, case: Case) -> None:
+    message = pb.GenerateRequest(
+        request_id=case.client_id, sampling=pb.SamplingParams(**case.sampling)
+    )
+    if isinstance(case.prompt, str):
+        message.text = case.prompt
+    else:
+        message.token_ids.ids.extend(case.prompt)
+        message.token_ids.SetInParent()
+    messages, context = stream(server, message)
+    assert [one.SerializeToString() for one in messages] == [b""]
+    assert (context.code, context.details) == (grpc.StatusCode.INVALID_ARGUMENT, case.text)
+    status = Status.FromString(context.trailing["grpc-status-details-bin"])
+    assert status.message == case.text
+    assert server.engine.log.submitted == []
+
+
+def test_good_requests_give_what_they_give_elsewhere(server: Server) -> None:
+    sampling = {"max_tokens": 30, "ignore_eos": True}
+    outputs = generate(server, Case("", "", prompt="hello", sampling=sampling))
+    request = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))  # type: ignore[arg-type]  # the stubs are narrower than the library
+    messages, context = stream(server, request)
+    assert context.code is None
+    texts = [
+        "".join(sequence.text for one in answers for sequence in one.sequences)
+        for answers in (outputs, messages)
+    ]
+    assert texts[0] == texts[1] != ""
+    assert messages[-1].usage.num_generated_tokens == 30
+
+
+def test_the_proxy_hands_the_deadline_on(server: Server) -> None:
+    server.engine.is_paused = True
+    message = pb.GenerateRequest(text="hello")
+    messages, context = stream(server, message, **{TIMEOUT_KEY: "50"})
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"prompt": 5}, "prompt must be a text, token ids or a ChatPrompt, not a int."),
+        ({"prompt": [True]}, "prompt must be a text, token ids or a ChatPrompt, not a list."),
+        ({"sampling": {"max_token": 5}}, "'max_token' is not supported."),
+        ({"priority": "high"}, "priority must be an integer, not 'high'."),
+        ({"timeout_s": 0}, "timeout_s must be more than 0 and at most 86400, not 0."),
+        (
+            {"timeout_s": float("nan")},
+            "timeout_s must be more than 0 and at most 86400, not nan.",
+        ),
+    ],
+)
+def test_a_handle_checks_types(
+    server: Server,
+    arguments: dict[str, Any],  # Any: arguments of all types
+    text: str,
+) -> None:
+    good: dict[str, Any] = {"prompt": "x", "sampling": None, "model": None, "request_id": None}
+    good |= {"priority": 0, "timeout_s": None, "key": None}
+    outputs = ServeHandle(server.fronts.servicer, PACE).generate(**(good | arguments))
+    with pytest.raises(InvalidRequestError) as caught:
+        collect(server, outputs)
+    assert str(caught.value) == text

@@ -1,0 +1,154 @@
+"""What stands around Serve's gRPC handlers: however a call ends, the replica's part ends too.
+
+The handler in the midst behaves as Serve's does: it cancels the replica's part only if it is
+cancelled while it waits for a message, and swallows all else that ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from cluster.serving.ray_serve.grpc_proxy import add_services
+from pagedray.v1 import pagedray_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+METHOD = "/pagedray.v1.GenerationService/Generate"
+BODY = pb.GenerateRequest(text="x").SerializeToString()
+
+
+class Serve:
+    """A stand-in for Serve's proxy: its handler, and whether the replica's part was cancelled."""
+
+    def __init__(self, num_messages: int) -> None:
+        self._num_messages = num_messages
+        self.is_cancelled = asyncio.Event()
+        self._has_used_freed = False
+        self._handlers: list[Any] = []  # Any: grpc's handlers
+        add_services(object(), SimpleNamespace(add_generic_rpc_handlers=self._take))  # type: ignore[arg-type]  # all that is used of a server
+
+    def _take(self, handlers: tuple[Any, ...]) -> None:  # Any: see above
+        for one in handlers:
+            for name in one._method_handlers:
+                one._method_handlers[name] = grpc.unary_stream_rpc_method_handler(self._answer)
+            self._handlers.append(one)
+
+    # Any: the context is a stand-in for grpc's.
+    async def _answer(self, body: bytes, context: Any) -> AsyncGenerator[bytes]:
+        try:
+            async for message in self._messages():
+                yield message
+        finally:
+            self._has_used_freed |= context.is_freed
+
+    async def _messages(self) -> AsyncGenerator[bytes]:
+        try:
+            for _ in range(self._num_messages):
+                try:
+                    await asyncio.sleep(0.001)
+                except asyncio.CancelledError:
+                    self.is_cancelled.set()
+                    raise
+                yield b"message"
+        except BaseException:
+            yield b""
+
+    async def check_cancelled(self, call: asyncio.Task[None]) -> None:
+        """Wait for the end of a call and of the replica's part, and check their order."""
+        await asyncio.wait_for(self.is_cancelled.wait(), 1.0)
+        await asyncio.gather(call, return_exceptions=True)
+        # grpc frees a call behind its handler: whoever uses it then ends the process.
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not self._has_used_freed
+
+    def call(self, context: Context) -> asyncio.Task[None]:
+        """Start a call of Generate."""
+        handler = self._handlers[0].service(SimpleNamespace(method=METHOD))
+
+        async def run() -> None:
+            try:
+                await handler.unary_stream(BODY, context)
+            finally:
+                context.is_freed = True
+
+        return asyncio.create_task(run())
+
+
+class Context:
+    """A call whose client takes some messages; the next one fails, or waits for ever."""
+
+    def __init__(self, num_taken: int, *, fails: bool = False) -> None:
+        self._num_taken = num_taken
+        self._fails = fails
+        self.is_stuck = asyncio.Event()
+        self.written: list[bytes] = []
+        self.is_freed = False
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+    def set_trailing_metadata(self, trailing: object) -> None:
+        return None
+
+    async def write(self, message: bytes) -> None:
+        if len(self.written) == self._num_taken:
+            self.is_stuck.set()
+            if self._fails:
+                raise RuntimeError("The batch failed.")
+            await asyncio.sleep(3600.0)
+        self.written.append(message)
+
+
+async def test_a_whole_stream_is_handed_on_and_nothing_cancelled() -> None:
+    serve, context = Serve(5), Context(5)
+    await serve.call(context)
+    assert context.written == [b"message"] * 5
+    assert not serve.is_cancelled.is_set()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.0015, 0.01])
+async def test_a_cancel_at_any_moment_ends_the_replicas_part(delay_s: float) -> None:
+    serve = Serve(1_000_000)
+    call = serve.call(Context(1_000_000))
+    await asyncio.sleep(delay_s + 0.001)
+    call.cancel()
+    await serve.check_cancelled(call)
+
+
+async def test_a_cancel_in_the_midst_of_a_write_ends_the_replicas_part() -> None:
+    serve, context = Serve(10), Context(2)
+    call = serve.call(context)
+    await context.is_stuck.wait()
+    call.cancel()
+    await serve.check_cancelled(call)
+
+
+async def test_a_message_that_cannot_be_written_ends_the_replicas_part() -> None:
+    serve, context = Serve(10), Context(2, fails=True)
+    call = serve.call(context)
+    with pytest.raises(RuntimeError, match="The batch failed"):
+        await call
+    await serve.check_cancelled(call)
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_a_cancel_soon_behind_a_failed_write_does_not_keep_it_from_ending(
+    num_turns: int,
+) -> None:
+    serve, context = Serve(10), Context(2, fails=True)
+    call = serve.call(context)
+    await context.is_stuck.wait()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    call.cancel()
+    await serve.check_cancelled(call)

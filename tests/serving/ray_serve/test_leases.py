@@ -1,0 +1,86 @@
+"""When a replica's calls end for want of somebody who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.ray_serve.leases import Leases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Half of it passes without a renewal.
+LEASE_S = 0.4
+
+
+async def run(leases: Leases, call_id: str | None) -> None:
+    with leases.held(call_id):
+        await asyncio.sleep(3600.0)
+
+
+async def after(duration_s: float, every_step: Callable[[], None] = lambda: None) -> None:
+    for _ in range(10):
+        every_step()
+        await asyncio.sleep(duration_s / 10)
+
+
+async def test_a_call_that_is_renewed_no_more_ends() -> None:
+    leases = Leases(LEASE_S)
+    kept, lost = (asyncio.create_task(run(leases, name)) for name in ("kept", "lost"))
+    await after(1.5 * LEASE_S, lambda: leases.renew({"kept"}))
+    assert lost.cancelled()
+    assert not kept.done()
+    # Whoever renewed it is gone.
+    await after(1.5 * LEASE_S)
+    assert kept.cancelled()
+
+
+async def test_calls_of_one_id_are_renewed_together() -> None:
+    leases = Leases(LEASE_S)
+    calls = [asyncio.create_task(run(leases, "same")) for _ in range(2)]
+    await after(1.5 * LEASE_S, lambda: leases.renew({"same"}))
+    assert not any(call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+
+
+async def test_where_nobody_ever_renews_calls_run_on() -> None:
+    leases = Leases(LEASE_S)
+    call = asyncio.create_task(run(leases, "old"))
+    await after(1.5 * LEASE_S)
+    assert not call.done()
+    call.cancel()
+
+
+async def test_a_call_that_has_ended_is_left_alone() -> None:
+    leases = Leases(LEASE_S)
+    leases.renew(())
+    with leases.held("short"):
+        await asyncio.sleep(0)
+    # The task goes on after its call; it is not cancelled for it.
+    await after(1.5 * LEASE_S)
+
+
+async def test_a_call_begins_with_a_whole_lease() -> None:
+    leases = Leases(LEASE_S)
+    leases.renew(())
+    first = asyncio.create_task(run(leases, "first"))
+    await after(0.4 * LEASE_S)
+    second = asyncio.create_task(run(leases, "second"))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not second.done()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+
+
+async def test_what_is_no_call_has_no_lease() -> None:
+    leases = Leases(LEASE_S)
+    leases.renew(())
+    life = asyncio.create_task(run(leases, None))
+    await after(1.5 * LEASE_S)
+    assert not life.done()
+    life.cancel()

@@ -1,0 +1,63 @@
+"""The arguments of a Serve application, from Python, YAML and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from cluster.engine.options import EngineOptions
+from cluster.serving.ray_serve.options import ServeOptions, read_arguments
+from pagedray.errors import StartupError
+
+
+def test_texts_stand_for_numbers() -> None:
+    given = {"model": "m", "num_replicas": "2", "num_blocks": "64", "enable_prefix_cache": "false"}
+    arguments = read_arguments(given)
+    assert arguments.model == "m"
+    assert arguments.serve == ServeOptions(num_replicas=2)
+    assert arguments.engine == EngineOptions(num_blocks=64, enable_prefix_cache=False)
+
+
+def test_absent_arguments_are_the_defaults() -> None:
+    arguments = read_arguments({"model": "m", "max_model_len": None})
+    assert (arguments.engine, arguments.serve) == (EngineOptions(), ServeOptions())
+
+
+def test_no_name_means_two_things() -> None:
+    names = [field.name for kind in (EngineOptions, ServeOptions) for field in fields(kind)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"model": None},
+            "model is required: the folder of the checkpoint, as every node sees it.",
+        ),
+        ({"num_block": 1}, "There is no argument 'num_block'; known are model, "),
+        (
+            {"num_blocks": "many"},
+            "num_blocks is not allowed to be 'many': Expected `int | null`, got `str`.",
+        ),
+        ({"num_blocks": True}, "num_blocks is not allowed to be True: "),
+        ({"device": "tpu"}, "device is not allowed to be 'tpu': Invalid enum value 'tpu'."),
+        ({"num_replicas": 0}, "num_replicas must be at least 1, not 0."),
+        ({"num_replicas": 3, "max_replicas": 2}, "max_replicas must be at least 3, not 2."),
+        ({"target_kv_use": 0}, "target_kv_use must be above 0 and at most 1, not 0.0."),
+        ({"drain_timeout_s": -1}, "drain_timeout_s must be at least 0, not -1.0."),
+        ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be at least 1, not nan."),
+        ({"placement_strategy": "WIDE"}, "placement_strategy is not allowed to be 'WIDE': "),
+        ({"lease_s": 4.9}, "lease_s must be at least 5, not 4.9."),
+        ({"log_format": "xml"}, "log_format is not allowed to be 'xml': "),
+        ({"tool_call_format": "xml"}, "tool_call_format is not allowed to be 'xml': "),
+        ({"log_level": "loud"}, "log_level is not allowed to be 'loud': "),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(given: dict[str, Any], text: str) -> None:  # Any: all
+    with pytest.raises(StartupError) as caught:
+        read_arguments({"model": "m"} | given)
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,139 @@
+"""Refusals through Ray Serve are counted once each, as those of its front."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.auth.key_file import digest_of, new_key
+from cluster.serving.inputs import ChatPrompt
+from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.handle import ServeHandle
+from cluster.serving.ray_serve.pace import Pace
+from pagedray.errors import AuthenticationError, PagedRayError
+from pagedray.v1 import pagedray_pb2 as pb
+from tests.serving.grpc_front import grpc_front
+from tests.serving.ray_serve.test_frontends import Context
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from cluster.serving.servicer import Servicer
+    from cluster.serving.text.tokenizer import Tokenizer
+
+KEY = new_key()
+
+
+@pytest.fixture
+async def servicer(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Servicer]:
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text(f'[tenants.red]\nkeys = ["sha256:{digest_of(KEY).hex()}"]\n')
+    async with grpc_front(tokenizer, authenticator=Authenticator(path)) as front:
+        yield front.servicer
+
+
+def counted(servicer: Servicer) -> dict[str, float]:
+    """Return how many calls were refused, by front and reason."""
+    return {
+        f"{sample.labels['front']} {sample.labels['reason']}": sample.value
+        for family in servicer.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "pagedray_refusals_total"
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "key", "reason"),
+    [
+        ("Generate", b"\xff", KEY, "invalid"),
+        ("Generate", pb.GenerateRequest(text=""), KEY, "invalid"),
+        ("Generate", pb.GenerateRequest(text="x"), "wrong", "unauthenticated"),
+        ("Chat", b"\xff", KEY, "invalid"),
+        ("Chat", b"", "wrong", "unauthenticated"),
+        ("Embed", b"\xff", KEY, "invalid"),
+        ("Embed", b"", "wrong", "unauthenticated"),
+        ("Tokenize", b"\xff", KEY, "invalid"),
+        ("ListModels", b"", "wrong", "unauthenticated"),
+        ("Abort", b"\xff", KEY, "invalid"),
+        ("Abort", b"", "wrong", "unauthenticated"),
+    ],
+)
+async def test_what_serves_grpc_refuses_is_counted(
+    servicer: Servicer,
+    method: str,
+    message: Any,  # Any: bytes or one of several messages
+    key: str,
+    reason: str,
+) -> None:
+    context: Any = Context({"authorization": f"Bearer {key}"})  # Any: stands in for Serve's
+    service = ServeGrpc(servicer, Pace(1e6))
+
+    async def tell_others(_tenant: str, _ids: object) -> None:
+        raise AssertionError
+
+    if method in ("Generate", "Chat"):
+        assert [one async for one in service.stream(method, message, context)]
+    elif method == "Abort":
+        await service.abort(message, context, tell_others)
+    else:
+        await service.unary(method, message, context)
+    assert context.code is not None
+    assert counted(servicer) == {f"ray {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"key": "wrong"}, "unauthenticated"),
+        ({"prompt": 5}, "invalid"),
+        ({"prompt": ""}, "invalid"),
+        ({"timeout_s": -1}, "invalid"),
+        ({"model": "other"}, "unknown_model"),
+    ],
+)
+async def test_what_a_handles_generate_refuses_is_counted(
+    servicer: Servicer,
+    arguments: dict[str, Any],  # Any: arguments of all types
+    reason: str,
+) -> None:
+    given: dict[str, Any] = {"prompt": "x", "sampling": None, "model": None, "request_id": None}
+    given |= {"priority": 0, "timeout_s": None, "key": KEY} | arguments
+    with pytest.raises(PagedRayError):
+        async for _ in ServeHandle(servicer, Pace(1e6)).generate(**given):
+            pass
+    assert counted(servicer) == {f"ray {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"key": "wrong"}, "unauthenticated"),
+        ({"prompts": "one text"}, "invalid"),
+        ({"prompts": ["x", 5]}, "invalid"),
+        ({"prompts": ["x", ChatPrompt(())]}, "invalid"),
+        ({"timeout_s": -1}, "invalid"),
+    ],
+)
+async def test_what_a_handles_embed_refuses_is_counted(
+    servicer: Servicer,
+    arguments: dict[str, Any],  # Any: arguments of all types
+    reason: str,
+) -> None:
+    given: dict[str, Any] = {"prompts": ["x"], "dimensions": None, "model": None}
+    given |= {"timeout_s": None, "key": KEY} | arguments
+    with pytest.raises(PagedRayError):
+        await ServeHandle(servicer, Pace(1e6)).embed(**given)
+    assert counted(servicer) == {f"ray {reason}": 1}
+
+
+async def test_what_a_handle_asks_without_a_good_key_is_counted(servicer: Servicer) -> None:
+    handle = ServeHandle(servicer, Pace(1e6))
+    for ask in (handle.loads, handle.tenant_name):
+        with pytest.raises(AuthenticationError):
+            ask("wrong")
+        ask(KEY)
+    assert counted(servicer) == {"ray unauthenticated": 2}

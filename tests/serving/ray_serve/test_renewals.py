@@ -1,0 +1,147 @@
+"""Which streams a caller's process has go on: those that somebody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from cluster.serving.ray_serve.renewals import Renewals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PERIOD_S = 0.02
+IDLE_S = 0.1
+
+
+class Result:
+    """A stream of numbers as Serve's handles read it, and what an asked replica answers."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s
+        self._number = 0
+        self.callbacks: list[Callable[[object], None]] = []
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.callbacks.append(callback)
+
+    async def get_async(self) -> None:
+        return None
+
+    async def __anext__(self) -> int:
+        await asyncio.sleep(self._pause_s)
+        return self.__next__()
+
+    def __next__(self) -> int:
+        self._number += 1
+        return self._number
+
+
+class Hanging(Result):
+    """Never answers."""
+
+    async def get_async(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Replica:
+    """Notes which calls it is asked to go on with."""
+
+    def __init__(self) -> None:
+        self.renewed: list[set[str]] = []
+        self.is_dead = False
+        self.hangs = False
+
+    # Any: the request is Serve's.
+    def try_send_request(self, request: Any, *, with_rejection: bool) -> Result:
+        if self.is_dead:
+            raise RuntimeError("The actor died.")
+        assert (request.metadata.call_method, with_rejection) == ("renew", False)
+        self.renewed.append(set(request.args[0]))
+        return Hanging() if self.hangs else Result()
+
+
+def renewals() -> Any:  # Any: it is given stand-ins for what is Serve's
+    return Renewals(period_s=PERIOD_S, idle_s=IDLE_S)
+
+
+async def test_what_is_read_is_renewed_at_its_own_replica() -> None:
+    told, replicas = renewals(), [Replica(), Replica()]
+    results = [Result(), Result()]
+    told.add(results[0], replicas[0], "a")
+    told.add(results[1], replicas[1], "b")
+    for number in range(1, 15):
+        # As Serve's handles do, from asyncio or from a thread.
+        assert await results[0].__anext__() == number
+        assert results[1].__next__() == number
+        await asyncio.sleep(PERIOD_S)
+    assert len(replicas[0].renewed) > IDLE_S / PERIOD_S
+    assert {name for one in replicas[0].renewed for name in one} == {"a"}
+    assert {name for one in replicas[1].renewed for name in one} == {"b"}
+
+
+async def test_what_somebody_waits_for_is_renewed() -> None:
+    told, replica, result = renewals(), Replica(), Result(pause_s=10.0)
+    told.add(result, replica, "slow")
+    waiting = asyncio.ensure_future(result.__anext__())
+    await asyncio.sleep(3 * IDLE_S)
+    before = len(replica.renewed)
+    await asyncio.sleep(IDLE_S)
+    assert len(replica.renewed) > before
+    # Whoever has given up waiting reads it no more.
+    waiting.cancel()
+    await asyncio.sleep(2 * IDLE_S)
+    before = len(replica.renewed)
+    await asyncio.sleep(2 * IDLE_S)
+    assert len(replica.renewed) == before
+
+
+async def test_what_nobody_reads_is_renewed_no_more() -> None:
+    told, replica, read, dropped = renewals(), Replica(), Result(), Result()
+    told.add(read, replica, "read")
+    told.add(dropped, replica, "dropped")
+    await asyncio.sleep(2 * PERIOD_S)
+    assert replica.renewed[0] == {"read", "dropped"}
+    del dropped
+    for _ in range(10):
+        await read.__anext__()
+        await asyncio.sleep(PERIOD_S)
+    assert replica.renewed[-1] == {"read"}
+
+
+async def test_it_rests_when_all_streams_have_ended() -> None:
+    told, replica, result = renewals(), Replica(), Result()
+    told.add(result, replica, "first")
+    for callback in result.callbacks:
+        await asyncio.to_thread(callback, None)
+    await asyncio.sleep(3 * PERIOD_S)
+    assert replica.renewed == []
+    assert [one for one in asyncio.all_tasks() if one is not asyncio.current_task()] == []
+    told.add(Result(), replica, "second")
+    await asyncio.sleep(3 * PERIOD_S)
+    assert replica.renewed[0] == {"second"}
+
+
+async def test_a_dead_replica_does_not_keep_others_from_being_told() -> None:
+    told, replicas = renewals(), [Replica(), Replica()]
+    replicas[0].is_dead = True
+    for name, replica in zip("ab", replicas, strict=True):
+        told.add(Result(), replica, name)
+    await asyncio.sleep(4 * PERIOD_S)
+    assert len(replicas[1].renewed) > 1
+
+
+async def test_a_replica_that_hangs_does_not_keep_others_from_being_told() -> None:
+    told, replicas = renewals(), [Replica(), Replica()]
+    replicas[0].hangs = True
+    results = [Result(), Result()]
+    for name, replica, result in zip("ab", replicas, results, strict=True):
+        told.add(result, replica, name)
+    for _ in range(8):
+        await results[0].__anext__()
+        await results[1].__anext__()
+        await asyncio.sleep(PERIOD_S)
+    # One that waited for the other would be told half as often: an answer may take a period.
+    assert len(replicas[1].renewed) >= 5
+    # It is asked again all the same.
+    assert len(replicas[0].renewed) >= 5

@@ -1,0 +1,419 @@
+"""The gRPC front, by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from pagedray.errors import OverloadedError, WorkerError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.checkpoint import TEXT
+from tests.serving.waiting import wait_until
+
+if TYPE_CHECKING:
+    from cluster.serving.text.tokenizer import Tokenizer
+    from tests.serving.conftest import Server
+    from tests.serving.fake_engine import FakeEngine
+
+Stub = pagedray_pb2_grpc.GenerationServiceStub
+
+
+def _call(text: str = "hello", **sampling: Any) -> pb.GenerateRequest:  # Any: fields of all types
+    return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
+
+
+def _texts(messages: list[pb.GenerateResponse]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for message in messages:
+        for sequence in message.sequences:
+            texts[sequence.index] = texts.get(sequence.index, "") + sequence.text
+    return texts
+
+
+def test_stream_has_prompt_text_and_usage(
+    stub: Stub, engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    engine.num_cached_tokens = 1
+    num_tokens = len(tokenizer.encode(TEXT, add_special_tokens=False))
+    messages = list(stub.Generate(_call(max_tokens=num_tokens)))
+    assert _texts(messages) == {0: TEXT}
+    num_prompt_tokens = len(tokenizer.encode("hello"))
+    assert messages[0].prompt_info.num_prompt_tokens == num_prompt_tokens
+    assert messages[0].prompt_info.num_cached_tokens == 1
+    assert not any(message.HasField("prompt_info") for message in messages[1:])
+    assert not any(message.HasField("usage") for message in messages[:-1])
+    last = messages[-1]
+    assert last.usage == pb.Usage(
+        num_prompt_tokens=num_prompt_tokens, num_cached_tokens=1, num_generated_tokens=num_tokens
+    )
+    assert last.sequences[0].finish_reason == pb.FINISH_REASON_LENGTH
+    assert len({message.request_id for message in messages}) == 1
+    assert len(last.request_id) == 32
+
+
+def test_sampling_reaches_the_engine_as_sent(stub: Stub, engine: FakeEngine) -> None:
+    message = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5, 6]),
+        priority=-3,
+        sampling=pb.SamplingParams(
+            max_tokens=3, temperature=0.7, top_k=4, top_p=0.9, min_p=0.05,
+            repetition_penalty=1.1, presence_penalty=-0.3, frequency_penalty=0.2,
+            logit_bias={7: -1.7}, seed=-5, n=2, stop=["zzz"], stop_token_ids=[250],
+            ignore_eos=True, logprobs=2,
+        ),
+    )  # fmt: skip
+    list(stub.Generate(message))
+    (request,) = engine.log.submitted
+    assert request.prompt_token_ids == (5, 6)
+    assert (request.priority, request.seed, request.eos_token_ids) == (-3, -5, (1,))
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.7, 0.9, 0.05)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, -0.3)
+    assert (sampling.top_k, sampling.n, sampling.logprobs) == (4, 2, 2)
+    assert dict(sampling.logit_bias) == {7: -1.7}
+    assert (sampling.stop, sampling.stop_token_ids) == (("zzz",), (250,))
+    assert sampling.ignore_eos
+
+
+def test_present_zero_is_not_absent(stub: Stub, engine: FakeEngine) -> None:
+    list(stub.Generate(_call(max_tokens=1, temperature=0.0, seed=0)))
+    (request,) = engine.log.submitted
+    assert request.sampling.is_greedy
+    assert request.seed == 0
+
+
+def test_default_is_the_rest_of_the_context(stub: Stub, engine: FakeEngine) -> None:
+    list(stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 200))))
+    assert engine.log.submitted[0].sampling.max_tokens == 56
+
+
+def test_sequences_and_logprobs(stub: Stub) -> None:
+    messages = list(stub.Generate(_call(max_tokens=5, n=2, logprobs=1)))
+    texts = _texts(messages)
+    assert set(texts) == {0, 1}
+    assert texts[0] != texts[1]
+    entries = [
+        (token_id, logprobs)
+        for message in messages
+        for sequence in message.sequences
+        for token_id, logprobs in zip(sequence.token_ids, sequence.logprobs, strict=True)
+    ]
+    assert len(entries) == 10
+    for token_id, logprobs in entries:
+        assert logprobs.logprob == -0.5
+        assert [top.token_id for top in logprobs.top_logprobs] == [token_id]
+
+
+def test_stop_string_finishes_the_sequence_in_the_engine(stub: Stub, engine: FakeEngine) -> None:
+    messages = list(stub.Generate(_call(stop=["brown fox"])))
+    assert _texts(messages) == {0: "The quick "}
+    last = messages[-1].sequences[0]
+    assert (last.finish_reason, last.stop_reason) == (pb.FINISH_REASON_STOP, "brown fox")
+    (request,) = engine.log.submitted
+    assert engine.log.finished == [(request.id, 0)]
+    assert engine.log.aborted == []
+    assert engine.num_sequences == 0
+
+
+def test_stop_token_is_named(stub: Stub, tokenizer: Tokenizer) -> None:
+    stop_id = tokenizer.encode("The quick", add_special_tokens=False)[-1]
+    last = list(stub.Generate(_call(stop_token_ids=[stop_id])))[-1].sequences[0]
+    assert (last.finish_reason, last.stop_reason) == (pb.FINISH_REASON_STOP, str(stop_id))
+
+
+def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
+    # A connection that holds little, and large messages: it is full soon.
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+    with grpc.insecure_channel(server.grpc_target, options) as channel:
+        call = Stub(channel).Generate(_call("h", max_tokens=100, n=32, logprobs=20))
+        next(call)
+        time.sleep(0.5)
+        messages = list(call)
+    assert len(messages) < 90
+    assert messages[-1].usage.num_generated_tokens == 3200
+
+
+async def test_cancel_aborts_in_the_engine(server: Server) -> None:
+    engine = server.engine
+    engine.step_s = 0.01
+    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+        call = Stub(channel).Generate(_call(max_tokens=200))
+        await call.read()
+        call.cancel()
+        await wait_until(lambda: engine.num_sequences == 0)
+    assert engine.log.aborted == [engine.log.submitted[0].id]
+
+
+async def test_cancel_before_the_first_token_aborts(server: Server) -> None:
+    engine = server.engine
+    engine.is_paused = True
+    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+        call = Stub(channel).Generate(_call())
+        reading = asyncio.ensure_future(call.read())
+        await wait_until(lambda: engine.num_sequences == 1)
+        call.cancel()
+        await wait_until(lambda: engine.num_sequences == 0)
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> None:
+    engine = server.engine
+    engine.step_s = 0.002
+
+    async def run(stub: Any, number: int) -> int:  # Any: the generated stub is not async to mypy
+        call = stub.Generate(_call(max_tokens=50))
+        num_messages = 0
+        async for _ in call:
+            num_messages += 1
+            if number % 3 == 0:
+                call.cancel()
+                break
+        return num_messages
+
+    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+        stub = Stub(channel)
+        await asyncio.gather(*(run(stub, number) for number in range(64)))
+        await wait_until(lambda: engine.num_sequences == 0)
+        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
+    assert len(engine.log.submitted) == 64
+    assert len(set(engine.log.aborted)) == 22
+
+
+async def test_abort_hits_exactly_the_named_request(server: Server) -> None:
+    engine = server.engine
+    engine.step_s = 0.005
+    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+        stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
+        calls = {
+            name: stub.Generate(pb.GenerateRequest(text="x", request_id=name))
+            for name in ("job-1", "job-11")
+        }
+        readers = {name: aiter(call) for name, call in calls.items()}
+        for reader in readers.values():
+            await anext(reader)
+        await stub.Abort(pb.AbortRequest(request_ids=["job-1", "unknown", "job-1", ""]))
+        rest = [message async for message in readers["job-1"]]
+        assert rest[-1].sequences[0].finish_reason == pb.FINISH_REASON_ABORTED
+        assert rest[-1].request_id == "job-1"
+        assert rest[-1].HasField("usage")
+        assert engine.num_sequences == 1
+        calls["job-11"].cancel()
+        await wait_until(lambda: engine.num_sequences == 0)
+
+
+async def test_running_id_is_refused_and_free_again_later(server: Server) -> None:
+    server.engine.step_s = 0.005
+    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+        stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
+        message = pb.GenerateRequest(text="x", request_id="mine")
+        first = stub.Generate(message)
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(message).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "'mine' belongs to a request that is running" in str(caught.value.details())
+        first.cancel()
+        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
+        message.sampling.max_tokens = 1
+        for _ in range(20):
+            answers = [answer async for answer in stub.Generate(message)]
+            assert answers[-1].HasField("usage")
+
+
+def test_deadline_reaches_the_engine_and_ends_the_call(stub: Stub, engine: FakeEngine) -> None:
+    engine.is_paused = True
+    started_s = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(_call(), timeout=0.3))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    (request,) = engine.log.submitted
+    assert request.deadline_s is not None
+    assert started_s < request.deadline_s <= started_s + 0.4
+    deadline_s = time.monotonic() + 1
+    while engine.num_sequences and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    assert engine.num_sequences == 0
+
+
+def test_timeout_in_the_message_is_a_deadline(stub: Stub, engine: FakeEngine) -> None:
+    engine.is_paused = True
+    started_s = time.monotonic()
+    message = pb.GenerateRequest(text="x", timeout={"nanos": 200_000_000})
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(message, timeout=20))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "passed before the request was finished" in str(caught.value.details())
+    (request,) = engine.log.submitted
+    assert request.deadline_s is not None
+    assert started_s < request.deadline_s < started_s + 10
+    assert engine.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OverloadedError("The queue is full."), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (WorkerError("A rank died."), grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_errors_of_the_engine_have_their_codes(
+    stub: Stub, engine: FakeEngine, error: Any, code: grpc.StatusCode
+) -> None:
+    engine.refusal = error
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(_call()))
+    assert (caught.value.code(), caught.value.details()) == (code, str(error))
+
+
+def test_death_of_the_engine_ends_running_calls(stub: Stub, engine: FakeEngine) -> None:
+    engine.step_s = 0.005
+    call = stub.Generate(_call())
+    next(call)
+    engine.fail_all(WorkerError("A rank died."))
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_tokenize(stub: Stub, tokenizer: Tokenizer) -> None:
+    response = stub.Tokenize(pb.TokenizeRequest(text=TEXT))
+    assert list(response.token_ids) == tokenizer.encode(TEXT)
+    bare = stub.Tokenize(pb.TokenizeRequest(text=TEXT, add_special_tokens=False))
+    assert list(bare.token_ids) == tokenizer.encode(TEXT, add_special_tokens=False)
+    assert list(stub.Tokenize(pb.TokenizeRequest(text="")).token_ids) == tokenizer.encode("")
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tokenize(pb.TokenizeRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_server_info(stub: Stub) -> None:
+    info = stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.model, info.vocab_size, info.context_length) == ("tiny", 320, 256)
+    assert (info.block_size, info.num_blocks, info.num_cpu_blocks) == (16, 64, 32)
+    assert (info.num_ranks, info.dtype, info.is_encoder) == (1, "bfloat16", False)
+    (model,) = stub.ListModels(pb.ListModelsRequest()).models
+    assert model == pb.Model(name="tiny", context_length=256)
+
+
+def test_health_follows_the_engine(server: Server) -> None:
+    status = health_pb2.HealthCheckResponse.ServingStatus
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "pagedray.v1.GenerationService"):
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert stub.Check(request).status == status.SERVING
+        updates = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(updates).status == status.SERVING
+        server.engine.is_healthy_flag = False
+        assert next(updates).status == status.NOT_SERVING
+        server.engine.is_healthy_flag = True
+        assert next(updates).status == status.SERVING
+        updates.cancel()
+
+
+def test_reflection_describes_the_service(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "pagedray.v1.GenerationService" in database.get_services()
+        pool = DescriptorPool(database)
+        service = pool.FindServiceByName("pagedray.v1.GenerationService")
+        assert "Generate" in service.methods_by_name
+
+
+def _raw_call(server: Server, method: str, body: bytes, **options: Any) -> grpc.RpcError:
+    # Any: the options of a grpc call
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        call = channel.unary_stream(f"/pagedray.v1.GenerationService/{method}", None, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(body, **options))
+        return caught.value
+
+
+@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x12\x7fshort"])
+def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -> None:
+    error = _raw_call(server, "Generate", body)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "The message is not a valid GenerateRequest."
+    assert server.engine.log.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field 127."),
+        (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field 127."),
+        (b"x" * 3_000_000, "GenerateRequest has 3000000 bytes of fields that are not known here."),
+    ],
+    ids=["message", "nested message", "many"],
+)
+def test_unknown_field_is_refused(server: Server, body: bytes, text: str) -> None:
+    error = _raw_call(server, "Generate", body)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_unknown_method_is_unimplemented(server: Server) -> None:
+    assert _raw_call(server, "Nothing", b"").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (4_194_304, "The message is not a valid TokenizeRequest."),
+        (4_194_305, "message has 4194305 bytes; at most 4194304 are allowed."),
+    ],
+)
+def test_too_large_message_is_refused_before_it_is_parsed(
+    server: Server, num_bytes: int, text: str
+) -> None:
+    # These bytes are no message, which whoever parses them says.
+    error = _raw_call(server, "Tokenize", b"\xff" * num_bytes)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_message_far_too_large_is_refused_by_its_length(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"\xff" * (7 * 2**20))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "(7340032 vs. 6291456)" in str(error.details())
+    assert server.engine.log.submitted == []
+
+
+def test_too_much_metadata_is_refused(server: Server) -> None:
+    error = _raw_call(server, "Generate", b"", metadata=(("x-large", "x" * 20_000),))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_many_nested_messages_are_refused_soon(server: Server) -> None:
+    started_s = time.monotonic()
+    # An empty turn is two bytes, and would be a millisecond's thousandth to look at.
+    error = _raw_call(server, "Chat", b"\x12\x00" * 2_000_000)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "messages has too many entries: a message may hold 8192 others."
+    assert time.monotonic() - started_s < 20
+
+
+def test_compressed_message_is_refused(server: Server) -> None:
+    body = pb.GenerateRequest(text="x" * 100_000).SerializeToString()
+    error = _raw_call(server, "Generate", body, compression=grpc.Compression.Gzip)
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert server.engine.log.submitted == []
+
+
+def test_defect_says_nothing_of_the_inside(
+    stub: Stub, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(_call()))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "The server made a mistake; its log says which."
+    assert "A gRPC call failed." in caplog.text

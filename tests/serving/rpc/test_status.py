@@ -1,0 +1,121 @@
+"""What a gRPC client is told of an error: the code, the words, the details."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+
+from cluster.serving.rpc.status import code_of, status_of
+from pagedray import errors
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.grpc_front import status_of_call
+
+if TYPE_CHECKING:
+    from google.rpc.status_pb2 import Status
+
+    from tests.serving.fake_engine import FakeEngine
+
+Stub = pagedray_pb2_grpc.GenerationServiceStub
+KINDS = {kind.__name__: kind for kind in (BadRequest, ErrorInfo, RetryInfo)}
+
+
+def _details(status: Status) -> dict[str, Any]:  # Any: messages of all kinds
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        kind = KINDS[packed.type_url.rpartition(".")[2]]
+        found[kind.__name__] = kind.FromString(packed.value)
+    return found
+
+
+def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any method
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    status = status_of_call(caught.value)
+    assert caught.value.code().value[0] == status.code
+    return caught.value.code(), status
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "text"),
+    [
+        (pb.GenerateRequest(), "prompt", "prompt must not be empty."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)),
+         "sampling.temperature", "temperature must be 0 to 100, not -1."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[5] * 2000)),
+         "sampling.stop_token_ids", "stop_token_ids may have 1024 entries, not 2000."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 100_000)),
+         "sampling.stop", "stop may have 16 entries, not 100000."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(structure=pb.Structure())),
+         "sampling.structure", "structure must have one kind set."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(
+            structure=pb.Structure(json_object=False))),
+         "sampling.structure", "structure must have one kind set."),
+        (pb.GenerateRequest(text="x", request_id="x" * 129), "request_id",
+         "request_id must have 1 to 128 printable characters."),
+        (pb.GenerateRequest(text="x", timeout={"seconds": 0}), "timeout",
+         "timeout must be more than 0 s and at most 86400 s, not 0 s."),
+        (pb.GenerateRequest(text="x", timeout={"seconds": -5}), "timeout",
+         "timeout must be more than 0 s and at most 86400 s, not -5 s."),
+        (pb.GenerateRequest(text="x", timeout={"seconds": 315_576_000_000}), "timeout",
+         "timeout must be more than 0 s and at most 86400 s, not 3.15576e+11 s."),
+        (pb.GenerateRequest(text="x" * 5_000_000), "message",
+         "message has 5000005 bytes; at most 4194304 are allowed."),
+    ],
+)  # fmt: skip
+def test_bad_field_is_named_by_its_path(
+    stub: Stub, engine: FakeEngine, message: pb.GenerateRequest, field: str, text: str
+) -> None:
+    code, status = _refused(stub.Generate(message))
+    assert (code, status.message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    details = _details(status)
+    (violation,) = details["BadRequest"].field_violations
+    assert (violation.field, violation.description) == (field, text)
+    assert details["ErrorInfo"].reason == "INVALID_REQUEST"
+    assert dict(details["ErrorInfo"].metadata) == {"field": field}
+    assert "RetryInfo" not in details
+    assert engine.log.submitted == []
+
+
+def test_unknown_model_is_not_found(stub: Stub) -> None:
+    code, status = _refused(stub.Generate(pb.GenerateRequest(text="x", model="other")))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert status.message == "The model 'other' is not served here; served is 'tiny'."
+    info = _details(status)["ErrorInfo"]
+    assert (info.reason, info.metadata["field"]) == ("UNKNOWN_MODEL", "model")
+    sampling = pb.SamplingParams(max_tokens=1)
+    assert list(stub.Generate(pb.GenerateRequest(text="x", model="tiny", sampling=sampling)))
+
+
+def test_full_queue_says_when_to_come_again(stub: Stub, engine: FakeEngine) -> None:
+    engine.refusal = errors.OverloadedError("The queue is full.", retry_after_s=2.5)
+    code, status = _refused(stub.Generate(pb.GenerateRequest(text="x")))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    details = _details(status)
+    assert details["ErrorInfo"].reason == "OVERLOADED"
+    assert details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == 2.5
+
+
+def test_every_error_has_a_code_and_a_reason() -> None:
+    reasons = set()
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        wanted = {
+            "CapacityError": (5, 3), "UnknownModelError": ("a", "b"), "ShuttingDownError": (),
+        }.get(name, ("text",))  # fmt: skip
+        error = kind(*wanted)
+        status = status_of(error)
+        assert code_of(status).name == kind.grpc_status
+        assert status.message == str(error)
+        reasons.add(_details(status)["ErrorInfo"].reason)
+    assert len(reasons) == 10
+
+
+def test_defect_has_no_words_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    status = status_of(KeyError("/home/secret"))
+    assert code_of(status) is grpc.StatusCode.INTERNAL
+    assert b"secret" not in status.SerializeToString()
+    assert "secret" in caplog.text

@@ -1,0 +1,171 @@
+"""Metrics: what is documented is exported, what is exported is bounded, and counts are true."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.inputs import Arrival, CallOrigin, GenerationInput
+from cluster.serving.servicer import Servicer
+from pagedray.errors import InvalidRequestError, OverloadedError, RequestError
+from tests.serving.conftest import engine_config
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prometheus_client.samples import Sample
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+DOCUMENT = Path("docs/observability.md")
+
+
+@pytest.fixture
+async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
+    client = EngineClient(asyncio.get_running_loop())
+    engine = FakeEngine(client, lambda request, index: [72, 73])
+    client.attach(engine)
+    servicer = Servicer(client, tokenizer, engine_config())
+    servicer.set_ready()
+    yield servicer
+    await servicer.close()
+    engine.stop()
+
+
+async def run(servicer: Servicer, **given: object) -> None:
+    fields: dict[str, object] = {"prompts": ("hello",), "sampling": {"max_tokens": 5}} | given
+    generation = await servicer.start(GenerationInput(**fields))  # type: ignore[arg-type]  # checked by the test
+    try:
+        async for _ in generation.outputs():
+            pass
+    finally:
+        generation.close()
+
+
+def samples(servicer: Servicer) -> list[Sample]:
+    text = servicer.metrics.render().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def value(servicer: Servicer, name: str, **labels: str) -> float:
+    found = [
+        sample.value
+        for sample in samples(servicer)
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert found, f"{name}{labels} is not exported"
+    return sum(found)
+
+
+async def test_document_lists_what_is_exported(servicer: Servicer) -> None:
+    await run(servicer)
+    text = servicer.metrics.render().decode()
+    exported = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
+    # The library tells when counters were made; nobody needs to read that.
+    exported = {name: kind for name, kind in exported.items() if not name.endswith("_created")}
+    rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == exported
+
+
+async def test_document_lists_the_labels(servicer: Servicer) -> None:
+    await run(servicer)
+    with pytest.raises(InvalidRequestError):
+        await run(servicer, prompts=("",))
+    documented = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for name, labels in re.findall(
+            r"^\| `([\w:]+)` \| \w+ \|([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE
+        )
+    }
+    for family in text_string_to_metric_families(servicer.metrics.render().decode()):
+        own = {label for sample in family.samples for label in sample.labels} - {"le"}
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        # The library also tells when counters were made.
+        if own and not name.endswith("_created"):
+            assert documented[name] == own, name
+
+
+async def test_call_is_counted_with_its_times_and_tokens(servicer: Servicer) -> None:
+    await run(servicer, origin=CallOrigin(front="grpc"), tenant="")
+    labels = {"front": "grpc", "outcome": "length"}
+    assert value(servicer, "pagedray_requests_total", **labels) == 1
+    assert value(servicer, "pagedray_request_prompt_tokens_count") == 1
+    assert value(servicer, "pagedray_request_generated_tokens_sum") == 5
+    assert value(servicer, "pagedray_time_to_first_token_seconds_count") == 1
+    assert value(servicer, "pagedray_time_per_output_token_seconds_count") == 1
+    assert value(servicer, "pagedray_queue_time_seconds_count") == 1
+    gaps = value(servicer, "pagedray_inter_token_latency_seconds_count")
+    assert 0 <= gaps <= 4
+    assert value(servicer, "vllm:inter_token_latency_seconds_count") == gaps
+    assert value(servicer, "pagedray_tenant_tokens_total", kind="generated") == 5
+
+
+async def test_tokens_in_flight_are_those_of_open_calls(servicer: Servicer) -> None:
+    given = GenerationInput(prompts=("hello",), sampling={"max_tokens": 200, "n": 2})
+    generation = await servicer.start(given)
+    num_prompt_tokens = len(servicer.tokenizer.encode("hello"))
+    in_flight = value(servicer, "pagedray_tokens_in_flight")
+    assert in_flight == num_prompt_tokens + 2 * 200
+    generation.close()
+    assert value(servicer, "pagedray_tokens_in_flight") == 0
+    assert value(servicer, "pagedray_requests_total", outcome="cancelled") == 1
+
+
+async def test_refusals_are_counted_by_reason(servicer: Servicer) -> None:
+    origin = CallOrigin(front="http")
+    for given in ({"prompts": ("",)}, {"model": "other"}, {"prompts": ("x " * 4000,)}):
+        with pytest.raises(RequestError):
+            await run(servicer, origin=origin, **given)
+    engine = servicer.client.engine
+    assert isinstance(engine, FakeEngine)
+    engine.refusal = OverloadedError("full")
+    with pytest.raises(OverloadedError):
+        await run(servicer, origin=origin)
+    for reason in ("invalid", "unknown_model", "too_large", "overloaded"):
+        labels = {"front": "http", "reason": reason}
+        assert value(servicer, "pagedray_refusals_total", **labels) == 1
+    assert value(servicer, "pagedray_tokens_in_flight") == 0
+
+
+async def test_nothing_that_clients_send_makes_series(servicer: Servicer) -> None:
+    await run(servicer)
+    await run(servicer, client_id="first")
+    before = {(one.name, *sorted(one.labels.items())) for one in samples(servicer)}
+    for number in range(50):
+        await run(
+            servicer,
+            client_id=f"id-{number}-{{}}",
+            model=None,
+            sampling={"max_tokens": 1 + number, "seed": number},
+            origin=CallOrigin(traceparent=f"bad-{number}", tracestate="x"),
+        )
+    assert {(one.name, *sorted(one.labels.items())) for one in samples(servicer)} == before
+
+
+async def test_tenants_beyond_a_bound_share_a_label(servicer: Servicer) -> None:
+    for number in range(400):
+        watch = servicer.observer.begin(Arrival(operation="chat", tenant=f"t{number}"))
+        watch.end("stop")
+    tenants = [one for one in samples(servicer) if one.name == "pagedray_tenant_requests_total"]
+    assert len(tenants) == 257
+    assert value(servicer, "pagedray_tenant_requests_total", tenant="(other)") == 400 - 256
+
+
+async def test_routers_find_what_they_read(servicer: Servicer) -> None:
+    model = {"model_name": "tiny"}
+    assert value(servicer, "vllm:num_requests_running", **model) == 0
+    assert value(servicer, "vllm:num_requests_waiting", **model) == 0
+    # The fake engine has 60 of 64 blocks free.
+    assert value(servicer, "vllm:kv_cache_usage_perc", **model) == pytest.approx(4 / 64)
+    config = {"block_size": "16", "num_gpu_blocks": "64"}
+    assert value(servicer, "vllm:cache_config_info", **model, **config) == 1
+    assert value(servicer, "vllm:prefix_cache_queries_total", **model) == 10
+    assert value(servicer, "vllm:prefix_cache_hits_total", **model) == 4

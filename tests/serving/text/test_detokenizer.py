@@ -1,0 +1,152 @@
+"""Tokens to text, token by token, against decoding all of them at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from cluster.serving.text.detokenizer import IncrementalDetokenizer
+from cluster.serving.text.stop_strings import StopMatcher
+from cluster.serving.text.token_bytes import TokenBytes
+from tests.serving.checkpoint import TEXT
+
+if TYPE_CHECKING:
+    from cluster.serving.text.tokenizer import Tokenizer
+
+_TOKENS = (
+    "<s>", "</s>", "\u2581hello", "\u2581", "world", "\u2581\u2581", ".",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+)  # fmt: skip
+
+
+def _byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({token: index for index, token in enumerate(_TOKENS)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def _byte_level_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+FALLBACK = _byte_fallback_tokenizer()
+
+
+def _pieces(token_bytes: TokenBytes, token_ids: list[int], *, continues: bool = False) -> list[str]:
+    detokenizer = IncrementalDetokenizer(token_bytes, is_continuation=continues)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+def test_no_piece_splits_a_character(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    pieces = _pieces(tokenizer.token_bytes, token_ids)
+    assert "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "\U0001f642" in pieces
+
+
+@given(token_ids=st.lists(st.integers(0, 400), max_size=40))
+@settings(max_examples=200)
+def test_pieces_are_what_decoding_all_gives(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    # Ids past the tokenizer's end are ids the model has and the tokenizer does not name.
+    assert "".join(_pieces(tokenizer.token_bytes, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_broken_bytes_become_replacement_characters_at_once(tokenizer: Tokenizer) -> None:
+    lone = tokenizer.encode("\u00e9", add_special_tokens=False)[0]
+    pieces = _pieces(tokenizer.token_bytes, [lone] * 5)
+    assert pieces == ["", "\ufffd", "\ufffd", "\ufffd", "\ufffd", "\ufffd"]
+
+
+@given(
+    texts=st.lists(
+        st.sampled_from(["\u2581hello", "\u2581", "world", "\u2581\u2581", ".", "</s>"])
+        | st.characters(exclude_categories=["Cs"]),
+        max_size=30,
+    )
+)
+@settings(max_examples=200)
+def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[str]) -> None:
+    token_ids: list[int] = []
+    for text in texts:
+        tokens = [text] if text in _TOKENS else [f"<0x{byte:02X}>" for byte in text.encode()]
+        token_ids += [_TOKENS.index(token) for token in tokens]
+    expected = FALLBACK.decode(token_ids, skip_special_tokens=True)
+    assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
+
+
+def test_a_continuation_keeps_its_leading_space() -> None:
+    token_ids = [_TOKENS.index("\u2581hello")]
+    assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == "hello"
+    assert "".join(_pieces(TokenBytes(FALLBACK), token_ids, continues=True)) == " hello"
+
+
+def _cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=20),
+    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=4), max_size=4),
+)
+@settings(max_examples=500)
+def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    text, found = "", None
+    for piece in pieces:
+        certain, found = matcher.push(piece)
+        text += certain
+        if found is not None:
+            break
+    if found is None:
+        text += matcher.flush()
+    assert (text, found) == _cut("".join(pieces), stops)
+
+
+@given(
+    text=st.text(alphabet="aTh \u00e9\U0001f642", max_size=30),
+    stops=st.lists(st.text("aTh \u00e9\U0001f642", min_size=1, max_size=3), max_size=3),
+)
+@settings(max_examples=200)
+def test_tokens_and_stop_strings_together(
+    tokenizer: Tokenizer, text: str, stops: list[str]
+) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    matcher = StopMatcher(stops)
+    got, found = "", None
+    for piece in _pieces(tokenizer.token_bytes, token_ids):
+        certain, found = matcher.push(piece)
+        got += certain
+        if found is not None:
+            break
+    if found is None:
+        got += matcher.flush()
+    assert (got, found) == _cut(tokenizer.decode(token_ids), stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["</tool>"])
+    assert matcher.push("text <") == ("text ", None)
+    assert matcher.push("/to") == ("", None)
+    assert matcher.push("p") == ("</top", None)

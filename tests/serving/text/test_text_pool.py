@@ -1,0 +1,122 @@
+"""Long texts are worked on beside the event loop, a bounded number of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontends import Fronts
+from cluster.serving.text.text_pool import TextPool
+from pagedray.errors import OverloadedError, ShuttingDownError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.conftest import engine_config
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TextPool]:
+    pool = TextPool(num_threads=1, max_waiting=2)
+    yield pool
+    await pool.close()
+
+
+async def test_work_is_done_in_a_thread_of_the_pool(pool: TextPool) -> None:
+    thread = await pool.run(threading.current_thread)
+    assert thread.name.startswith("pagedray-text")
+
+
+async def test_what_work_raises_is_raised(pool: TextPool) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(lambda: 1 // 0)
+
+
+async def test_only_so_much_may_wait(pool: TextPool) -> None:
+    gate = threading.Event()
+    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="2 long texts wait"):
+        await pool.run(gate.wait)
+    gate.set()
+    assert await asyncio.gather(*works) == [True] * 3
+    assert await pool.run(gate.wait)
+
+
+async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> None:
+    gate = threading.Event()
+    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    for work in works:
+        work.cancel()
+    await asyncio.gather(*works, return_exceptions=True)
+    behind = asyncio.create_task(pool.run(lambda: "done"))
+    await asyncio.sleep(0.01)
+    assert not behind.done()
+    gate.set()
+    assert await behind == "done"
+
+
+async def test_closed_pool_refuses_what_waits(pool: TextPool) -> None:
+    gate = threading.Event()
+    working = asyncio.create_task(pool.run(gate.wait))
+    waiting = asyncio.create_task(pool.run(gate.wait))
+    await asyncio.sleep(0.01)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0.01)
+    gate.set()
+    await closing
+    assert await working
+    with pytest.raises(ShuttingDownError):
+        await waiting
+
+
+async def test_fronts_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer) -> None:
+    client = EngineClient(asyncio.get_running_loop())
+    engine = FakeEngine(client, lambda request, index: [72])
+    client.attach(engine)
+    pool = TextPool(num_threads=1, max_waiting=1)
+    fronts = Fronts(
+        client,
+        tokenizer,
+        engine_config(),
+        host="127.0.0.1",
+        grpc_port=0,
+        http_port=0,
+        text_pool=pool,
+    )
+    await fronts.start()
+    await fronts.set_ready()
+    gate = threading.Event()
+    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{fronts.grpc_port}") as channel,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{fronts.http_port}") as http,
+    ):
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        # Longer than what is done at once, shorter than what can never fit.
+        text = "x" * 3000
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Tokenize(pb.TokenizeRequest(text=text))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": text})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    gate.set()
+    await asyncio.gather(*works)
+    await fronts.stop(0)
+    engine.stop()
+    await wait_until(
+        lambda: not any(one.name.startswith("pagedray-text") for one in threading.enumerate())
+    )

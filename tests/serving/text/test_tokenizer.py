@@ -1,0 +1,131 @@
+"""Checkpoints' tokenizers: what is read, and what is said of broken ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.errors import CheckpointError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_encoding_adds_what_the_post_processor_says(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("The")[0] == 0
+    assert 0 not in tokenizer.encode("The", add_special_tokens=False)
+    assert tokenizer.eos_token_ids == (1,)
+
+
+def test_text_is_encoded_alike_while_other_threads_run(tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox. " * 1000
+    assert tokenizer.encode_unlocked(text) == tokenizer.encode(text)
+
+
+def test_text_is_encoded_alike_by_what_keeps_no_words(tokenizer: Tokenizer, copy: Path) -> None:
+    # That the times are alike as well is measured by tests.load.tenant_timing.
+    forgetful = Tokenizer.from_folder(copy)
+    forgetful.keep_no_words()
+    text = "The quick brown fox, the quick brown dog. " * 3
+    assert forgetful.encode(text) == forgetful.encode(text) == tokenizer.encode(text)
+
+
+def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
+    times_s = []
+    for size in (100_000, 200_000):
+        started_s = time.perf_counter()
+        tokenizer.encode_unlocked("a" * size)
+        times_s.append(time.perf_counter() - started_s)
+    assert times_s[1] < 5 * times_s[0] + 0.1
+
+
+def test_chat_is_written_by_the_checkpoints_template(tokenizer: Tokenizer) -> None:
+    text = tokenizer.render_chat([ChatMessage("user", "hi")])
+    assert text == "<s><|user|>hi</s><|assistant|>"
+
+
+def test_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
+    messages = [ChatMessage("user", "hi"), ChatMessage("system", "no")]
+    with pytest.raises(InvalidRequestError, match="The system speaks first"):
+        tokenizer.render_chat(messages)
+
+
+def test_template_has_the_helpers_that_templates_expect() -> None:
+    source = (
+        "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+        "{% continue %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    template = ChatTemplate(source, {}, origin="here")
+    assert template.render([ChatMessage("user", "\u00e9<")]) == (
+        '{"role": "user", "content": "\u00e9<"}4'
+    )
+
+
+def test_template_runs_in_a_sandbox() -> None:
+    source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(source, {}, origin="here").render([])
+
+
+def test_jinja_file_comes_before_the_settings(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
+    assert Tokenizer.from_folder(copy).render_chat([ChatMessage("user", "x")]) == "</s>x"
+
+
+def test_named_templates_give_the_default_one(copy: Path) -> None:
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["chat_template"] = [
+        {"name": "tools", "template": "t"},
+        {"name": "default", "template": "d"},
+    ]
+    path.write_text(json.dumps(settings))
+    assert Tokenizer.from_folder(copy).render_chat([]) == "d"
+
+
+def test_model_without_template_refuses_chat(copy: Path) -> None:
+    (copy / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        Tokenizer.from_folder(copy).render_chat([ChatMessage("user", "x")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.jinja", "{% for %}"),
+    ],
+)
+def test_broken_file_is_named_in_one_line(copy: Path, name: str, content: str | None) -> None:
+    path = copy / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(copy)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_decoder_is_refused(copy: Path) -> None:
+    path = copy / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="decoder WordPiece"):
+        Tokenizer.from_folder(copy)

@@ -1,0 +1,134 @@
+"""Texts of a schema's grammar are valid; schemas that are not enforced are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING
+
+import jsonschema
+import pytest
+
+from cluster.structured.grammar.grammar_text import grammar_text
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+from tests.structured.conftest import EOS
+from tests.structured.grammar.random_schemas import random_schema, random_text
+
+if TYPE_CHECKING:
+    from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.structured.processes.compiler import StructureCompiler
+
+
+# Of the other formats its checks are those of another standard, or none.
+FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
+
+
+def structure(schema: object) -> Structure:
+    return Structure(kind="json_schema", text=json.dumps(schema))
+
+
+def check(schema: object, text: str) -> None:
+    """Fail unless a text is JSON and valid under a schema."""
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))  # type: ignore[arg-type]  # the stubs are narrower than the library
+
+
+def test_texts_of_random_schemas_are_valid(
+    compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    num_texts = 0
+    for seed in range(40):
+        generator = random.Random(seed)
+        schema = random_schema(generator)
+        grammar = asyncio.run(compiler.compile(structure(schema)))
+        text = random_text(grammar, tokenizer, generator, eos=EOS)
+        if text is not None:
+            check(schema, text)
+            num_texts += 1
+    assert num_texts > 25
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "array", "uniqueItems": True}, "#/uniqueItems"),
+        ({"type": "array", "contains": {"const": 9}}, "#/contains"),
+        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+        ({"not": {"type": "integer"}}, "#/not"),
+        ({"if": {}, "then": {}}, "#/if"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
+        ({"type": "object", "patternProperties": {"a": {}}}, "#/patternProperties"),
+        ({"type": "object", "propertyNames": {}}, "#/propertyNames"),
+        ({"type": "object", "minProperties": 2}, "#/minProperties"),
+        ({"type": "object", "properties": {"a": {"nope": 1}}}, "#/properties/a/nope"),
+        ({"type": "object", "required": ["z"]}, "#/required"),
+        ({"type": "string", "format": "uri"}, "#/format"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "#/maxLength"),
+        ({"type": "string", "maxLength": -1}, "#/maxLength"),
+        ({"type": "string", "maxLength": 10**6}, "#/maxLength"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "below"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "none between"),
+        ({"type": "integer", "minimum": "5"}, "#/minimum"),
+        ({"type": "integer", "minimum": 1e300}, "#/minimum"),
+        ({"type": "nope"}, "#/type"),
+        ({"$ref": "http://example.com/schema"}, "#/\\$ref"),
+        ({"$ref": "#/$defs/missing"}, "what is not there"),
+        ({"$ref": "#"}, "refers to itself"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "refers to itself"),
+        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}, "beside keywords"),
+        ({"type": "integer", "anyOf": [{}]}, "beside type"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf"),
+        ({"allOf": [{"type": "integer"}, {"type": "number"}]}, "one schema only"),
+        ({"enum": []}, "allows no value"),
+        ({"type": "null", "const": 3}, "allows no value"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "allows nothing"),
+        (False, "allows nothing"),
+        ([1], "allows nothing"),
+    ],
+)
+def test_what_is_not_enforced_is_refused_by_its_name(schema: object, place: str) -> None:
+    with pytest.raises(InvalidRequestError, match=place) as caught:
+        grammar_text(structure(schema))
+    assert caught.value.param == "structure"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "discriminator": {"propertyName": "kind"},
+            "$defs": {
+                "a": {
+                    "type": "object",
+                    "properties": {"kind": {"const": "a"}},
+                    "required": ["kind"],
+                },
+                "b": {
+                    "type": "object",
+                    "properties": {"kind": {"const": "b"}},
+                    "required": ["kind"],
+                },
+            },
+        },
+        {"type": "array", "prefixItems": [{"type": "null"}, {"type": "integer"}], "minItems": 1},
+        {"type": "array", "items": False},
+        {"type": "object", "properties": {}, "additionalProperties": False},
+        {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
+        {"allOf": [{"type": "boolean"}]},
+        {},
+        True,
+    ],
+)
+def test_texts_of_rarer_schemas_are_valid(
+    compiler: StructureCompiler, tokenizer: Tokenizer, schema: object
+) -> None:
+    grammar = asyncio.run(compiler.compile(structure(schema)))
+    generator = random.Random(1)
+    texts = [random_text(grammar, tokenizer, generator, eos=EOS) for _ in range(10)]
+    assert any(text is not None for text in texts)
+    for text in texts:
+        if text is not None:
+            check(schema, text)

@@ -1,0 +1,98 @@
+"""A process that makes masks of grammars that do what their texts say; no xgrammar in it.
+
+`python -m tests.structured.processes.fake_masks MASKS GRAMMARS MEMORY`, with descriptors of two
+sockets.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.structured.processes.mask_process import serve_masks
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["FakeMasks"]
+
+
+class _Walk:
+    """Allows the token after the last one, once it is done with what its grammar says."""
+
+    is_complete = False
+
+    def __init__(self, grammar: str) -> None:
+        self._grammar = grammar
+        self._last = 0
+        self._kept: list[NDArray[np.uint8]] = []
+
+    def take(self, token_id: int) -> bool:
+        self._last = token_id
+        return True
+
+    def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
+        if self._last >= 3:
+            self._act()
+        masks[row, 0] = 1 << (self._last + 1)
+
+    def _act(self) -> None:
+        match self._grammar:
+            case "spins":
+                while True:
+                    pass
+            case "takes 50 ms":
+                until_s = time.thread_time() + 0.05
+                while time.thread_time() < until_s:
+                    pass
+            case "holds the lock":
+                re.match("(a+)+$", "a" * 40 + "b")
+            case "eats":
+                while True:
+                    # Nothing is written to it, which would take time too.
+                    self._kept.append(np.empty(4 * 2**20, np.uint8))
+
+
+class _Library:
+    vocab_size = 32
+    num_mask_words = 1
+
+    # Any: a grammar is what the library says.
+    def load(self, text: str) -> tuple[Any, int]:
+        kind, _, size = text.partition(" of ")
+        kept = bytearray(int(size or 0))
+        return (kind, kept), len(kept)
+
+    def walk(self, compiled: Any) -> _Walk:
+        return _Walk(compiled[0])
+
+
+class FakeMasks:
+    """Starts such processes, for a maker of masks."""
+
+    def __init__(self, *, memory_bytes: int = 2**30) -> None:
+        self._memory_bytes = memory_bytes
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        """Start a process and return its sockets."""
+        (masks, their_masks), (grammars, their_grammars) = socket.socketpair(), socket.socketpair()
+        with their_masks, their_grammars:
+            theirs = (their_masks.fileno(), their_grammars.fileno())
+            command = [sys.executable, "-m", __name__, *map(str, theirs), str(self._memory_bytes)]
+            root = Path(__file__).parents[3]
+            self.processes.append(subprocess.Popen(command, pass_fds=theirs, cwd=root))
+        return masks, grammars
+
+
+if __name__ == "__main__":
+    masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
+    library: Any = _Library()  # Any: it stands for the library with a vocabulary
+    serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

@@ -1,0 +1,303 @@
+"""The process that compiles is harmed by no structure, and what it made outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
+from cluster.structured.processes.compiler import StructureCompiler
+from cluster.structured.processes.compiler_process import Limits
+from cluster.structured.processes.mask_maker import CompiledGrammar
+from cluster.structured.processes.structure_process import StructureProcess
+from pagedray.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    ShuttingDownError,
+)
+from pagedray.request import FinishReason, Request, SamplingParams, Structure
+from tests.fakes import wait_for
+from tests.structured.conftest import EOS, vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+SMALL = Structure(kind="regex", text="a{3}")
+OTHER = Structure(kind="regex", text="b")
+# What only the compiler finds out: a grammar that a client wrote. It takes many seconds.
+LARGE = Structure(
+    kind="grammar",
+    text="root ::= " + " | ".join(f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(400)),
+)
+REQUEST = Request(
+    id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(EOS,)
+)
+
+
+@pytest.fixture
+def own_compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
+    """A compiler for a test that does harm to it."""
+    compiler = StructureCompiler(
+        lambda: vocabulary(tokenizer), limits=Limits(compile_s=1.0, wait_s=120.0, mask_s=4.0)
+    )
+    yield compiler
+    compiler.close()
+
+
+async def compile_all(compiler: StructureCompiler, *structures: Structure) -> list[object]:
+    return await asyncio.gather(*map(compiler.compile, structures), return_exceptions=True)
+
+
+def next_bytes(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> set[bytes]:
+    """Return the tokens that may follow a text that has just begun."""
+    token_ids = [7, *tokenizer.encode(text, add_special_tokens=False)]
+    (mask,) = grammar.masks([(grammar.matcher(REQUEST), token_ids)])
+    assert isinstance(mask, bytes)
+    bits = int.from_bytes(mask, "little")
+    return {tokenizer.token_bytes.of(i) for i in range(len(mask) * 8) if bits >> i & 1}
+
+
+def children(compiler: StructureCompiler) -> list[psutil.Process]:
+    assert compiler.process_id is not None
+    return psutil.Process(compiler.process_id).children(recursive=True)
+
+
+def test_the_process_is_there_before_the_first_structure_and_has_no_torch(
+    own_compiler: StructureCompiler,
+) -> None:
+    own_compiler.warm_up()
+    wait_for(lambda: own_compiler.process_id is not None)
+    asyncio.run(own_compiler.compile(SMALL))
+    started = psutil.Process(own_compiler.process_id)
+    libraries = " ".join(one.path for one in started.memory_maps())
+    assert "xgrammar" in libraries
+    assert "libtorch" not in libraries
+    assert "xgrammar" not in sys.modules
+
+
+@pytest.mark.parametrize("text", ["à", "root ::= 世", "\x9f\U000408e8ñ%"])
+def test_grammar_that_is_none_is_refused_whatever_it_is_written_in(
+    text: str, compiler: StructureCompiler
+) -> None:
+    # The library quotes a part of a character, which is no text.
+    with pytest.raises(InvalidRequestError, match=r"Unexpected character: \ufffd"):
+        asyncio.run(compiler.compile(Structure(kind="grammar", text=text)))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_sockets_for_a_process_that_does_not_start_are_closed() -> None:
+    process = StructureProcess(lambda: pytest.fail("A vocabulary was made."), Limits())
+    process.close()
+    with pytest.raises(ShuttingDownError):
+        process.connect_masks()
+
+
+def test_what_takes_too_long_is_told_as_that_and_harms_no_other(
+    own_compiler: StructureCompiler,
+) -> None:
+    refused, grammar, same = asyncio.run(compile_all(own_compiler, LARGE, SMALL, SMALL))
+    assert isinstance(refused, InvalidRequestError)
+    assert refused.param == "structure"
+    assert str(refused) == "structure takes more than 1 s of CPU time to compile."
+    assert grammar is same
+    assert own_compiler.num_cached_bytes > 0
+    own_compiler.close()
+    with pytest.raises(ShuttingDownError):
+        asyncio.run(own_compiler.compile(SMALL))
+
+
+def test_a_compilation_that_is_killed_is_not_told_as_one_that_took_too_much(
+    own_compiler: StructureCompiler,
+) -> None:
+    async def kill_while_it_compiles() -> BaseException | None:
+        await own_compiler.compile(SMALL)
+        # Only the one that makes masks is left.
+        await asyncio.to_thread(wait_for, lambda: len(children(own_compiler)) == 1)
+        running = asyncio.ensure_future(own_compiler.compile(LARGE))
+        await asyncio.to_thread(wait_for, lambda: len(children(own_compiler)) == 3)
+        # The last of them compiles; the other waits for it.
+        victim = max(children(own_compiler), key=lambda one: len(one.parents()))
+        victim.send_signal(signal.SIGKILL)
+        await asyncio.wait([running])
+        return running.exception()
+
+    error = asyncio.run(kill_while_it_compiles())
+    assert type(error) is EngineError
+    assert str(error) == "The process that compiled the structure was ended: Killed."
+
+
+def test_a_dead_process_is_replaced_and_its_grammars_live_on(
+    own_compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = asyncio.run(own_compiler.compile(SMALL))
+    first = own_compiler.process_id
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert next_bytes(grammar, tokenizer, "") == {b"a", b"aa", b"aaa"} & set(
+        vocabulary(tokenizer).tokens
+    )
+    other, kept = asyncio.run(compile_all(own_compiler, OTHER, SMALL))
+    assert kept is grammar
+    assert next_bytes(other, tokenizer, "") == {b"b"}  # type: ignore[arg-type]  # a grammar
+    assert own_compiler.process_id not in (None, first)
+
+
+def test_the_death_of_the_process_that_makes_masks_costs_no_sequence(
+    own_compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    grammars = [asyncio.run(own_compiler.compile(one)) for one in (SMALL, OTHER)]
+    matchers = [grammar.matcher(REQUEST) for grammar in grammars]
+    token_ids = [[7], [7]]
+    before = grammars[0].masks(list(zip(matchers, token_ids, strict=True)))
+    wait_for(lambda: len(children(own_compiler)) == 1)
+    (maker,) = children(own_compiler)
+    maker.send_signal(signal.SIGKILL)
+    maker.wait(10.0)
+    assert grammars[0].masks(list(zip(matchers, token_ids, strict=True))) == before
+    token_ids = [[7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("aaa", "b")]
+    end = 1 << EOS
+    for mask in grammars[1].masks(list(zip(matchers, token_ids, strict=True))):
+        assert isinstance(mask, bytes)
+        assert int.from_bytes(mask, "little") == end
+
+
+def test_a_sequence_that_leaves_its_grammar_ends_alone(
+    compiler: StructureCompiler, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammar = asyncio.run(compiler.compile(SMALL))
+    wrong, right = ([7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("b", "aa"))
+    # More than are worked off without threads.
+    asked = [(grammar.matcher(REQUEST), wrong if i == 3 else right) for i in range(9)]
+    found = grammar.masks(asked)
+    assert found[3] is FinishReason.ERROR
+    masks = {one for one in found if isinstance(one, bytes)}
+    assert len(masks) == 1
+    assert sum(isinstance(one, bytes) for one in found) == 8
+    assert caplog.messages == ["A sequence is ended: its grammar refused a token."]
+
+
+def test_a_text_that_is_too_long_starts_nothing() -> None:
+    compiler = StructureCompiler(lambda: pytest.fail("A vocabulary was made."))
+    with pytest.raises(InvalidRequestError, match="at most 65536 are allowed"):
+        asyncio.run(compiler.compile(Structure(kind="grammar", text="a" * (MAX_TEXT_LENGTH + 1))))
+    compiler.close()
+
+
+def lengths(*most: int) -> dict[str, object]:
+    properties = {f"name{length}": {"type": "string", "maxLength": length} for length in most}
+    return {"type": "object", "properties": properties}
+
+
+HOPELESS = [
+    (lengths(*range(200, 300)), "#/properties/name205/maxLength is too much: .* take 1152 states"),
+    (
+        {"items": {"items": {"items": {"const": "abcdefgh"}, "maxItems": 40}, "maxItems": 40}},
+        "#/items/maxItems repeats to",
+    ),
+    (
+        {"type": "string", "pattern": "^(?:[a-z]{1,99}x){1,99}$"},
+        "of 9801 characters of most letters, where 1024 .* in #/pattern",
+    ),
+    (
+        {"type": "string", "pattern": "(?:(?:a{1,99}){1,99}){1,99}"},
+        "of 970299 characters, where 10000 are allowed",
+    ),
+    ({"oneOf": [{"const": str(i)} for i in range(2000)]}, "#/oneOf may have 128 schemas"),
+    ({"anyOf": [{"type": "null"}] * 5000}, "#/anyOf/4095 is beyond the 4096 parts"),
+]
+
+
+@pytest.mark.parametrize(("schema", "place"), HOPELESS)
+def test_hopeless_schemas_never_reach_the_compiler(schema: object, place: str) -> None:
+    with pytest.raises(InvalidRequestError, match=place):
+        grammar_text(Structure(kind="json_schema", text=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("most", [100, 200, 3000])
+def test_long_strings_are_compiled_and_kept_to(
+    compiler: StructureCompiler, tokenizer: Tokenizer, most: int
+) -> None:
+    schema = {"type": "string", "maxLength": most}
+    grammar = asyncio.run(compiler.compile(Structure(kind="json_schema", text=json.dumps(schema))))
+    assert b'"' in next_bytes(grammar, tokenizer, '"' + "a" * (most - 1))
+    assert next_bytes(grammar, tokenizer, '"' + "a" * most) == {b'"'}
+
+
+def test_no_tenant_is_served_what_was_kept_for_another(own_compiler: StructureCompiler) -> None:
+    async def compile_for_two() -> list[CompiledGrammar]:
+        return [
+            await own_compiler.compile(SMALL, tenant=tenant) for tenant in ("ann", "ann", "ben")
+        ]
+
+    first, again, others = asyncio.run(compile_for_two())
+    assert again is first
+    assert others is not first
+
+
+def test_one_tenants_slow_structures_keep_no_other_waiting(
+    own_compiler: StructureCompiler,
+) -> None:
+    slow = [Structure(kind="grammar", text=LARGE.text + f' | "{number}"') for number in range(18)]
+
+    async def compile_beside() -> list[bool]:
+        await own_compiler.compile(OTHER)
+        running = [asyncio.ensure_future(own_compiler.compile(one, tenant="ann")) for one in slow]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="18 structures of this tenant"):
+            await own_compiler.compile(SMALL, tenant="ann")
+        await own_compiler.compile(SMALL, tenant="ben")
+        are_done = [one.done() for one in running]
+        own_compiler.close()
+        await asyncio.gather(*running, return_exceptions=True)
+        return are_done
+
+    # With a whole second of computing each, in which ben's was compiled.
+    assert not all(asyncio.run(compile_beside())[:2])
+
+
+def test_a_tenant_that_keeps_much_loses_what_it_kept_and_others_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    compiler = StructureCompiler(lambda: vocabulary(tokenizer))
+
+    async def compile_all_and_again() -> tuple[bool, list[bool]]:
+        mine = await compiler.compile(SMALL, tenant="ben")
+        compiler._cache_bytes = 4 * compiler.num_cached_bytes
+        texts = ["a{3}" + "b" * number for number in range(9)]
+        structures = [Structure(kind="regex", text=text) for text in texts]
+        theirs = [await compiler.compile(one, tenant="ann") for one in structures]
+        is_kept = await compiler.compile(SMALL, tenant="ben") is mine
+        are_kept = [
+            await compiler.compile(one, tenant="ann") is before
+            for one, before in zip(reversed(structures), reversed(theirs), strict=True)
+        ]
+        return is_kept, are_kept
+
+    is_kept, are_kept = asyncio.run(compile_all_and_again())
+    compiler.close()
+    assert is_kept
+    assert are_kept[0]
+    assert not all(are_kept)
+
+
+def test_a_structure_that_takes_too_much_memory_is_refused_and_harms_no_other(
+    tokenizer: Tokenizer,
+) -> None:
+    compiler = StructureCompiler(
+        lambda: vocabulary(tokenizer), limits=Limits(wait_s=120.0, memory_bytes=64 * 2**20)
+    )
+    refused, grammar = asyncio.run(compile_all(compiler, LARGE, SMALL))
+    compiler.close()
+    assert isinstance(refused, InvalidRequestError)
+    assert str(refused) == "structure takes more than 64 MiB to compile."
+    assert isinstance(grammar, CompiledGrammar)

@@ -1,0 +1,105 @@
+"""Tenants take turns at the threads that compile, and none is kept from them by another."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.structured.processes.tenant_threads import TenantThreads
+from pagedray.errors import OverloadedError, ShuttingDownError
+from tests.fakes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TIMEOUT_S = 30.0
+
+
+class Tasks:
+    """Tasks that end when they are told to, and the order in which they began."""
+
+    def __init__(self) -> None:
+        self.threads = TenantThreads(3, most_running=2, most_open=6, most_open_of_all=9)
+        self.begun: list[str] = []
+        self._gates: dict[str, threading.Event] = {}
+
+    def submit(self, tenant: str, *names: str) -> list[Future[str]]:
+        return [self._submit(tenant, name) for name in names]
+
+    def _submit(self, tenant: str, name: str) -> Future[str]:
+        gate = self._gates[name] = threading.Event()
+
+        def task() -> str:
+            self.begun.append(name)
+            assert gate.wait(TIMEOUT_S)
+            return name
+
+        return self.threads.submit(tenant, task)
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self._gates[name].set()
+
+
+@pytest.fixture
+def tasks() -> Iterator[Tasks]:
+    tasks = Tasks()
+    yield tasks
+    tasks.threads.close()
+    tasks.end(*tasks._gates)
+    tasks.threads.join()
+
+
+def test_a_tenant_that_fills_its_share_keeps_no_other_waiting(tasks: Tasks) -> None:
+    tasks.submit("ann", "a0", "a1", "a2", "a3", "a4", "a5")
+    with pytest.raises(OverloadedError, match="6 structures of this tenant are being compiled"):
+        tasks.submit("ann", "a6")
+    (mine,) = tasks.submit("ben", "b0")
+    tasks.end("b0")
+    assert mine.result(TIMEOUT_S) == "b0"
+    assert set(tasks.begun) == {"a0", "a1", "b0"}
+
+
+def test_a_thread_that_is_free_goes_to_the_tenant_that_has_fewest(tasks: Tasks) -> None:
+    tasks.submit("ann", "a0", "a1", "a2", "a3")
+    tasks.submit("ben", "b0", "b1")
+    tasks.submit("cid", "c0")
+    tasks.end("a0")
+    wait_for(lambda: len(tasks.begun) == 4)
+    # The others have waited longer.
+    assert tasks.begun[3] == "c0"
+    tasks.end("a1", "b0")
+    wait_for(lambda: len(tasks.begun) == 6)
+    assert set(tasks.begun[4:]) == {"a2", "b1"}
+
+
+def test_all_tenants_together_are_bounded_as_well(tasks: Tasks) -> None:
+    tasks.submit("ann", *(f"a{i}" for i in range(5)))
+    tasks.submit("ben", *(f"b{i}" for i in range(4)))
+    with pytest.raises(OverloadedError, match="9 structures are being compiled"):
+        tasks.submit("cid", "c")
+
+
+def test_what_fails_is_told_and_gives_its_thread_back(tasks: Tasks) -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    failed = [tasks.threads.submit("ann", fail) for _ in range(6)]
+    wait(failed, TIMEOUT_S)
+    assert all(isinstance(one.exception(0.0), ValueError) for one in failed)
+    (next_one,) = tasks.submit("ann", "a")
+    tasks.end("a")
+    assert next_one.result(TIMEOUT_S) == "a"
+
+
+def test_the_end_cancels_what_waits(tasks: Tasks) -> None:
+    futures = tasks.submit("ann", "a0", "a1", "a2")
+    tasks.threads.close()
+    assert futures[2].cancelled()
+    with pytest.raises(ShuttingDownError):
+        tasks.submit("ben", "b0")
+    tasks.end("a0", "a1")
+    assert [one.result(TIMEOUT_S) for one in futures[:2]] == ["a0", "a1"]
