@@ -1,8 +1,8 @@
-"""Streamed tokens a second over each front, with engines that compute nothing.
+"""Streamed tokens a second over each frontend, with engines that compute nothing.
 
     python -m bench.fronts --output bench/results/fronts.json
 
-The fronts have a process of their own on one core, and clients that only count have another. The
+The frontends have a process of their own on one core, and clients that only count have another. The
 engine is a thread of that process; it is in what is measured, and what it took is told apart. Ray
 Serve runs its proxy, its replica and the clients on all cores.
 
@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from bench.front_server import MODEL_NAME, TOKEN_TEXT
+from bench.frontend_server import MODEL_NAME, TOKEN_TEXT
 from bench.ray_serve import ServeCluster
 from bench.stream_clients import EventClients, GrpcClients
 from bench.token_counter import TokenCounter
@@ -52,7 +52,7 @@ SERVE_WARM_UP_S = 2.0
 class Row:
     """One line of the table."""
 
-    front: str
+    frontend: str
     connections: int
     lead: int | None
     """Tokens of a stream that may be on their way; None is without a limit."""
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A front, as a client calls it."""
+    """A frontend, as a client calls it."""
 
     name: str
     is_grpc: bool
@@ -101,11 +101,11 @@ SERVE_KINDS = (
 )
 
 
-class FrontProcess:
-    """A process that runs `bench.front_server`."""
+class FrontendProcess:
+    """A process that runs `bench.frontend_server`."""
 
     def __init__(self, counter_path: Path) -> None:
-        command = [sys.executable, "-m", "bench.front_server", "--core", str(SERVER_CORE)]
+        command = [sys.executable, "-m", "bench.frontend_server", "--core", str(SERVER_CORE)]
         self._process = subprocess.Popen(
             [*command, "--counter", str(counter_path)],
             stdin=subprocess.PIPE,
@@ -143,19 +143,19 @@ class FrontProcess:
 
 
 def main() -> int:
-    """Measure every front and print a table."""
-    parser = argparse.ArgumentParser(description="Streamed tokens a second over each front.")
+    """Measure every frontend and print a table."""
+    parser = argparse.ArgumentParser(description="Streamed tokens a second over each frontend.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
-    print("| front | connections | lead | offered | tokens/s | per CPU s | per message |")
+    print("| frontend | connections | lead | offered | tokens/s | per CPU s | per message |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in _rows(options.streams, options.seconds):
         offered = "" if row.offered is None else f"{row.offered:.0f}"
         print(
-            f"| {row.front} | {row.connections} | {row.lead or ''} | {offered} "
+            f"| {row.frontend} | {row.connections} | {row.lead or ''} | {offered} "
             f"| {row.tokens_per_s:.0f} | {row.tokens_per_cpu_s:.0f} "
             f"| {row.tokens_per_message:.2f} |",
             flush=True,
@@ -173,7 +173,7 @@ def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
         path = Path(file.name)
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {CLIENT_CORE})
-        with FrontProcess(path) as server:
+        with FrontendProcess(path) as server:
             for kind in KINDS:
                 paces = [(0.0, lead) for lead in LEADS]
                 for step_s, lead in (*paces, (num_streams / OFFERED_TOKENS_PER_S, MOST_LEAD)):
@@ -232,7 +232,7 @@ def _row(
 ) -> Row:
     seconds = counts.seconds
     return Row(
-        front=kind.name,
+        frontend=kind.name,
         connections=1 if kind.is_grpc and kind.shares_connection else num_streams,
         lead=lead,
         offered=round(num_streams / step_s, 1) if step_s else None,

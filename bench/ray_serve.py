@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray import serve
 
-from bench.front_server import MODEL, TOKEN
+from bench.frontend_server import MODEL, TOKEN
 from cluster.engine.executor import CacheSize, Executor
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
@@ -92,7 +92,11 @@ class TimedExecutor(Executor):
 class TimedPagedRay(PagedRay):
     """The deployment over such ranks."""
 
-    make_executor = staticmethod(TimedExecutor)
+    @staticmethod
+    def make_executor(
+        config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None
+    ) -> TimedExecutor:
+        return TimedExecutor(config, report_progress, placement)
 
     async def __init__(self, *arguments: object) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(*arguments)  # type: ignore[arg-type]  # the stubs are narrower than the library

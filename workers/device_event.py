@@ -7,10 +7,10 @@ from typing import Protocol, Self
 
 import torch
 
-__all__ = ["Moment", "mark_moment"]
+__all__ = ["DeviceEvent", "record_event"]
 
 
-class Moment(Protocol):
+class DeviceEvent(Protocol):
     """What has been reached once all work before it is done."""
 
     def query(self) -> bool:
@@ -40,7 +40,7 @@ class _HostMoment:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-def mark_moment(device: torch.device) -> Moment:
+def record_event(device: torch.device) -> DeviceEvent:
     """Return this moment of a device."""
     if device.type != "cuda":
         return _HostMoment()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
-from workers.rendezvous import MeetingPoint
+from workers.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
@@ -45,12 +45,12 @@ class GpuWorker:
         # OpenMP threads, and with two teams there are more than cores and none may spin.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
-        self._meeting_point: MeetingPoint | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def open_meeting_point(self, host: str) -> tuple[str, int]:
         """Return an address and a port for the group to meet at; `host` is one of this node's."""
-        self._meeting_point = MeetingPoint(host)
-        return host, self._meeting_point.port
+        self._rendezvous = Rendezvous(host)
+        return host, self._rendezvous.port
 
     def progress(self) -> tuple[int, int]:
         """Return (tensors loaded, tensors in all)."""
@@ -87,7 +87,7 @@ class GpuWorker:
                 device=torch.device(self._config.parallel.device),
                 address=address,
                 host=host,
-                meeting_point=self._meeting_point,
+                rendezvous=self._rendezvous,
             )
             self._worker = make_worker(self._config, group)
             self._worker.load(self._report)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
-from workers.device_event import Moment, mark_moment
+from workers.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +40,8 @@ class PendingStep:
         sample: Callable[[bytes], Sampled] | None,
         *,
         needs_masks: bool,
-        started: Moment,
-        swapped: Moment,
+        started: DeviceEvent,
+        swapped: DeviceEvent,
         device: torch.device,
     ) -> None:
         """`sample` takes the masks; the step was swapped after the copies between the pools."""
@@ -52,7 +52,7 @@ class PendingStep:
         self._started = started
         self._swapped = swapped
         self._device = device
-        self._done: Moment | None = None
+        self._done: DeviceEvent | None = None
         if not needs_masks:
             self._finish(b"")
 
@@ -87,7 +87,7 @@ class PendingStep:
             # The tokens lie on the host, and are there once the step is done.
             self._sampled = self._sample(masks)
             self._sample = None
-        self._done = mark_moment(self._device)
+        self._done = record_event(self._device)
 
 
 class ModelRunner:
@@ -130,10 +130,10 @@ class ModelRunner:
             self._sampler.start(start)
         self._batch.apply(plan)
         device = self._cache.device_pool.device
-        started = mark_moment(device)
+        started = record_event(device)
         self._cache.swap_out(plan.swap_outs)
         self._cache.swap_in(plan.swap_ins)
-        swapped = mark_moment(device) if plan.swap_outs or plan.swap_ins else started
+        swapped = record_event(device) if plan.swap_outs or plan.swap_ins else started
         self._cache.copy(plan.copies)
         sample, needs_masks = None, False
         if plan.sequences:

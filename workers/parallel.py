@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
 from workers.network_interface import interface_of
-from workers.rendezvous import LOOPBACK, MeetingPoint
+from workers.rendezvous import LOOPBACK, Rendezvous
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -91,7 +91,7 @@ class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
     They meet at a TCP store that rank 0 opens at `address`, a host and a port, one group only;
-    `meeting_point` is its socket, if rank 0 listens already. `host` is the address under which the
+    `rendezvous` is its socket, if rank 0 listens already. `host` is the address under which the
     others reach this rank. Every wait ends after `timeout_s`.
     """
 
@@ -103,15 +103,15 @@ class ProcessGroup(ParallelGroup):
         device: torch.device,
         address: tuple[str, int],
         host: str = LOOPBACK,
-        meeting_point: MeetingPoint | None = None,
+        rendezvous: Rendezvous | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(rank, size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            if rank == 0 and meeting_point is None:
-                meeting_point = MeetingPoint(*address)
-            store = PrefixStore("pagedray", _open_store(address, size, meeting_point, timeout))
+            if rank == 0 and rendezvous is None:
+                rendezvous = Rendezvous(*address)
+            store = PrefixStore("pagedray", _open_store(address, size, rendezvous, timeout))
             open_backend = _open_nccl if device.type == "cuda" else _open_gloo
             self._backend = open_backend(
                 store, rank, size, timeout=timeout, host=host, device=device
@@ -158,13 +158,13 @@ def open_group(
     device: torch.device,
     address: tuple[str, int] = (LOOPBACK, 0),
     host: str = LOOPBACK,
-    meeting_point: MeetingPoint | None = None,
+    rendezvous: Rendezvous | None = None,
     timeout_s: float = 300.0,
 ) -> ParallelGroup:
     """Return the group of `size` ranks as rank `rank` sees it; one rank needs no address."""
     if size == 1:
-        if meeting_point is not None:
-            meeting_point.close()
+        if rendezvous is not None:
+            rendezvous.close()
         return SoloGroup()
     return ProcessGroup(
         rank,
@@ -172,24 +172,24 @@ def open_group(
         device=device,
         address=address,
         host=host,
-        meeting_point=meeting_point,
+        rendezvous=rendezvous,
         timeout_s=timeout_s,
     )
 
 
 def _open_store(
-    address: tuple[str, int], size: int, meeting_point: MeetingPoint | None, timeout: timedelta
+    address: tuple[str, int], size: int, rendezvous: Rendezvous | None, timeout: timedelta
 ) -> TCPStore:
     host, port = address
-    if meeting_point is None:
+    if rendezvous is None:
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     return TCPStore(
         host,
-        meeting_point.port,
+        rendezvous.port,
         size,
         is_master=True,
         timeout=timeout,
-        master_listen_fd=meeting_point.detach(),
+        master_listen_fd=rendezvous.detach(),
     )
 
 

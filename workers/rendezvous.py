@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["LOOPBACK", "MeetingPoint"]
+__all__ = ["LOOPBACK", "Rendezvous"]
 
 LOOPBACK = "127.0.0.1"
 
 
-class MeetingPoint:
+class Rendezvous:
     """A listening socket that is bound to one address of its node, and to no other.
 
     A store of torch that opens its own listens on every interface. The port is taken from the

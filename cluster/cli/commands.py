@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_serve(commands: _Commands) -> None:
     serve = _command(commands, "serve", "Serve a model over gRPC and HTTP until Ctrl-C.", _serve)
-    group = serve.add_argument_group("fronts")
+    group = serve.add_argument_group("frontends")
     group.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")
     group.add_argument("--grpc-port", type=int, default=9000, help="0 chooses one (%(default)s)")
     group.add_argument("--http-port", type=int, default=8000, help="0 chooses one (%(default)s)")
@@ -227,7 +227,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 def _serve(parsed: argparse.Namespace) -> int:
     # Ray forks its daemons beside the running gRPC server; they never use its channels.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    # Fronts and engine are loaded by the commands that need them: --help is quick.
+    # Frontends and engine are loaded by the commands that need them: --help is quick.
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.telemetry.log_lines import logging_to

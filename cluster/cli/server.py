@@ -1,4 +1,4 @@
-"""`pagedray serve`: an engine behind its fronts, until it is told to stop."""
+"""`pagedray serve`: an engine behind its frontends, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import StartupError
 
@@ -38,7 +38,7 @@ _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 
 
 class Server:
-    """One replica with its fronts in this process."""
+    """One replica with its frontends in this process."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Server:
         client = EngineClient(loop)
         model = self._config.model
         tokenizer = Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder)
-        fronts = Fronts(
+        frontends = Frontends(
             client,
             tokenizer,
             self._config,
@@ -99,12 +99,12 @@ class Server:
             tool_format=self._tool_format,
         )
         # The ports are taken first: a busy one is told before a model is loaded.
-        await fronts.start()
-        fronts.servicer.warm_up()
+        await frontends.start()
+        frontends.servicer.warm_up()
         try:
-            return await self._run_engine(client, fronts)
+            return await self._run_engine(client, frontends)
         finally:
-            await fronts.stop(0.0)
+            await frontends.stop(0.0)
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
 
@@ -115,7 +115,7 @@ class Server:
         self._drain_s = drain_s
         self._stop.set()
 
-    async def _run_engine(self, client: EngineClient, fronts: Fronts) -> int:
+    async def _run_engine(self, client: EngineClient, frontends: Frontends) -> int:
         try:
             engine = await self._engine_or_stop(client)
         except _StoppedError:
@@ -126,10 +126,10 @@ class Server:
             # 70 ms, in which no client is answered.
             gc.collect()
             gc.freeze()
-            await fronts.set_ready()
-            self._announce(fronts)
+            await frontends.set_ready()
+            self._announce(frontends)
             await self._until_stopped(engine)
-            await self._drain(fronts)
+            await self._drain(frontends)
         finally:
             # What a closed rank held of its device is found by looking through all of it.
             gc.unfreeze()
@@ -163,12 +163,12 @@ class Server:
         finally:
             line.close()
 
-    def _announce(self, fronts: Fronts) -> None:
+    def _announce(self, frontends: Frontends) -> None:
         model = self._config.model
         s = "" if self._certificates is None else "s"
         print(
-            f"Ready: {model.name} at http{s}://{self._host}:{fronts.http_port}/v1 "
-            f"and grpc{s}://{self._host}:{fronts.grpc_port}. Ctrl-C ends it.",
+            f"Ready: {model.name} at http{s}://{self._host}:{frontends.http_port}/v1 "
+            f"and grpc{s}://{self._host}:{frontends.grpc_port}. Ctrl-C ends it.",
             flush=True,
         )
 
@@ -182,19 +182,19 @@ class Server:
             except TimeoutError:
                 continue
 
-    async def _drain(self, fronts: Fronts) -> None:
+    async def _drain(self, frontends: Frontends) -> None:
         """Let running requests end, unless a second signal comes."""
-        num_open_calls = fronts.servicer.num_open_calls
+        num_open_calls = frontends.servicer.num_open_calls
         if num_open_calls:
             logger.info("Draining %d calls for %g s at most.", num_open_calls, self._drain_s)
-        draining = asyncio.create_task(fronts.stop(self._drain_s))
+        draining = asyncio.create_task(frontends.stop(self._drain_s))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
         if not draining.done():
             draining.cancel()
             await asyncio.wait((draining,))
-            await fronts.stop(0.0)
+            await frontends.stop(0.0)
 
 
 class _StoppedError(StartupError):

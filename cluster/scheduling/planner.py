@@ -9,7 +9,7 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.plan_draft import PlanDraft
 from cluster.scheduling.policy import choose_victim, is_spared
 from cluster.scheduling.sequence import Sequence, SequenceState
-from cluster.scheduling.sequence_table import Roster
+from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig
@@ -23,13 +23,13 @@ class Planner:
     def __init__(
         self,
         kv: KvManager,
-        roster: Roster,
+        sequence_table: SequenceTable,
         *,
         config: SchedulerConfig,
         swap_costs: SwapCosts,
     ) -> None:
         self._kv = kv
-        self._roster = roster
+        self._roster = sequence_table
         self._config = config
         self._swap_costs = swap_costs
         self.num_swap_preemptions = 0

@@ -20,7 +20,7 @@ from cluster.scheduling.masked_step import MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
-from cluster.scheduling.sequence_table import Roster
+from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
@@ -69,7 +69,7 @@ class Scheduler:
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
-        self._roster = Roster(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
+        self._roster = SequenceTable(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
         self._swap_costs = SwapCosts()
         self._planner = Planner(self._kv, self._roster, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()

@@ -67,7 +67,7 @@ class ActiveRequest:
 class Sequence:
     """One continuation of a request.
 
-    The planner, the roster and the scheduler change the fields of the second group; those
+    The planner, the sequence_table and the scheduler change the fields of the second group; those
     of the third are the KV manager's.
     """
 

@@ -8,10 +8,10 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.policy import SequenceQueue
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 
-__all__ = ["Roster"]
+__all__ = ["SequenceTable"]
 
 
-class Roster:
+class SequenceTable:
     """Keeps each sequence in the one queue that its state names."""
 
     __slots__ = (

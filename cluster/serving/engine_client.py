@@ -31,7 +31,7 @@ __all__ = ["Encoder", "Engine", "EngineClient", "EngineStream", "Replica"]
 
 
 class Replica(Protocol):
-    """What the fronts need of a replica, whatever its model does; any thread may call it."""
+    """What the frontends need of a replica, whatever its model does; any thread may call it."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""

@@ -1,4 +1,4 @@
-"""The fronts of one replica together: gRPC and HTTP over one servicer."""
+"""The frontends of one replica together: gRPC and HTTP over one servicer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
 
-__all__ = ["Fronts"]
+__all__ = ["Frontends"]
 
 _HEALTH_POLL_S = 0.25
 _CLOSE_GRACE_S = 0.5
 
 
-class Fronts:
+class Frontends:
     """Starts, opens and drains the servers of a replica, on the running event loop."""
 
     def __init__(
@@ -45,9 +45,9 @@ class Fronts:
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
     ) -> None:
-        """Port 0 lets the system choose; None leaves the front out.
+        """Port 0 lets the system choose; None leaves the frontend out.
 
-        Without certificates no front speaks TLS.
+        Without certificates no frontend speaks TLS.
         """
         self.servicer = Servicer(
             client,

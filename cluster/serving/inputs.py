@@ -1,4 +1,4 @@
-"""What clients ask for, in no protocol's words: the fronts write it, the servicer reads it."""
+"""What clients ask for, in no protocol's words: the frontends write it, the servicer reads it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = [
     "CallOrigin",
     "ChatPrompt",
     "EmbeddingInput",
-    "Front",
+    "Frontend",
     "GenerationInput",
     "Operation",
     "Prompt",
     "TokenizeInput",
 ]
 
-Front = Literal["http", "grpc", "ray", "none"]
+Frontend = Literal["http", "grpc", "ray", "none"]
 """Where a call came in."""
 
 Operation = Literal["chat", "text_completion", "embeddings"]
@@ -33,7 +33,7 @@ Operation = Literal["chat", "text_completion", "embeddings"]
 class CallOrigin:
     """Where a call came in, and which trace of its client's it is part of."""
 
-    front: Front = "none"
+    frontend: Frontend = "none"
     traceparent: str | None = None
     """The header of W3C Trace Context, as the client sent it."""
     tracestate: str | None = None

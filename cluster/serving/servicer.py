@@ -1,6 +1,6 @@
-"""The one servicer behind every front: validated requests in, text and vectors out.
+"""The one servicer behind every frontend: validated requests in, text and vectors out.
 
-It speaks no protocol. Fronts turn what it yields, and the errors it raises, into theirs.
+It speaks no protocol. Frontends turn what it yields, and the errors it raises, into theirs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Phase(Enum):
 
 
 class Servicer:
-    """Starts and tracks the calls of every front. Used from the event loop only."""
+    """Starts and tracks the calls of every frontend. Used from the event loop only."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Servicer:
     def check_room(self, arrival: Arrival) -> None:
         """Raise OverloadedError, which ends the call, while no call more may wait.
 
-        Fronts ask before they read what the call says: to refuse is what a server does most when
+        Frontends ask before they read what the call says: to refuse is what a server does most when
         it can least afford it. A server that is not ready says so to `start` and `embed`.
         """
         if self._phase is not _Phase.READY:

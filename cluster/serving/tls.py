@@ -1,4 +1,4 @@
-"""Certificates of the fronts, and their renewal while they serve.
+"""Certificates of the frontends, and their renewal while they serve.
 
 Files are looked at when a client connects, so that a renewed certificate needs no signal. Files
 that do not go together, or cannot be used, leave in force what there is.

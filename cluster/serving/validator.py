@@ -1,7 +1,7 @@
-"""The one validator behind every front: what a client sent becomes requests, or is refused.
+"""The one validator behind every frontend: what a client sent becomes requests, or is refused.
 
-Fronts only read their protocol. What a field may be, and the words of a refusal, is
-decided here and in `pagedray.request`, so that every front says the same.
+Frontends only read their protocol. What a field may be, and the words of a refusal, is
+decided here and in `pagedray.request`, so that every frontend says the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How soon a quiet server refuses what is wrong: `python -m tests.load.bad_requests`.
 
-Each request is sent again and again to a server that does nothing else, over both fronts, and must
-be refused with the status that it deserves, in good form.
+Each request is sent again and again to a server that does nothing else, over both frontends, and
+must be refused with the status that it deserves, in good form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.load.keep_alive import KeepAlive
 from tests.load.measured_server import MeasuredServer, pin_load
 from tests.load.report import Report, times_ms
 from tests.load.tenant_keys import write_keys
-from tests.serving.grpc_front import status_of_call
+from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -166,7 +166,7 @@ def _fields(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _length(content: bytes) -> int:
-    """Return how many bytes follow the length at the front of a field's content."""
+    """Return how many bytes follow the length at the frontend of a field's content."""
     _, start = _read_varint(content, 0)
     return len(content) - start
 

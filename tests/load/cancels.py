@@ -1,4 +1,4 @@
-"""Cancels at random moments over both fronts: `python -m tests.load.cancels`.
+"""Cancels at random moments over both frontends: `python -m tests.load.cancels`.
 
 In each round some calls start, are cancelled each after a random time, and are looked for among
 the calls and the sequences that the server reports: when is none of them left, and every block
@@ -211,9 +211,9 @@ class Canceller:
 
 
 def main() -> None:
-    """Cancel over both fronts, and report."""
+    """Cancel over both frontends, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cancels", type=int, default=2000, help="on each front (%(default)s)")
+    parser.add_argument("--cancels", type=int, default=2000, help="on each frontend (%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
     report = Report("cancels")

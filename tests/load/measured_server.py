@@ -99,7 +99,7 @@ class MeasuredServer:
         }
 
     def answers(self) -> bool:
-        """Whether a good request is served on both fronts."""
+        """Whether a good request is served on both frontends."""
         body = {"model": "tiny-llama", "prompt": "def", "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0)
         if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != 2:

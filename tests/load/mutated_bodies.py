@@ -1,4 +1,4 @@
-"""Mutated bodies over both fronts of a real server: `python -m tests.load.mutated_bodies`.
+"""Mutated bodies over both frontends of a real server: `python -m tests.load.mutated_bodies`.
 
 Every one must be answered or refused in good form, and afterwards the server must answer as
 before, have logged no mistake, and hold no more memory.
@@ -22,7 +22,7 @@ from tests.load.keep_alive import Answer, KeepAlive
 from tests.load.measured_server import MeasuredServer, pin_load
 from tests.load.report import Report, times_ms
 from tests.load.request_bodies import json_bodies, protobuf_bodies
-from tests.serving.grpc_front import status_of_call
+from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -52,7 +52,7 @@ _MOST_SHOWN = 20
 
 
 class Findings:
-    """What became of the bodies of one front."""
+    """What became of the bodies of one frontend."""
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
@@ -221,7 +221,7 @@ def _check_grpc(found: Findings, kind: str, body: bytes, error: grpc.aio.AioRpcE
 def main() -> None:
     """Send them all, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bodies", type=int, default=50_000, help="to each front (%(default)s)")
+    parser.add_argument("--bodies", type=int, default=50_000, help="to each frontend (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     Report.add_argument(parser)
     options = parser.parse_args()

@@ -5,8 +5,8 @@ times that pace, whatever becomes of them: how soon is refused what there is no 
 is still served, does memory grow, and how soon is a request served as before when it is over?
 
 With `--executor local` the server has one core and this program another: the model shares a core,
-and Python's lock, with the fronts, so that each refusal takes a little of what can be served. With
-`--executor ray` the rank is a process of its own, as in a cluster, and both have both cores.
+and Python's lock, with the frontends, so that each refusal takes a little of what can be served.
+With `--executor ray` the rank is a process of its own, as in a cluster, and both have both cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NUM_WORDS = 10
 
 
 class Client(ABC):
-    """Sends requests of one shape over one front."""
+    """Sends requests of one shape over one frontend."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -304,10 +304,10 @@ async def _recovery(client: Client, calm_s: float) -> float:
 
 
 def main() -> None:
-    """Overload a server over both fronts, and report."""
+    """Overload a server over both frontends, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, action="append", help="of a request (256)")
-    parser.add_argument("--front", choices=("http", "grpc"), action="append", help="(both)")
+    parser.add_argument("--frontend", choices=("http", "grpc"), action="append", help="(both)")
     parser.add_argument("--executor", choices=("local", "ray"), action="append", help="(both)")
     parser.add_argument("--peak-s", type=float, default=12.0, help="(%(default)s)")
     parser.add_argument("--overload-s", type=float, default=30.0, help="(%(default)s)")
@@ -320,15 +320,15 @@ def main() -> None:
         "grpc": GrpcClient,
     }
     runs = itertools.product(
-        options.executor or ("local", "ray"), options.tokens or (256,), options.front or makers
+        options.executor or ("local", "ray"), options.tokens or (256,), options.frontend or makers
     )
-    for executor, num_tokens, front in runs:
+    for executor, num_tokens, frontend in runs:
         with MeasuredServer(*SERVER_ARGUMENTS, has_ranks_apart=executor == "ray") as server:
             report.add("server", server.command)
             figures = asyncio.run(
                 overload(
                     server,
-                    makers[front],
+                    makers[frontend],
                     num_tokens=num_tokens,
                     peak_s=options.peak_s,
                     overload_s=options.overload_s,
@@ -336,7 +336,7 @@ def main() -> None:
             )
             figures["answers_good_requests_afterwards"] = server.answers()
             figures["mistakes_in_log"] = server.mistakes()
-            report.add(f"{front}, {num_tokens} tokens, executor {executor}", figures)
+            report.add(f"{frontend}, {num_tokens} tokens, executor {executor}", figures)
     report.write(options.output)
 
 

@@ -25,12 +25,12 @@ def server() -> Iterator[MeasuredServer]:
         assert running.mistakes()["tracebacks"] == 0
 
 
-@pytest.mark.parametrize("front", ["grpc", "http"])
+@pytest.mark.parametrize("frontend", ["grpc", "http"])
 async def test_cancelled_calls_leave_no_sequence_and_no_block(
-    server: MeasuredServer, front: str
+    server: MeasuredServer, frontend: str
 ) -> None:
     canceller = cancels.Canceller(server)
-    cancel = canceller.over_grpc if front == "grpc" else canceller.over_http
+    cancel = canceller.over_grpc if frontend == "grpc" else canceller.over_http
     times = await cancel(16)
     assert len(times.calls) == 16
     assert len(times.blocks) == 2

@@ -286,13 +286,13 @@ class Harness:
         )
 
     def _check_places(self, holders: list[ScheduledSequence]) -> None:
-        roster = self.scheduler._roster
+        sequence_table = self.scheduler._roster
         places = {
-            SequenceState.WAITING: list(roster.waiting),
-            SequenceState.RUNNING: list(roster.running),
-            SequenceState.SWAPPED: list(roster.swapped),
-            SequenceState.ARRIVING: list(roster.arriving),
-            SequenceState.HELD: [s for a in roster.requests.values() for s in a.held],
+            SequenceState.WAITING: list(sequence_table.waiting),
+            SequenceState.RUNNING: list(sequence_table.running),
+            SequenceState.SWAPPED: list(sequence_table.swapped),
+            SequenceState.ARRIVING: list(sequence_table.arriving),
+            SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
         }
         for state, sequences in places.items():
             assert len(sequences) == len(set(map(id, sequences)))
@@ -308,14 +308,14 @@ class Harness:
             assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)
             assert (sequence.state is SequenceState.SWAPPED) == bool(sequence.cpu_block_ids)
         rows = [s.row for s in holders if s.row >= 0]
-        rows += roster._free_rows
+        rows += sequence_table._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs))
-        queued = [a.request for a in roster.requests.values() if a.is_queued]
-        assert roster.backlog.num_requests == len(queued)
-        assert roster.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
-        for active in roster.requests.values():
+        queued = [a.request for a in sequence_table.requests.values() if a.is_queued]
+        assert sequence_table.backlog.num_requests == len(queued)
+        assert sequence_table.backlog.num_tokens == sum(len(r.prompt_token_ids) for r in queued)
+        for active in sequence_table.requests.values():
             tenant = active.request.tenant
-            num_open = sum(a.request.tenant == tenant for a in roster.requests.values())
+            num_open = sum(a.request.tenant == tenant for a in sequence_table.requests.values())
             assert active.share.num_open == num_open
 
     def _check_cache(self) -> None:

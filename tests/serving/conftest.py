@@ -1,4 +1,4 @@
-"""Real fronts on loopback ports, over a fake engine, in a thread of their own."""
+"""Real frontends on loopback ports, over a fake engine, in a thread of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig, ModelConfig
 from pagedray.v1 import pagedray_pb2_grpc
@@ -50,7 +50,7 @@ def engine_config(context: int = CONTEXT) -> EngineConfig:
 
 
 class Server:
-    """Fronts on an event loop in a thread."""
+    """Frontends on an event loop in a thread."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, context: int = CONTEXT, key_file: Path | None = None
@@ -59,7 +59,7 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.client = EngineClient(self.loop)
         self.attach()
-        self.fronts = Fronts(
+        self.frontends = Frontends(
             self.client,
             tokenizer,
             self.config(context),
@@ -71,11 +71,11 @@ class Server:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
     def config(self, context: int) -> EngineConfig:
-        """Return what the fronts serve."""
+        """Return what the frontends serve."""
         return engine_config(context)
 
     def attach(self) -> None:
-        """Start the fake engine and have the fronts use it."""
+        """Start the fake engine and have the frontends use it."""
         self.engine = FakeEngine(self.client, self.script)
         self.client.attach(self.engine)
 
@@ -88,11 +88,11 @@ class Server:
 
     def start(self) -> None:
         self._thread.start()
-        self._run(self.fronts.start())
-        self._run(self.fronts.set_ready())
+        self._run(self.frontends.start())
+        self._run(self.frontends.set_ready())
 
     def stop(self) -> None:
-        self._run(self.fronts.stop(0.5))
+        self._run(self.frontends.stop(0.5))
         self.engine.stop()
         self._run(self.loop.shutdown_asyncgens())
         self._run(self.loop.shutdown_default_executor())
@@ -105,11 +105,11 @@ class Server:
 
     @property
     def grpc_target(self) -> str:
-        return f"127.0.0.1:{self.fronts.grpc_port}"
+        return f"127.0.0.1:{self.frontends.grpc_port}"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.fronts.http_port}"
+        return f"http://127.0.0.1:{self.frontends.http_port}"
 
 
 @pytest.fixture(scope="session")
@@ -135,14 +135,14 @@ def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
 
 @pytest.fixture
 def server(module_server: Server) -> Iterator[Server]:
-    """Running fronts whose engine knows nothing of other tests."""
+    """Running frontends whose engine knows nothing of other tests."""
     module_server.engine.reset()
     yield module_server
     # A client may have its last byte a moment before the server is done with it.
     deadline_s = time.monotonic() + 1
-    while module_server.fronts.servicer.num_open_calls and time.monotonic() < deadline_s:
+    while module_server.frontends.servicer.num_open_calls and time.monotonic() < deadline_s:
         time.sleep(0.002)
-    assert module_server.fronts.servicer.num_open_calls == 0
+    assert module_server.frontends.servicer.num_open_calls == 0
 
 
 @pytest.fixture

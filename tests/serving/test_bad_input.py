@@ -1,4 +1,4 @@
-"""The same bad requests through every front: the same words, and nothing reaches the engine."""
+"""The same bad requests through every frontend: the same words, and nothing reaches the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(frozen=True)
 class Case:
-    """A request that both fronts can write, and the refusal."""
+    """A request that both frontends can write, and the refusal."""
 
     text: str
     param: str
@@ -181,7 +181,7 @@ def _http_error(server: Server, case: Case, *, stream: bool) -> dict[str, Any]: 
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_every_front_refuses_with_the_same_words(
+def test_every_frontend_refuses_with_the_same_words(
     server: Server, stub: pagedray_pb2_grpc.GenerationServiceStub, case: Case
 ) -> None:
     assert _grpc_text(stub, case) == case.text

@@ -1,4 +1,4 @@
-"""The life of the fronts: starting, ready, draining, ports."""
+"""The life of the frontends: starting, ready, draining, ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.inputs import GenerationInput
 from pagedray.errors import DeviceError, EngineError, ShuttingDownError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -42,17 +42,17 @@ async def engine(client: EngineClient) -> AsyncIterator[FakeEngine]:
 
 
 @pytest.fixture
-async def fronts(client: EngineClient, tokenizer: Tokenizer) -> AsyncIterator[Fronts]:
-    fronts = _fronts(client, tokenizer)
-    await fronts.start()
-    yield fronts
-    await fronts.stop(0)
+async def frontends(client: EngineClient, tokenizer: Tokenizer) -> AsyncIterator[Frontends]:
+    frontends = _frontends(client, tokenizer)
+    await frontends.start()
+    yield frontends
+    await frontends.stop(0)
 
 
-def _fronts(
+def _frontends(
     client: EngineClient, tokenizer: Tokenizer, *, grpc_port: int = 0, http_port: int = 0
-) -> Fronts:
-    return Fronts(
+) -> Frontends:
+    return Frontends(
         client,
         tokenizer,
         engine_config(),
@@ -62,106 +62,106 @@ def _fronts(
     )
 
 
-async def _health(fronts: Fronts) -> tuple[int, int]:
+async def _health(frontends: Frontends) -> tuple[int, int]:
     """Return what gRPC's health and HTTP's readiness say; HTTP is alive all the time."""
     async with (
-        grpc.aio.insecure_channel(f"127.0.0.1:{fronts.grpc_port}") as channel,
+        grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,
         httpx.AsyncClient() as http,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
-        url = f"http://127.0.0.1:{fronts.http_port}"
+        url = f"http://127.0.0.1:{frontends.http_port}"
         page = await http.get(f"{url}/ready")
         assert (await http.get(f"{url}/health")).status_code == 200
         return answer.status, page.status_code
 
 
 async def test_health_is_red_until_ready_and_when_draining(
-    fronts: Fronts, client: EngineClient, engine: FakeEngine
+    frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
-    assert await _health(fronts) == (STATUS.NOT_SERVING, 503)
+    assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     client.attach(engine)
-    assert await _health(fronts) == (STATUS.NOT_SERVING, 503)
-    await fronts.set_ready()
-    assert await _health(fronts) == (STATUS.SERVING, 200)
-    generation = await fronts.servicer.start(GenerationInput(prompts=("x",)))
+    assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
+    await frontends.set_ready()
+    assert await _health(frontends) == (STATUS.SERVING, 200)
+    generation = await frontends.servicer.start(GenerationInput(prompts=("x",)))
     engine.is_paused = True
-    stopping = asyncio.create_task(fronts.stop(5))
+    stopping = asyncio.create_task(frontends.stop(5))
     await asyncio.sleep(0.05)
-    assert await _health(fronts) == (STATUS.NOT_SERVING, 503)
+    assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     generation.close()
     await stopping
 
 
 async def test_requests_are_refused_until_ready_and_when_draining(
-    fronts: Fronts, client: EngineClient, engine: FakeEngine
+    frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     given = GenerationInput(prompts=("x",))
     with pytest.raises(EngineError, match="not loaded yet"):
-        await fronts.servicer.start(given)
+        await frontends.servicer.start(given)
     client.attach(engine)
-    await fronts.set_ready()
-    await fronts.stop(0)
+    await frontends.set_ready()
+    await frontends.stop(0)
     with pytest.raises(ShuttingDownError):
-        await fronts.servicer.start(given)
+        await frontends.servicer.start(given)
     assert engine.log.submitted == []
 
 
 async def test_drain_lets_running_requests_end(
-    fronts: Fronts, client: EngineClient, engine: FakeEngine
+    frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     client.attach(engine)
-    await fronts.set_ready()
+    await frontends.set_ready()
     engine.step_s = 0.005
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{fronts.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel:
         call = pagedray_pb2_grpc.GenerationServiceStub(channel).Generate(
             pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=40))
         )
         reader = aiter(call)
         await anext(reader)
-        stopping = asyncio.create_task(fronts.stop(5))
+        stopping = asyncio.create_task(frontends.stop(5))
         messages = [message async for message in reader]
         await stopping
     assert messages[-1].usage.num_generated_tokens == 40
 
 
 async def test_drain_ends_what_runs_too_long(
-    fronts: Fronts, client: EngineClient, engine: FakeEngine
+    frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     client.attach(engine)
-    await fronts.set_ready()
+    await frontends.set_ready()
     engine.is_paused = True
     body = {"model": "tiny", "prompt": "x"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{fronts.http_port}") as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{frontends.http_port}") as http:
         posting = asyncio.create_task(http.post("/v1/completions", json=body))
         while not engine.log.submitted:
             await asyncio.sleep(0.005)
-        await fronts.stop(0.1)
+        await frontends.stop(0.1)
         answer = await posting
     assert answer.status_code == 503
     assert "shut down before" in answer.json()["error"]["message"]
     assert engine.num_sequences == 0
 
 
-@pytest.mark.parametrize("front", ["grpc_port", "http_port"])
+@pytest.mark.parametrize("frontend", ["grpc_port", "http_port"])
 async def test_busy_port_is_named_in_one_line(
-    client: EngineClient, tokenizer: Tokenizer, front: str
+    client: EngineClient, tokenizer: Tokenizer, frontend: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        fronts = _fronts(client, tokenizer, **{front: port})
+        frontends = _frontends(client, tokenizer, **{frontend: port})
         with pytest.raises(DeviceError) as caught:
-            await fronts.start()
+            await frontends.start()
     assert str(port) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-async def test_only_the_given_host_is_bound(fronts: Fronts) -> None:
+async def test_only_the_given_host_is_bound(frontends: Frontends) -> None:
     listening = {
         connection.laddr
         for connection in psutil.Process().net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    ports = {fronts.grpc_port, fronts.http_port}
+    ports = {frontends.grpc_port, frontends.http_port}
     hosts = {address.ip.removeprefix("::ffff:") for address in listening if address.port in ports}
     assert hosts == {"127.0.0.1"}

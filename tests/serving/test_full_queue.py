@@ -1,4 +1,4 @@
-"""A full queue refuses calls by what is known of them before they are read, over both fronts."""
+"""A full queue refuses calls by what is known of them before they are read, over both frontends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster.serving.ray_serve.grpc import ServeGrpc
 from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.grpc_front import GrpcFront, grpc_front, status_of_call
+from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.ray_serve.test_frontends import Context
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KEY = new_key()
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-COUNTER = 'pagedray_requests_total{{front="{}",outcome="overloaded"}}'
+COUNTER = 'pagedray_requests_total{{frontend="{}",outcome="overloaded"}}'
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def full(engine: FakeEngine) -> FakeEngine:
     return engine
 
 
-def num_refused(servicer: Servicer, front: str) -> float:
+def num_refused(servicer: Servicer, frontend: str) -> float:
     text = servicer.metrics.render().decode()
-    found = [one for one in text.splitlines() if one.startswith(COUNTER.format(front))]
+    found = [one for one in text.splitlines() if one.startswith(COUNTER.format(frontend))]
     return sum(float(line.split()[-1]) for line in found)
 
 
@@ -54,19 +54,19 @@ def num_refused(servicer: Servicer, front: str) -> float:
 def test_http_looks_into_no_body_while_the_queue_is_full(
     http: httpx.Client, server: Server, full: FakeEngine, path: str
 ) -> None:
-    before = num_refused(server.fronts.servicer, "http")
+    before = num_refused(server.frontends.servicer, "http")
     answer = http.post(path, content=b"{", headers={"content-type": "text/plain"})
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "3"
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-    assert num_refused(server.fronts.servicer, "http") == before + 1
+    assert num_refused(server.frontends.servicer, "http") == before + 1
 
 
 def test_http_keeps_the_connection_of_a_large_body_it_refuses(
     server: Server, full: FakeEngine
 ) -> None:
     # One connection, which is not opened again when it is closed.
-    connection = HTTPConnection("127.0.0.1", server.fronts.http_port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", server.frontends.http_port, timeout=5)
     connection.connect()
     connection.auto_open = 0
     headers = {"Content-Type": "application/json"}
@@ -86,19 +86,19 @@ def test_http_answers_what_needs_no_room(http: httpx.Client, full: FakeEngine, p
 
 
 @pytest.fixture
-async def front(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFront]:
+async def frontend(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFrontend]:
     path = tmp_path / "keys.toml"
     path.touch(mode=0o600)
     path.write_text(f'[tenants.red]\nkeys = ["sha256:{digest_of(KEY).hex()}"]\n')
-    async with grpc_front(tokenizer, authenticator=Authenticator(path)) as front:
-        front.engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
-        yield front
+    async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
+        frontend.engine.refusal = OverloadedError("The queue is full.", retry_after_s=2.5)
+        yield frontend
 
 
-async def _refused(front: GrpcFront, method: str, key: str) -> tuple[grpc.StatusCode, Status]:
+async def _refused(frontend: GrpcFrontend, method: str, key: str) -> tuple[grpc.StatusCode, Status]:
     """Return how a call ends whose message is none."""
     path = f"/pagedray.v1.GenerationService/{method}"
-    async with grpc.aio.insecure_channel(front.target) as channel:
+    async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {key}"),)
         call: Any = channel.unary_stream(path)(b"\xff", metadata=metadata)  # type: ignore[call-arg]  # Any: grpc-stubs asks for what has a default
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -108,15 +108,15 @@ async def _refused(front: GrpcFront, method: str, key: str) -> tuple[grpc.Status
 
 @pytest.mark.parametrize("method", ["Generate", "Chat", "Embed"])
 async def test_grpc_receives_no_message_while_the_queue_is_full(
-    front: GrpcFront, method: str
+    frontend: GrpcFrontend, method: str
 ) -> None:
-    code, status = await _refused(front, method, KEY)
+    code, status = await _refused(frontend, method, KEY)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     info, retry = ErrorInfo(), RetryInfo()
     assert status.details[0].Unpack(info)
     assert status.details[1].Unpack(retry)
     assert (info.reason, retry.retry_delay.ToMilliseconds()) == ("OVERLOADED", 2500)
-    assert num_refused(front.servicer, "grpc") == 1
+    assert num_refused(frontend.servicer, "grpc") == 1
 
 
 @pytest.mark.parametrize(
@@ -125,35 +125,35 @@ async def test_grpc_receives_no_message_while_the_queue_is_full(
 )
 @pytest.mark.parametrize("method", ["Generate", "Chat", "Embed"])
 async def test_serve_parses_no_message_while_the_queue_is_full(
-    front: GrpcFront, method: str, key: str, code: grpc.StatusCode
+    frontend: GrpcFrontend, method: str, key: str, code: grpc.StatusCode
 ) -> None:
-    service = ServeGrpc(front.servicer, Pace(1e6))
+    service = ServeGrpc(frontend.servicer, Pace(1e6))
     context: Any = Context({"authorization": f"Bearer {key}"})  # Any: stands in for Serve's
     if method == "Embed":
         await service.unary(method, b"\xff", context)
     else:
         assert len([one async for one in service.stream(method, b"\xff", context)]) == 1
     assert context.code is code
-    assert num_refused(front.servicer, "ray") == (key == KEY)
+    assert num_refused(frontend.servicer, "ray") == (key == KEY)
 
 
-async def test_grpc_asks_for_the_key_first(front: GrpcFront) -> None:
-    code, _ = await _refused(front, "Generate", "wrong")
+async def test_grpc_asks_for_the_key_first(frontend: GrpcFrontend) -> None:
+    code, _ = await _refused(frontend, "Generate", "wrong")
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_grpc_answers_what_needs_no_room(front: GrpcFront) -> None:
-    async with grpc.aio.insecure_channel(front.target) as channel:
+async def test_grpc_answers_what_needs_no_room(frontend: GrpcFrontend) -> None:
+    async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
-        answer = await front.stub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
+        answer = await frontend.stub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
     assert [model.name for model in answer.models] == ["tiny"]
 
 
-async def test_server_that_drains_says_so_whatever_waits(front: GrpcFront) -> None:
-    front.servicer.stop_taking()
-    async with grpc.aio.insecure_channel(front.target) as channel:
+async def test_server_that_drains_says_so_whatever_waits(frontend: GrpcFrontend) -> None:
+    frontend.servicer.stop_taking()
+    async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
-        call = front.stub(channel).Generate(pb.GenerateRequest(text="x"), metadata=metadata)
+        call = frontend.stub(channel).Generate(pb.GenerateRequest(text="x"), metadata=metadata)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

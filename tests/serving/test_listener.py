@@ -1,4 +1,4 @@
-"""A front's port: what its connections inherit."""
+"""A frontend's port: what its connections inherit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutated bodies over both fronts: each is served or refused in good form, and the server goes on.
+"""Mutated bodies over both frontends: each is served or refused in good form.
 
 `tests.load.mutated_bodies` sends many more, to a real server.
 """
@@ -44,7 +44,7 @@ async def test_mutated_messages_are_served_or_refused(server: Server) -> None:
 
 async def test_mutated_json_is_served_or_refused(server: Server) -> None:
     server.engine.script = lambda request, index: [72, 1]
-    port = server.fronts.http_port
+    port = server.frontends.http_port
     assert port is not None
     found = await mutate_over_http(port, NUM_BODIES, model="tiny")
     await check(server, found, served="200", refused="400")

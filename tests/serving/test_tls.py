@@ -1,4 +1,4 @@
-"""The certificates of the fronts: what is taken, what is refused, what is kept."""
+"""The certificates of the frontends: what is taken, what is refused, what is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.tls import CertificateStore, TlsFiles, certificate_store
 from pagedray.errors import StartupError
 from tests.serving.certificates import Authority
@@ -178,10 +178,10 @@ def test_no_files_are_no_tls() -> None:
     assert certificate_store(None, None, None) is None
 
 
-async def test_http_front_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -> None:
+async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -> None:
     client = EngineClient(asyncio.get_running_loop())
     certificates = certificate_store(files.certificate, files.key, None)
-    fronts = Fronts(
+    frontends = Frontends(
         client,
         tokenizer,
         engine_config(),
@@ -190,19 +190,19 @@ async def test_http_front_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -> N
         http_port=0,
         certificates=certificates,
     )
-    await fronts.start()
+    await frontends.start()
     try:
         trusting = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
         for name in ("server", "renewed"):
             AUTHORITY.issue(name).write(files.certificate.parent)
             async with httpx.AsyncClient(verify=trusting) as http:
-                answer = await http.get(f"https://127.0.0.1:{fronts.http_port}/health")
+                answer = await http.get(f"https://127.0.0.1:{frontends.http_port}/health")
             stream = answer.extensions["network_stream"]
             assert answer.status_code == 200
             shown = stream.get_extra_info("ssl_object").getpeercert()
             assert dict(part[0] for part in shown["subject"])["commonName"] == name
         async with httpx.AsyncClient() as http:
             with pytest.raises(httpx.TransportError):
-                await http.get(f"http://127.0.0.1:{fronts.http_port}/health")
+                await http.get(f"http://127.0.0.1:{frontends.http_port}/health")
     finally:
-        await fronts.stop(0)
+        await frontends.stop(0)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from cluster.serving.server_info import ServerLoads
     from tests.system.serve_cluster import ServeCluster
 
-__all__ = ["CancelFront", "Cancelled", "Lost", "cancel_many", "lose_some"]
+__all__ = ["CancelFrontend", "Cancelled", "Lost", "cancel_many", "lose_some"]
 
-CancelFront = Literal["grpc", "http"]
+CancelFrontend = Literal["grpc", "http"]
 _LONGEST_S = 0.3
 """The latest moment, from its start on, at which a call is cancelled."""
 _POLL_S = 0.01
@@ -117,12 +117,12 @@ class _Watch:
 async def cancel_many(
     cluster: ServeCluster,
     *,
-    front: CancelFront,
+    frontend: CancelFrontend,
     number: int,
     at_once: int = 8,
     seed: int = 0,
 ) -> Cancelled:
-    """Cancel calls of a front at random moments, some of them at once."""
+    """Cancel calls of a frontend at random moments, some of them at once."""
     chance = random.Random(seed)
     watch = _Watch(cluster)
     free_s: list[float] = []
@@ -155,9 +155,9 @@ async def cancel_many(
                 async for _ in answer.aiter_raw():
                     note_begin()
 
-        run = over_grpc if front == "grpc" else over_http
+        run = over_grpc if frontend == "grpc" else over_http
         for begin in range(0, number, at_once):
-            names = [f"{front}-{index}" for index in range(begin, min(begin + at_once, number))]
+            names = [f"{frontend}-{index}" for index in range(begin, min(begin + at_once, number))]
             calls = asyncio.gather(
                 *(_cancel_one(watch, run, one, chance.random() * _LONGEST_S) for one in names)
             )

@@ -34,7 +34,7 @@ _PLAIN_GRPC = "pagedray.v1.pagedray_pb2_grpc.add_GenerationServiceServicer_to_se
 
 
 class ServeCluster:
-    """Ray Serve with both fronts on the loopback, until the block that holds it is left."""
+    """Ray Serve with both frontends on the loopback, until the block that holds it is left."""
 
     def __init__(self, *, is_guarded: bool = True) -> None:
         """Without guards Serve's proxies are as they come, with none of our parts in them."""

@@ -31,7 +31,7 @@ from tests.system.serve_streams import Streams, summary
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.system.serve_cancels import CancelFront, Cancelled
+    from tests.system.serve_cancels import CancelFrontend, Cancelled
 
 __all__ = ["kill_one", "redeploy", "until_whole"]
 
@@ -97,8 +97,10 @@ async def _redeploy(cluster: ServeCluster, num_clients: int, num_tokens: int) ->
     }
 
 
-async def _cancel(cluster: ServeCluster, front: CancelFront, number: int) -> dict[str, object]:
-    return _figures(await cancel_many(cluster, front=front, number=number))
+async def _cancel(
+    cluster: ServeCluster, frontend: CancelFrontend, number: int
+) -> dict[str, object]:
+    return _figures(await cancel_many(cluster, frontend=frontend, number=number))
 
 
 async def _lost(cluster: ServeCluster, number: int) -> dict[str, object]:

@@ -137,7 +137,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-def test_served_encoder_gives_the_same_vectors_on_both_fronts(
+def test_served_encoder_gives_the_same_vectors_on_both_frontends(
     server: ServerProcess, folder: Path
 ) -> None:
     request = pagedray_pb2.EmbedRequest(

@@ -1,4 +1,4 @@
-"""The fronts on a real local engine in one event loop: cancelled streams leave no task."""
+"""The frontends on a real local engine in one event loop: cancelled streams leave no task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.engine.controller import Controller
 from cluster.engine.open_engine import make_executor
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -32,10 +32,10 @@ NUM_READ = 4
 
 
 class Served:
-    """Fronts, and the engine behind them."""
+    """Frontends, and the engine behind them."""
 
-    def __init__(self, fronts: Fronts, controller: Controller) -> None:
-        self.fronts = fronts
+    def __init__(self, frontends: Frontends, controller: Controller) -> None:
+        self.frontends = frontends
         self.controller = controller
 
 
@@ -46,21 +46,21 @@ async def served() -> AsyncIterator[Served]:
     )
     client = EngineClient(asyncio.get_running_loop())
     tokenizer = Tokenizer.from_folder(TINY_LLAMA)
-    fronts = Fronts(client, tokenizer, config, host="127.0.0.1", grpc_port=0, http_port=0)
+    frontends = Frontends(client, tokenizer, config, host="127.0.0.1", grpc_port=0, http_port=0)
     executor = make_executor(config, lambda what, fraction: None)
     controller = Controller(config, executor, client)
     controller.start()
     client.attach(controller)
-    await fronts.start()
-    await fronts.set_ready()
-    yield Served(fronts, controller)
-    await fronts.stop(0.0)
+    await frontends.start()
+    await frontends.set_ready()
+    yield Served(frontends, controller)
+    await frontends.stop(0.0)
     controller.stop()
     executor.close()
 
 
 async def over_grpc(served: Served) -> list[int]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.fronts.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.frontends.grpc_port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         return await asyncio.gather(
             *(one_over_grpc(stub, is_cancelled=index % 3 == 0) for index in range(NUM_STREAMS))
@@ -82,7 +82,7 @@ async def one_over_grpc(
 
 
 async def over_http(served: Served) -> list[int]:
-    url = f"http://127.0.0.1:{served.fronts.http_port}"
+    url = f"http://127.0.0.1:{served.frontends.http_port}"
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60.0) as http:
         return await asyncio.gather(
@@ -127,7 +127,7 @@ async def test_cancelled_streams_leave_no_task(served: Served, call_all) -> None
     stats = served.controller.stats().scheduler
     assert (stats.num_running, stats.num_waiting, stats.num_queued_requests) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    assert served.fronts.servicer.num_open_calls == 0
+    assert served.frontends.servicer.num_open_calls == 0
 
 
 def running_tasks() -> Counter[str]:
@@ -142,7 +142,8 @@ async def settle(served: Served) -> None:
     last: Counter[str] = Counter()
     while time.monotonic() < deadline_s:
         is_busy = (
-            served.fronts.servicer.num_open_calls or served.controller.stats().scheduler.num_running
+            served.frontends.servicer.num_open_calls
+            or served.controller.stats().scheduler.num_running
         )
         if not is_busy and running_tasks() == last:
             return

@@ -1,4 +1,4 @@
-"""The application on real Ray Serve: a config file, two replicas, real clients of every front."""
+"""The application on real Ray Serve: a config file, two replicas, real clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.serving.ray_serve.options import read_arguments
 from pagedray.errors import PagedRayError, UnknownModelError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.system.serve_cancels import CancelFront, cancel_many
+from tests.system.serve_cancels import CancelFrontend, cancel_many
 from tests.system.serve_cluster import SMALL, ServeCluster
 from tests.system.serve_faults import kill_one, redeploy, until_whole
 from tests.system.serve_streams import Streams
@@ -104,7 +104,7 @@ def over_handle(cluster: ServeCluster) -> str:
     return "".join(sequence.text for output in outputs for sequence in output.sequences)
 
 
-def test_every_front_gives_the_same_text(
+def test_every_frontend_gives_the_same_text(
     cluster: ServeCluster,
     stub: pagedray_pb2_grpc.GenerationServiceStub,
     client: openai.OpenAI,
@@ -131,7 +131,7 @@ def test_chat_and_the_smaller_methods(
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-# The same bad request in the words of each front, and what all are to say.
+# The same bad request in the words of each frontend, and what all are to say.
 REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields of all types
     ("", {}, "prompt must not be empty."),
     ([5, 9999], {}, "prompt holds the token id 9999, but ids are 0 to 3071."),
@@ -144,7 +144,7 @@ REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields o
 
 
 @pytest.mark.parametrize(("prompt", "sampling", "text"), REFUSALS)
-def test_every_front_refuses_with_the_same_words(
+def test_every_frontend_refuses_with_the_same_words(
     cluster: ServeCluster,
     stub: pagedray_pb2_grpc.GenerationServiceStub,
     prompt: str | list[int],
@@ -295,7 +295,7 @@ def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanC
     sampling = {"max_tokens": 4, "ignore_eos": True}
     list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="told"))  # type: ignore[arg-type]  # the stubs are narrower than the library
     span = collector.span_with("gen_ai.response.id", "told", timeout_s=30.0)
-    assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
+    assert (span["pagedray.frontend"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
     node: Any = ray._private.worker._global_node  # Any: Ray's own
     (line,) = (
         json.loads(line)
@@ -306,12 +306,12 @@ def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanC
     assert (line["message"], line["outcome"], line["generated_tokens"]) == ("call", "length", 4)
 
 
-@pytest.mark.parametrize("front", ["grpc", "http"])
+@pytest.mark.parametrize("frontend", ["grpc", "http"])
 async def test_cancelled_calls_leave_nothing_behind(
-    cluster: ServeCluster, front: CancelFront
+    cluster: ServeCluster, frontend: CancelFrontend
 ) -> None:
     # A tenth of those over gRPC would be lost by Serve's proxy alone.
-    cancelled = await cancel_many(cluster, front=front, number=32)
+    cancelled = await cancel_many(cluster, frontend=frontend, number=32)
     # Long before a lease would have ended them.
     assert max(cancelled.gone_s) < LEASE_S / 2
     assert max(cancelled.free_s) < LEASE_S / 2

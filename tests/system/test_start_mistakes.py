@@ -136,11 +136,11 @@ def test_more_ranks_than_devices_are_refused(
     assert_one_line(capsys.readouterr().err, "512", "CPU cores")
 
 
-@pytest.mark.parametrize("front", ["grpc", "http"])
-def test_busy_port_is_named(front: str) -> None:
+@pytest.mark.parametrize("frontend", ["grpc", "http"])
+def test_busy_port_is_named(frontend: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ports = {"grpc": 0, "http": 0, front: port}
+        ports = {"grpc": 0, "http": 0, frontend: port}
         done = run_pagedray(
             "serve",
             str(TINY_LLAMA),

@@ -1,4 +1,4 @@
-"""Two tenants with keys of their own on one server, over both fronts; keys reloaded; a drain."""
+"""Two tenants with keys of their own on one server, over both frontends; keys reloaded; a drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what the HTTP front takes and answers, for readers and for tools."""
+"""The OpenAPI document: what the HTTP frontend takes and answers, for readers and for tools."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _NULL: Json = {"type": "null"}
 
 
 def openapi_document() -> Json:
-    """Return the document of the whole front."""
+    """Return the document of the whole frontend."""
     paths: dict[str, dict[str, Json]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)

@@ -1,4 +1,4 @@
-"""The endpoints of the HTTP front, as the OpenAPI document describes them."""
+"""The endpoints of the HTTP frontend, as the OpenAPI document describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP front: every request is let in, found, answered, or refused here.
+"""The HTTP frontend: every request is let in, found, answered, or refused here.
 
 Whoever is not known is told nothing: an endpoint answers those without a key only if its own entry
 says so, and what is looked up is the path as it came, never a URL that is put together of headers.

@@ -1,4 +1,4 @@
-"""The words of the HTTP front: an endpoint, who may call it, and one call of it."""
+"""The words of the HTTP frontend: an endpoint, who may call it, and one call of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HttpCall:
         """Where it came in, and the trace that it is part of."""
         headers = self.request.headers
         return CallOrigin(
-            front="http",
+            frontend="http",
             traceparent=headers.get("traceparent"),
             tracestate=headers.get("tracestate"),
         )

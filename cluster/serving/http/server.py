@@ -23,7 +23,7 @@ _CLOSE_GRACE_S = 1.0
 
 
 class HttpServer:
-    """The HTTP front, from a bound port to a closed one."""
+    """The HTTP frontend, from a bound port to a closed one."""
 
     def __init__(
         self,

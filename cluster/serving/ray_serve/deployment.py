@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from ray.serve import Application
     from ray.serve.grpc_util import RayServegRPCContext
+    from ray.util.placement_group import PlacementGroup
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from cluster.engine.open_engine import MakeExecutor
+    from cluster.engine.executor import Executor, ReportProgress
     from cluster.engine.options import EngineOptions
     from cluster.serving.inputs import Prompt
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
-    from pagedray.config import Device
+    from pagedray.config import Device, EngineConfig
     from pagedray.request import SamplingParams
 
     Incoming = Message | bytes
@@ -60,8 +61,12 @@ _POLICY = "cluster.serving.ray_serve.autoscaling:TokensPolicy"
 class PagedRay:
     """One replica, as Ray Serve drives it."""
 
-    make_executor: ClassVar[MakeExecutor] = staticmethod(make_executor)
-    """How the ranks are started."""
+    @staticmethod
+    def make_executor(
+        config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None
+    ) -> Executor:
+        """Return an executor with its ranks loaded. Raises StartupError."""
+        return make_executor(config, report_progress, placement)
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = await Replica.started(arguments, self.make_executor)

@@ -99,13 +99,13 @@ class ServeGrpc:
         """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
         call = _call_of(context)
         metrics = self._servicer.metrics
-        with metrics.counting_refusals(call.front):
+        with metrics.counting_refusals(call.frontend):
             tenant = self._servicer.authenticate(call.authorization)
         if (operation := OPERATIONS.get(method)) is not None:
             self._servicer.check_room(
                 Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
             )
-        with metrics.counting_refusals(call.front):
+        with metrics.counting_refusals(call.frontend):
             # Serve decodes messages itself where its configuration names the generated code.
             body = request if isinstance(request, bytes) else request.SerializeToString()
             return parse(self._kinds[method], body), call
@@ -118,7 +118,7 @@ def _call_of(context: RayServegRPCContext) -> Call:
     return Call(
         metadata=metadata,
         remaining_s=int(timeout_ms) / 1000 if is_given else None,
-        front="ray",
+        frontend="ray",
     )
 
 

@@ -210,7 +210,7 @@ def _routing_key(body: bytes, method: str) -> str | None:
         if method.endswith("/Chat"):
             return prefix_key(tuple(pb.ChatRequest.FromString(body).messages))  # type: ignore[arg-type]  # the stubs are narrower than the library
     except DecodeError:
-        # The replica refuses it, in the words that every front has.
+        # The replica refuses it, in the words that every frontend has.
         return None
     return None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServeHandle"]
 
-_ORIGIN = CallOrigin(front="ray")
+_ORIGIN = CallOrigin(frontend="ray")
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 _MAX_EMBED_PROMPTS = 2048
 _MAX_TIMEOUT_S = 86_400

@@ -121,7 +121,7 @@ def _key_of(body: bytes) -> str | None:
     try:
         prompt = msgspec.json.decode(body, type=_Prompt)
     except (msgspec.DecodeError, RecursionError):
-        # The replica refuses it, in the words that every front has.
+        # The replica refuses it, in the words that every frontend has.
         return None
     return prefix_key(prompt.messages or prompt.prompt or "")
 

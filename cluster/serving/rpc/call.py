@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.serving.inputs import CallOrigin, Front
+from cluster.serving.inputs import CallOrigin, Frontend
 
 __all__ = ["AUTHORIZATION", "Call"]
 
@@ -21,7 +21,7 @@ def _never(callback: Callable[[], None]) -> None:
 class Call:
     """One call, whoever carries it: our own server, or the proxy of Ray Serve."""
 
-    front: Front = "grpc"
+    frontend: Frontend = "grpc"
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the client sent beside its message; keys are in lower case."""
     remaining_s: float | None = None
@@ -38,7 +38,7 @@ class Call:
     def origin(self) -> CallOrigin:
         """Where it came in, and the trace that it is part of."""
         return CallOrigin(
-            front=self.front,
+            frontend=self.frontend,
             traceparent=self.metadata.get("traceparent"),
             tracestate=self.metadata.get("tracestate"),
         )

@@ -54,7 +54,7 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
     def _let_in(self, call: Call, operation: Operation | None) -> None:
         """Raise AuthenticationError, or OverloadedError if there is no room for the call."""
-        with self._servicer.metrics.counting_refusals(call.front):
+        with self._servicer.metrics.counting_refusals(call.frontend):
             tenant = self._servicer.authenticate(call.authorization)
         if operation is not None:
             self._servicer.check_room(

@@ -1,4 +1,4 @@
-"""How large a gRPC message may be: one limit, in the same words, over both gRPC fronts."""
+"""How large a gRPC message may be: one limit, in the same words, over both gRPC frontends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC front on one port: the service, health and reflection, with or without TLS."""
+"""The gRPC frontend on one port: the service, health and reflection, with or without TLS."""
 
 from __future__ import annotations
 

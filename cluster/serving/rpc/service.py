@@ -50,7 +50,7 @@ class GrpcService:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Stream the continuations of a prompt."""
         tenant = self._tenant(call)
-        with self._servicer.metrics.counting_refusals(call.front):
+        with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_generation(message, call, tenant)
         generation = await self._servicer.start(given)
         # A cancelled call ends its request even while this coroutine waits for flow control.
@@ -67,7 +67,7 @@ class GrpcService:
     async def chat(self, message: pb.ChatRequest, call: Call) -> AsyncGenerator[pb.ChatResponse]:
         """Stream the assistant's next turn."""
         tenant = self._tenant(call)
-        with self._servicer.metrics.counting_refusals(call.front):
+        with self._servicer.metrics.counting_refusals(call.frontend):
             chat = grpc_chat.Chat(message, tool_format=self._tool_format)
             given = chat.to_input(call, tenant)
         generation = await self._servicer.start(given)
@@ -82,7 +82,7 @@ class GrpcService:
     async def embed(self, message: pb.EmbedRequest, call: Call) -> pb.EmbedResponse:
         """Return the vectors of texts."""
         tenant = self._tenant(call)
-        with self._servicer.metrics.counting_refusals(call.front):
+        with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_embedding(message, call, tenant)
         output = await self._servicer.embed(given)
         return pb.EmbedResponse(

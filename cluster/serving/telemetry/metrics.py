@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import Front
+    from cluster.serving.inputs import Frontend
     from cluster.serving.telemetry.call_report import CallReport
     from pagedray.config import EngineConfig
     from pagedray.request import StructureKind
@@ -110,7 +110,7 @@ class Metrics:
 
     def count_call(self, report: CallReport) -> None:
         """Count a call that ended."""
-        self._count(report.outcome, report.origin.front, is_refused=report.is_refused)
+        self._count(report.outcome, report.origin.frontend, is_refused=report.is_refused)
         tenant = self._tenant(report.tenant)
         self._tenant_calls.labels(tenant).inc()
         if report.validated_s is not None:
@@ -138,27 +138,27 @@ class Metrics:
         """Count what a call waited for its structure, which may be known or be found to be none."""
         self._compiling.labels(kind).observe(duration_s)
 
-    def count_refusal(self, error: Exception, front: Front = "none") -> None:
+    def count_refusal(self, error: Exception, frontend: Frontend = "none") -> None:
         """Count a call that ended before it was one: unread, unknown, or without a key."""
-        self._count(outcome_of(error), front, is_refused=True)
+        self._count(outcome_of(error), frontend, is_refused=True)
 
     @contextmanager
-    def counting_refusals(self, front: Front = "none") -> Iterator[None]:
+    def counting_refusals(self, frontend: Frontend = "none") -> Iterator[None]:
         """Count a call that is refused while its message is read."""
         try:
             yield
         except PagedRayError as error:
-            self.count_refusal(error, front)
+            self.count_refusal(error, frontend)
             raise
 
-    def count(self, outcome: str, front: Front = "none") -> None:
-        """Count a call that a front refused for a reason of its protocol."""
-        self._count(outcome, front, is_refused=True)
+    def count(self, outcome: str, frontend: Frontend = "none") -> None:
+        """Count a call that a frontend refused for a reason of its protocol."""
+        self._count(outcome, frontend, is_refused=True)
 
-    def _count(self, outcome: str, front: Front, *, is_refused: bool) -> None:
-        self._calls.labels(front, outcome).inc()
+    def _count(self, outcome: str, frontend: Frontend, *, is_refused: bool) -> None:
+        self._calls.labels(frontend, outcome).inc()
         if is_refused:
-            self._refusals.labels(front, outcome).inc()
+            self._refusals.labels(frontend, outcome).inc()
 
     def _tenant(self, name: str) -> str:
         """Return a tenant's label: its name, unless there are too many."""

@@ -39,8 +39,8 @@ class IdleLearning:
 
     def step(self) -> None:
         """Do a little, for as long as nothing else has to be done."""
-        # A thread of its own, since who has let others pass may not come back to the front. It has
-        # ended when this returns, so that a fork loses nothing.
+        # A thread of its own, since who has let others pass may not come back to the front. It
+        # has ended when this returns, so that a fork loses nothing.
         thread = threading.Thread(target=self._step)
         thread.start()
         thread.join()

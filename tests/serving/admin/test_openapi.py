@@ -23,7 +23,7 @@ def test_document_is_valid_openapi_3_1() -> None:
 
 
 def test_document_has_every_endpoint_and_no_other(server: Server) -> None:
-    app = build_http_app(server.fronts.servicer, read_timeout_s=1.0)
+    app = build_http_app(server.frontends.servicer, read_timeout_s=1.0)
     found = {
         (endpoint.method.lower(), endpoint.path)
         for endpoint in app.endpoints

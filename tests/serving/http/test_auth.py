@@ -48,7 +48,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_every_endpoint_says_whom_it_answers(locked: Server) -> None:
-    app = build_http_app(locked.fronts.servicer, read_timeout_s=1.0)
+    app = build_http_app(locked.frontends.servicer, read_timeout_s=1.0)
     found: dict[Access, set[str]] = {access: set() for access in Access}
     for endpoint in app.endpoints:
         found[endpoint.access].add(endpoint.path)
@@ -153,7 +153,7 @@ TRICKS = [
 
 @pytest.mark.parametrize("head", TRICKS)
 def test_no_spelling_of_a_path_or_host_lets_anybody_in(locked: Server, head: bytes) -> None:
-    address = ("127.0.0.1", locked.fronts.http_port or 0)
+    address = ("127.0.0.1", locked.frontends.http_port or 0)
     with socket.create_connection(address, 5) as connection:
         connection.sendall(head + b"\r\nConnection: close\r\n\r\n")
         received = b""

@@ -1,4 +1,4 @@
-"""What a connection may do to the HTTP front, byte by byte."""
+"""What a connection may do to the HTTP frontend, byte by byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def call(*, stream: bool = True, max_tokens: int = 200) -> bytes:
 
 
 def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.fronts.http_port or 0), 5)
+    return socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 5)
 
 
 def read_to_end(connection: socket.socket) -> bytes:

@@ -1,4 +1,4 @@
-"""What the HTTP front answers when something is wrong."""
+"""What the HTTP frontend answers when something is wrong."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_other_kinds_of_body_are_refused(
 
 
 def test_declared_large_body_is_refused_before_it_is_sent(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.fronts.http_port or 0), 2) as connection:
+    with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 2) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: 1000000000\r\n\r\n"

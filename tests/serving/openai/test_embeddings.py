@@ -37,7 +37,7 @@ class FakeEncoder(FakeEngine):
 
 
 class EncoderServer(Server):
-    """Fronts over an encoder."""
+    """Frontends over an encoder."""
 
     def config(self, context: int) -> EngineConfig:
         config = engine_config(context)

@@ -1,4 +1,4 @@
-"""The ways in through Ray Serve refuse what every other front refuses, in the same words.
+"""The ways in through Ray Serve refuse what every other frontend refuses, in the same words.
 
 Serve itself is in tests/system/test_ray_serve.py; here its context is a record of what it was told.
 """
@@ -61,14 +61,14 @@ def collect(server: Server, items: AsyncIterator[Any]) -> list[Any]:
 
 def stream(server: Server, message: pb.GenerateRequest, **metadata: str) -> tuple[Any, Context]:
     context = Context(metadata)
-    service = ServeGrpc(server.fronts.servicer, PACE)
+    service = ServeGrpc(server.frontends.servicer, PACE)
     # The context is a stand-in for Serve's.
     messages = service.stream("Generate", message.SerializeToString(), context)  # type: ignore[arg-type]
     return collect(server, messages), context
 
 
 def generate(server: Server, case: Case) -> list[GenerationOutput]:
-    handle = ServeHandle(server.fronts.servicer, PACE)
+    handle = ServeHandle(server.frontends.servicer, PACE)
     outputs = handle.generate(
         case.prompt,
         case.sampling,
@@ -150,7 +150,7 @@ def test_a_handle_checks_types(
 ) -> None:
     good: dict[str, Any] = {"prompt": "x", "sampling": None, "model": None, "request_id": None}
     good |= {"priority": 0, "timeout_s": None, "key": None}
-    outputs = ServeHandle(server.fronts.servicer, PACE).generate(**(good | arguments))
+    outputs = ServeHandle(server.frontends.servicer, PACE).generate(**(good | arguments))
     with pytest.raises(InvalidRequestError) as caught:
         collect(server, outputs)
     assert str(caught.value) == text

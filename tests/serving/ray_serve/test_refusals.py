@@ -1,4 +1,4 @@
-"""Refusals through Ray Serve are counted once each, as those of its front."""
+"""Refusals through Ray Serve are counted once each, as those of its frontend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import AuthenticationError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.grpc_front import grpc_front
+from tests.serving.grpc_frontend import grpc_frontend
 from tests.serving.ray_serve.test_frontends import Context
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ async def servicer(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Servic
     path = tmp_path / "keys.toml"
     path.touch(mode=0o600)
     path.write_text(f'[tenants.red]\nkeys = ["sha256:{digest_of(KEY).hex()}"]\n')
-    async with grpc_front(tokenizer, authenticator=Authenticator(path)) as front:
-        yield front.servicer
+    async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
+        yield frontend.servicer
 
 
 def counted(servicer: Servicer) -> dict[str, float]:
-    """Return how many calls were refused, by front and reason."""
+    """Return how many calls were refused, by frontend and reason."""
     return {
         f"{sample.labels['front']} {sample.labels['reason']}": sample.value
         for family in servicer.metrics.registry.collect()

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.serving.grpc_front import GrpcFront, grpc_front, status_of_call
+from tests.serving.grpc_frontend import GrpcFrontend, grpc_frontend, status_of_call
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ HEALTH = "grpc.health.v1.Health"
 
 
 @pytest.fixture
-async def front(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFront]:
+async def frontend(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFrontend]:
     path = tmp_path / "keys.toml"
     path.touch(mode=0o600)
     path.write_text(
@@ -37,13 +37,13 @@ async def front(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFront
             for name, key in KEYS.items()
         )
     )
-    async with grpc_front(tokenizer, authenticator=Authenticator(path)) as front:
-        yield front
+    async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
+        yield frontend
 
 
 @pytest.fixture
-async def channel(front: GrpcFront) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(front.target) as channel:
+async def channel(frontend: GrpcFrontend) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(frontend.target) as channel:
         yield channel
 
 
@@ -81,7 +81,7 @@ async def _code(channel: grpc.aio.Channel, path: str, **options: Any) -> grpc.St
 
 
 async def test_nothing_but_health_answers_without_a_key(
-    front: GrpcFront, channel: grpc.aio.Channel
+    frontend: GrpcFrontend, channel: grpc.aio.Channel
 ) -> None:
     paths = await _methods(channel)
     assert len(paths) >= 13
@@ -91,7 +91,7 @@ async def test_nothing_but_health_answers_without_a_key(
         is_open = path.startswith(f"/{HEALTH}/")
         assert (await _code(channel, path) is not unauthenticated) is is_open, path
         assert await _code(channel, path, **_as("red")) is not unauthenticated, path
-    assert front.engine.log.submitted == []
+    assert frontend.engine.log.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ async def test_nothing_but_health_answers_without_a_key(
      f"Bearer {KEYS['red']}x", f"Bearer {KEYS['red'][:-1]}"],
 )  # fmt: skip
 async def test_wrong_key_is_refused_with_details(
-    channel: grpc.aio.Channel, front: GrpcFront, authorization: str
+    channel: grpc.aio.Channel, frontend: GrpcFrontend, authorization: str
 ) -> None:
-    call = front.stub(channel).Generate(
+    call = frontend.stub(channel).Generate(
         pb.GenerateRequest(text="x"), metadata=(("authorization", authorization),)
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -131,22 +131,22 @@ async def test_health_needs_no_key(channel: grpc.aio.Channel) -> None:
 
 
 async def test_tenants_share_neither_ids_nor_requests(
-    front: GrpcFront, channel: grpc.aio.Channel
+    frontend: GrpcFrontend, channel: grpc.aio.Channel
 ) -> None:
-    front.engine.is_paused = True
-    stub = front.stub(channel)
+    frontend.engine.is_paused = True
+    stub = frontend.stub(channel)
     message = pb.GenerateRequest(text="x", request_id="mine")
     calls = {name: stub.Generate(message, **_as(name)) for name in KEYS}
     readers = {name: asyncio.ensure_future(call.read()) for name, call in calls.items()}
-    await wait_until(lambda: front.engine.num_sequences == 2)
-    assert {request.tenant for request in front.engine.log.submitted} == {"red", "blue"}
+    await wait_until(lambda: frontend.engine.num_sequences == 2)
+    assert {request.tenant for request in frontend.engine.log.submitted} == {"red", "blue"}
     loads = await stub.GetLoads(pb.GetLoadsRequest(), **_as("red"))
     assert [call.request_id for call in loads.calls] == ["mine"]
     await stub.Abort(pb.AbortRequest(request_ids=["mine"]), **_as("blue"))
     answer = await readers["blue"]
     assert answer.sequences[0].finish_reason == pb.FINISH_REASON_ABORTED
-    assert front.engine.num_sequences == 1
+    assert frontend.engine.num_sequences == 1
     assert not readers["red"].done()
     calls["red"].cancel()
     await asyncio.gather(*readers.values(), return_exceptions=True)
-    await wait_until(lambda: front.engine.num_sequences == 0)
+    await wait_until(lambda: frontend.engine.num_sequences == 0)

@@ -19,7 +19,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import engine_config
-from tests.serving.grpc_front import status_of_call
+from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

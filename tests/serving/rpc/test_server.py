@@ -1,4 +1,4 @@
-"""The gRPC front, by real clients."""
+"""The gRPC frontend, by real clients."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_64_streams_a_third_cancelled_leave_nothing(server: Server) -> Non
         stub = Stub(channel)
         await asyncio.gather(*(run(stub, number) for number in range(64)))
         await wait_until(lambda: engine.num_sequences == 0)
-        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
+        await wait_until(lambda: server.frontends.servicer.num_open_calls == 0)
     assert len(engine.log.submitted) == 64
     assert len(set(engine.log.aborted)) == 22
 
@@ -223,7 +223,7 @@ async def test_running_id_is_refused_and_free_again_later(server: Server) -> Non
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "'mine' belongs to a request that is running" in str(caught.value.details())
         first.cancel()
-        await wait_until(lambda: server.fronts.servicer.num_open_calls == 0)
+        await wait_until(lambda: server.frontends.servicer.num_open_calls == 0)
         message.sampling.max_tokens = 1
         for _ in range(20):
             answers = [answer async for answer in stub.Generate(message)]

@@ -12,7 +12,7 @@ from cluster.serving.rpc.status import code_of, status_of
 from pagedray import errors
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.serving.grpc_front import status_of_call
+from tests.serving.grpc_frontend import status_of_call
 
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status

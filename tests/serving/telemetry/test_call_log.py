@@ -57,7 +57,7 @@ async def logged(servicer: Servicer, form: LogFormat, **given: object) -> list[s
 
 
 async def test_json_line_says_what_a_call_was(servicer: Servicer) -> None:
-    origin = CallOrigin(front="grpc", traceparent=f"00-{TRACE_ID}-00f067aa0ba902b7-01")
+    origin = CallOrigin(frontend="grpc", traceparent=f"00-{TRACE_ID}-00f067aa0ba902b7-01")
     (line,) = await logged(servicer, "json", origin=origin)
     found = json.loads(line)
     expected = {

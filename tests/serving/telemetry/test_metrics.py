@@ -94,7 +94,7 @@ async def test_document_lists_the_labels(servicer: Servicer) -> None:
 
 
 async def test_call_is_counted_with_its_times_and_tokens(servicer: Servicer) -> None:
-    await run(servicer, origin=CallOrigin(front="grpc"), tenant="")
+    await run(servicer, origin=CallOrigin(frontend="grpc"), tenant="")
     labels = {"front": "grpc", "outcome": "length"}
     assert value(servicer, "pagedray_requests_total", **labels) == 1
     assert value(servicer, "pagedray_request_prompt_tokens_count") == 1
@@ -120,7 +120,7 @@ async def test_tokens_in_flight_are_those_of_open_calls(servicer: Servicer) -> N
 
 
 async def test_refusals_are_counted_by_reason(servicer: Servicer) -> None:
-    origin = CallOrigin(front="http")
+    origin = CallOrigin(frontend="http")
     for given in ({"prompts": ("",)}, {"model": "other"}, {"prompts": ("x " * 4000,)}):
         with pytest.raises(RequestError):
             await run(servicer, origin=origin, **given)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 TRACE_PARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
-SAMPLED = CallOrigin(front="http", traceparent=TRACE_PARENT, tracestate="vendor=1")
+SAMPLED = CallOrigin(frontend="http", traceparent=TRACE_PARENT, tracestate="vendor=1")
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_header_that_is_none_begins_no_trace(
     servicer: Servicer, exporter: InMemorySpanExporter, header: str | None
 ) -> None:
     # The sampler only takes what a parent has taken.
-    origin = CallOrigin(front="http", traceparent=header)
+    origin = CallOrigin(frontend="http", traceparent=header)
     await run(servicer, GenerationInput(prompts=("x",), origin=origin, sampling={"max_tokens": 1}))
     assert exporter.get_finished_spans() == ()
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.text.text_pool import TextPool
 from pagedray.errors import OverloadedError, ShuttingDownError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -82,12 +82,12 @@ async def test_closed_pool_refuses_what_waits(pool: TextPool) -> None:
         await waiting
 
 
-async def test_fronts_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer) -> None:
+async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer) -> None:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
     client.attach(engine)
     pool = TextPool(num_threads=1, max_waiting=1)
-    fronts = Fronts(
+    frontends = Frontends(
         client,
         tokenizer,
         engine_config(),
@@ -96,14 +96,14 @@ async def test_fronts_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer)
         http_port=0,
         text_pool=pool,
     )
-    await fronts.start()
-    await fronts.set_ready()
+    await frontends.start()
+    await frontends.set_ready()
     gate = threading.Event()
     works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(2)]
     await asyncio.sleep(0.01)
     async with (
-        grpc.aio.insecure_channel(f"127.0.0.1:{fronts.grpc_port}") as channel,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{fronts.http_port}") as http,
+        grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{frontends.http_port}") as http,
     ):
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         # Longer than what is done at once, shorter than what can never fit.
@@ -115,7 +115,7 @@ async def test_fronts_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     gate.set()
     await asyncio.gather(*works)
-    await fronts.stop(0)
+    await frontends.stop(0)
     engine.stop()
     await wait_until(
         lambda: not any(one.name.startswith("pagedray-text") for one in threading.enumerate())

@@ -1,6 +1,6 @@
-"""The fronts of one replica over an engine that only publishes tokens, pinned to one core.
+"""The frontends of one replica over an engine that only publishes tokens, pinned to one core.
 
-    python -m bench.front_server --core 0 --counter FILE
+    python -m bench.frontend_server --core 0 --counter FILE
 
 It says on stdout where it serves, as a line of JSON, and answers each line of JSON on stdin with
 what it has used so far. `bench.fronts` drives it.
@@ -23,7 +23,7 @@ from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
 from cluster.serving.engine_client import EngineClient
-from cluster.serving.frontends import Fronts
+from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.config import EngineConfig, ModelConfig
 
@@ -175,11 +175,11 @@ async def _serve(counter: TokenCounter) -> None:
     engine = PacedEngine(client, counter)
     client.attach(engine)
     tokenizer = Tokenizer.from_folder(MODEL)
-    fronts = Fronts(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
-    await fronts.start()
-    await fronts.set_ready()
+    frontends = Frontends(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
+    await frontends.start()
+    await frontends.set_ready()
     engine.start()
-    _say({"grpc_port": fronts.grpc_port, "http_port": fronts.http_port})
+    _say({"grpc_port": frontends.grpc_port, "http_port": frontends.http_port})
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:
@@ -193,7 +193,7 @@ async def _serve(counter: TokenCounter) -> None:
             _say({"cpu_s": time.process_time(), "engine_cpu_s": engine.cpu_s})
     finally:
         engine.stop()
-        await fronts.stop(0.0)
+        await frontends.stop(0.0)
 
 
 def _say(what: object) -> None:

@@ -1,4 +1,4 @@
-"""The gRPC front alone, on the test's own event loop, over a fake engine."""
+"""The gRPC frontend alone, on the test's own event loop, over a fake engine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tls import CertificateStore
 
-__all__ = ["GrpcFront", "grpc_front", "status_of_call"]
+__all__ = ["GrpcFrontend", "grpc_frontend", "status_of_call"]
 
 
 @dataclass(frozen=True)
-class GrpcFront:
+class GrpcFrontend:
     """A running server and what is behind it."""
 
     port: int
@@ -48,12 +48,12 @@ class GrpcFront:
 
 
 @asynccontextmanager
-async def grpc_front(
+async def grpc_frontend(
     tokenizer: Tokenizer,
     *,
     certificates: CertificateStore | None = None,
     authenticator: Authenticator | None = None,
-) -> AsyncIterator[GrpcFront]:
+) -> AsyncIterator[GrpcFrontend]:
     """Serve until the context is left."""
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
@@ -64,7 +64,7 @@ async def grpc_front(
     servicer.set_ready()
     await server.set_serving(True)
     try:
-        yield GrpcFront(server.port, servicer, engine)
+        yield GrpcFrontend(server.port, servicer, engine)
     finally:
         await server.stop(0)
         await servicer.close()
