@@ -13,7 +13,7 @@ import torch
 from attention.cpu.decode import DecodeChunk
 from attention.cpu.gather import Gather
 from attention.cpu.write import WritePlan
-from attention.kernels.paged_decode import DecodeRows
+from attention.kernels.cpu.paged_decode import DecodeRows
 
 __all__ = ["GroupPlan", "Prompts", "Span", "Tile"]
 

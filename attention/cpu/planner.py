@@ -17,7 +17,7 @@ from attention.cpu.gather import Gatherer
 from attention.cpu.plan import GroupPlan, Prompts, Span
 from attention.cpu.span import PromptRuns, SpanPlanner
 from attention.cpu.write import WritePlan
-from attention.kernels.paged_decode import DecodeRows
+from attention.kernels.cpu.paged_decode import DecodeRows
 from attention.params import AttentionParams, AttentionSpec, AttentionType
 
 __all__ = ["GroupPlanner", "PlanBuffers", "encoder_of", "make_planner"]

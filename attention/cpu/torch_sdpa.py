@@ -27,7 +27,7 @@ from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
 from attention.cpu.run import LayerRunner
 from attention.cpu.write import WritePlan, plan_write
 from attention.fp8 import from_fp8, to_fp8
-from attention.kernels.paged_decode import DecodeRows, PagedDecode
+from attention.kernels.cpu.paged_decode import DecodeRows, PagedDecode
 from attention.params import KV_CACHE_DTYPES
 
 __all__ = [

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import attention.kernels
+import attention.kernels.cpu
 from attention.fp8 import from_fp8
-from attention.kernels.paged_decode import DecodeRows, PagedDecode
+from attention.kernels.cpu.paged_decode import DecodeRows, PagedDecode
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.rig import Rig, params_of
 
@@ -44,7 +44,7 @@ def test_every_byte_is_widened_as_torch_does(name: str, flag: str, tmp_path: Pat
     assert dtype is not None
     source, library = tmp_path / "widen.c", tmp_path / "widen.so"
     source.write_text(WIDEN)
-    headers = Path(str(attention.kernels.__file__)).parent
+    headers = Path(str(attention.kernels.cpu.__file__)).parent
     options = ["-O2", flag, "-w", "-fPIC", "-shared", f"-I{headers}"]
     subprocess.run(["cc", *options, str(source), "-o", str(library)], check=True)
     numbers = torch.arange(256, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Kernels in C are made when they are needed, kept, and done without where they cannot be."""
+"""Kernels in C are compiled on first use and cached; without a compiler there are none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.kernels.native import load_kernels
+from attention.kernels.cpu.native import load_kernels
 
 SOURCE = "int answer(void) { return 42; }\n"
 
@@ -48,7 +48,7 @@ def test_source_that_does_not_compile_is_done_without(
 ) -> None:
     source.write_text("this is no C\n")
     assert load_kernels(source) is None
-    assert "slower way" in caplog.text
+    assert "slower path" in caplog.text
 
 
 def test_no_compiler_is_done_without(

@@ -139,7 +139,7 @@ def test_the_wheel_has_all_of_our_packages(wheel: zipfile.ZipFile) -> None:
     }
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert inside == expected
-    assert {"pagedray/py.typed", "attention/kernels/paged_decode.c"} <= inside
+    assert {"pagedray/py.typed", "attention/kernels/cpu/paged_decode.c"} <= inside
 
 
 def test_the_wheel_brings_the_command_and_the_license(wheel: zipfile.ZipFile) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.panel_product import PanelProduct
-from attention.kernels.token_rows import AddNorm, Rotate
+from attention.kernels.cpu.packed_gemm import PackedGemm
+from attention.kernels.cpu.token_rows import AddNorm, Rotate
 from pagedray.config import RopeConfig
 from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm, RowNorm
 from workers.layers.products import (
@@ -94,7 +94,7 @@ def test_a_product_takes_over_a_strided_weight(kind: type[Product]) -> None:
 def test_without_a_compiler_products_are_packed(
     kind: type[Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PanelProduct, "make", lambda weight, bias: None)
+    monkeypatch.setattr(PackedGemm, "make", lambda weight, bias: None)
     weight, x = torch.randn(64, 50), torch.randn(3, 50)
     product = kind(weight.clone(), None)
     product.finalize()

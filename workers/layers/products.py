@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch.nn import functional
 
-from attention.kernels.panel_product import PanelProduct
+from attention.kernels.cpu.packed_gemm import PackedGemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ class PanelledProduct(PackedProduct):
 
     def finalize(self) -> None:
         """Lay out the weight."""
-        self._panels = PanelProduct.make(self.weight, self.bias)
+        self._panels = PackedGemm.make(self.weight, self.bias)
         if self._panels is None:
             super().finalize()
         else:
@@ -144,7 +144,7 @@ class TwoWayProduct(PackedProduct):
         """Lay out the weight both ways."""
         self._panels = None
         if self.weight.nbytes <= _MOST_TWICE_BYTES:
-            self._panels = PanelProduct.make(self.weight, self.bias)
+            self._panels = PackedGemm.make(self.weight, self.bias)
         super().finalize()
 
 

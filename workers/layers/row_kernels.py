@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.token_rows import AddNorm, Rotate
+from attention.kernels.cpu.token_rows import AddNorm, Rotate
 
 if TYPE_CHECKING:
     from pagedray.config import Activation

@@ -1,4 +1,4 @@
-"""Products with a weight in panels, by each of the kernel's ways that this machine can run."""
+"""The packed GEMM with each instruction set of this machine that the kernel distinguishes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels import native, panel_product
-from attention.kernels.panel_product import PanelProduct
+from attention.kernels.cpu import native, packed_gemm
+from attention.kernels.cpu.packed_gemm import PackedGemm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SOURCE = Path(panel_product.__file__).with_suffix(".c")
+SOURCE = Path(packed_gemm.__file__).with_suffix(".c")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16]
-# Several panels and chunks of k; neither size a multiple of anything; less than one panel or group.
+# Several tiles and chunks of k; neither size a multiple of anything; less than one tile or slice.
 SIZES = [(96, 1200), (37, 51), (64, 130), (5, 1)]
 MANY_ROWS = [*range(1, 41), 97, 300]
 
@@ -41,7 +41,7 @@ def _kernels(
         library = native.load_kernels(SOURCE)
         if library is None:
             pytest.skip(f"{request.param} is not for this machine")
-        patch.setattr(panel_product, "_library", lambda: library)
+        patch.setattr(packed_gemm, "_library", lambda: library)
         yield
 
 
@@ -51,8 +51,8 @@ def _each_way_of_decodes() -> None:
     torch.manual_seed(0)
 
 
-def _made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelProduct:
-    product = PanelProduct.make(weight, bias)
+def _made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedGemm:
+    product = PackedGemm.make(weight, bias)
     assert product is not None
     return product
 
@@ -86,7 +86,7 @@ def test_gated_is_silu_of_one_half_times_the_other(
     for num_rows in MANY_ROWS:
         x = torch.randn(num_rows, size[1]).to(dtype)
         gate, other = (x.double() @ weight.double().t() + bias.double()).chunk(2, dim=1)
-        # Halves that share a panel are rounded before they are multiplied.
+        # Halves that share a tile are rounded before they are multiplied.
         exact = functional.silu(gate) * other
         assert _error(product.gated(x), exact) < tolerance * TOLERANCE[dtype]
 
@@ -117,7 +117,7 @@ def test_result_does_not_depend_on_the_number_of_threads(
     for num_rows in (1, 5, 40, 300):
         x = torch.randn(num_rows, 90).to(dtype)
         results = []
-        # Seven threads are more than there are panels.
+        # Seven threads are more than there are tiles.
         for count in (1, 2, 7):
             torch.set_num_threads(count)
             results.append(product(x))
@@ -144,11 +144,11 @@ def test_weight_is_copied() -> None:
 
 
 def test_what_does_not_serve_is_refused() -> None:
-    assert PanelProduct.make(torch.randn(4, 4).half(), None) is None
-    assert PanelProduct.make(torch.empty(1, 2**18 + 1), None) is None
+    assert PackedGemm.make(torch.randn(4, 4).half(), None) is None
+    assert PackedGemm.make(torch.empty(1, 2**18 + 1), None) is None
 
 
 def test_bias_that_does_not_fit_is_not_served() -> None:
     weight = torch.randn(64, 64)
-    assert PanelProduct.make(weight, torch.randn(3)) is None
-    assert PanelProduct.make(weight.bfloat16(), torch.randn(64)) is None
+    assert PackedGemm.make(weight, torch.randn(3)) is None
+    assert PackedGemm.make(weight.bfloat16(), torch.randn(64)) is None

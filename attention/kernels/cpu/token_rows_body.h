@@ -1,6 +1,9 @@
-/* Included by token_rows.c once for each element type. */
+/* The kernels of token_rows.c for one element type; included once for each. */
 
-/* stream += delta, if there is one; out = stream / sqrt(mean(stream^2) + eps) * weight. */
+/*
+ * stream += delta, unless that is null; out = stream / sqrt(mean(stream^2) + eps) * weight.
+ * Called by AddNorm in token_rows.py. Rows of stream and delta are strided, those of out are not.
+ */
 void NAME(add_norm)(
     ELEMENT *stream, int64_t stream_stride, const ELEMENT *delta, int64_t delta_stride,
     const ELEMENT *weight, ELEMENT *out, int64_t num_rows, int64_t size, float eps) {
@@ -20,7 +23,10 @@ void NAME(add_norm)(
     }
 }
 
-/* Turns each head's pairs (i, i + half) in place; `table` has cosines, then sines, by position. */
+/*
+ * Rotates the pairs (i, i + half) of each head in place; called by Rotate in token_rows.py.
+ * `table` is `[num_positions][head_size]`: cosines, then sines.
+ */
 void NAME(rotate)(
     ELEMENT *rows, int64_t stride, const int64_t *positions, const float *table, int64_t num_rows,
     int64_t num_heads, int64_t head_size) {

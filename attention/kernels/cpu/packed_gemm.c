@@ -1,39 +1,39 @@
 /*
- * Products of rows with a weight, on the CPU: out[m][n] = sum_k x[m][k] * weight[n][k].
+ * GEMM with a packed weight on the CPU: out[m][n] = sum_k x[m][k] * weight[n][k] + bias[n].
  *
- * The weight lies in panels of PANEL columns of the result, so that each step of a sum, one k or
- * for bfloat16 two, takes one line or two of memory for all of them. A panel is multiplied with
- * all rows while it is in the cache, and meanwhile the next is fetched by software, into the
- * second cache: the first has no room for as much as memory's delay asks for. Few rows thus go at
- * the rate of memory, and many at that of the multipliers.
+ * The weight is packed into tiles of TILE output columns, so that each step of a sum (one k, or two
+ * for bfloat16) reads one or two cache lines for all columns of the tile. A tile is multiplied by
+ * all rows while it is in the cache; meanwhile software prefetches the next one into L2, because L1
+ * cannot hold enough lines to hide the latency of memory. Few rows are therefore limited by memory
+ * bandwidth, and many rows by the multipliers.
  *
- * Each sum is taken by one lane in the order of k, chunk by chunk so that it rounds less: a row of
- * the result does not depend on which rows are with it, nor on the number of threads.
+ * Each sum is taken by one lane in the order of k, chunk by chunk to limit rounding: a row of the
+ * result depends neither on the other rows of the batch nor on the number of threads.
  */
 #include <omp.h>
 
 #include "lanes.h"
 
-#define PANEL 32
-#define GROUP 16     /* steps for which a row of x lies together: a line of floats */
-#define CHUNK 32     /* groups of a panel that all rows meet before the next */
-#define UNAIDED 2    /* rows so few that the hardware fetches ahead better than software */
-#define MOST_ROWS 96 /* that a panel meets in one pass */
+#define TILE 32
+#define SLICE 16     /* steps that are contiguous in a row of x: a cache line of floats */
+#define CHUNK 32     /* slices of a tile that all rows are multiplied by before the next chunk */
+#define UNAIDED 2    /* up to so many rows the hardware prefetcher is better than software */
+#define MOST_ROWS 96 /* rows of x in one pass over the tiles */
 #define X_BYTES (2 * 1024 * 1024)
 
-/* As many rows at a time as leave their sums in the registers. */
+/* MICRO_ROWS is the largest number of rows whose sums stay in registers. */
 #if defined(__AVX512F__)
 #define WIDTH 16
-#define TILE_ROWS 12
+#define MICRO_ROWS 12
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define WIDTH 8
-#define TILE_ROWS 3
+#define MICRO_ROWS 3
 #else
 #define WIDTH 4
-#define TILE_ROWS 3
+#define MICRO_ROWS 3
 #endif
-#define VECTORS (PANEL / WIDTH)
+#define VECTORS (TILE / WIDTH)
 
 typedef float Part __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
@@ -55,20 +55,20 @@ INLINE Range part_of(int64_t size, int64_t num_parts, int64_t index) {
     return (Range){size * index / num_parts, size * (index + 1) / num_parts};
 }
 
-/* How the work is cut. */
+/* How the work is split. */
 typedef struct {
-    int64_t num_groups; /* of a panel */
-    int64_t num_panels; /* of the result */
-    int64_t tile_rows;  /* at most, of a tile */
-    int64_t pass_rows;  /* as many as `x_units` has room for */
+    int64_t num_slices; /* of a tile */
+    int64_t num_tiles;  /* of the result */
+    int64_t micro_rows; /* of a strip, at most */
+    int64_t pass_rows;  /* as many as fit in `x_units` */
 } Layout;
 
-/* What a thread does. */
+/* The part of one thread. */
 typedef struct {
-    Range rows, panels;
+    Range rows, tiles;
 } Share;
 
-/* The rows of x for a pass. Each thread has its own copy, so that none waits for another. */
+/* The rows of x of a pass, a copy for each thread, so that no thread waits for another. */
 static _Thread_local char x_units[X_BYTES] __attribute__((aligned(LINE)));
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -76,35 +76,35 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t num_parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 INLINE Layout layout_of(const Shape *shape, int64_t step, int64_t unit_bytes) {
-    const int64_t num_groups = num_parts_of(shape->in_size, GROUP * step);
-    const int64_t most_rows = X_BYTES / (num_groups * GROUP * unit_bytes);
-    const int64_t tile_rows = smaller(most_rows, TILE_ROWS);
+    const int64_t num_slices = num_parts_of(shape->in_size, SLICE * step);
+    const int64_t most_rows = X_BYTES / (num_slices * SLICE * unit_bytes);
+    const int64_t micro_rows = smaller(most_rows, MICRO_ROWS);
     return (Layout){
-        .num_groups = num_groups,
-        .num_panels = num_parts_of(shape->out_size, PANEL),
-        .tile_rows = tile_rows,
-        .pass_rows = smaller(most_rows, MOST_ROWS) / tile_rows * tile_rows,
+        .num_slices = num_slices,
+        .num_tiles = num_parts_of(shape->out_size, TILE),
+        .micro_rows = micro_rows,
+        .pass_rows = smaller(most_rows, MOST_ROWS) / micro_rows * micro_rows,
     };
 }
 
 /*
- * Threads share out the panels. Where rows suffice for several passes they share out the rows, so
- * as not to lay out the same ones, and where there are more threads than panels, rows as well.
+ * Threads divide the tiles among themselves. They divide the rows instead where there are enough
+ * for several passes, so that no row is copied twice, and also where threads outnumber tiles.
  */
 INLINE Share share_of(
     const Shape *shape, const Layout *layout, int64_t num_threads, int64_t thread) {
     const int64_t num_passes = shape->num_rows / layout->pass_rows;
-    const int64_t crowd = smaller(num_threads / layout->num_panels, shape->num_rows);
+    const int64_t crowd = smaller(num_threads / layout->num_tiles, shape->num_rows);
     int64_t num_parts = smaller(num_passes > crowd ? num_passes : crowd, num_threads);
     while (num_parts > 1 && num_threads % num_parts) num_parts--;
     if (num_parts < 1) num_parts = 1;
     return (Share){
         .rows = part_of(shape->num_rows, num_parts, thread % num_parts),
-        .panels = part_of(layout->num_panels, num_threads / num_parts, thread / num_parts),
+        .tiles = part_of(layout->num_tiles, num_threads / num_parts, thread / num_parts),
     };
 }
 
-/* sums + x * y in one operation, which the compiler may not take apart to sum in another order. */
+/* sums + x * y as one instruction, which the compiler cannot reassociate. */
 INLINE Part add_scaled(Part sums, Part x, float y) {
 #if defined(__AVX512F__)
     return (Part)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), (__m512)sums);
@@ -115,7 +115,7 @@ INLINE Part add_scaled(Part sums, Part x, float y) {
 #endif
 }
 
-/* What a step takes of a row of x, and how it adds to sums its products with a part of a panel. */
+/* A unit is what a step reads of a row of x; `add_unit` multiplies it by a vector of a tile. */
 typedef float Unit_float;
 #define STEP_float 1
 
@@ -157,10 +157,10 @@ INLINE Unit_bfloat unit_bfloat(const uint16_t *from) {
 
 #define ELEMENT float
 #define NAME(x) x##_float
-#include "panel_product_body.h"
+#include "packed_gemm_body.h"
 #undef ELEMENT
 #undef NAME
 
 #define ELEMENT uint16_t
 #define NAME(x) x##_bfloat
-#include "panel_product_body.h"
+#include "packed_gemm_body.h"

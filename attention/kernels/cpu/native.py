@@ -1,8 +1,7 @@
-"""Kernels in C for the CPU: compiled for the machine at hand when they are first used.
+"""Compiles the kernels in C for this machine on first use, and loads them.
 
-The compiled library is kept in the user's cache folder, so that only the first start pays the
-second or two. Where there is no C compiler the kernels are not to be had, and their users take
-the way through torch.
+The compiled library is kept in the user's cache directory, so that only the first start takes the
+second or two. Without a C compiler, callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FLAGS = (
     "-fPIC",
     "-shared",
     "-fopenmp",
-    # Sums may be taken in any order; what is not finite keeps its meaning.
+    # Sums may be reassociated, but infinities and NaN are honored.
     "-fassociative-math",
     "-fno-signed-zeros",
     "-fno-trapping-math",
@@ -40,15 +39,17 @@ _COMPILE_TIMEOUT_S = 60.0
 
 
 def load_kernels(source: Path) -> ctypes.CDLL | None:
-    """Return the library of a C source, compiled if need be, or None if that cannot be."""
+    """Return the library of a C source, compiled if needed, or None if that fails."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or platform.system() != "Linux":
-        logger.warning("No C compiler is to be had; %s takes a slower way.", source.stem)
+        logger.warning("No C compiler found; %s falls back to a slower path.", source.stem)
         return None
     try:
         return ctypes.CDLL(str(_compiled(source, compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("%s could not be compiled and takes a slower way: %s", source.name, error)
+        logger.warning(
+            "Could not compile %s; falling back to a slower path: %s", source.name, error
+        )
         return None
 
 
@@ -66,13 +67,13 @@ def _compiled(source: Path, compiler: str) -> Path:
             capture_output=True,
             timeout=_COMPILE_TIMEOUT_S,
         )
-        # Whoever is first wins; the others replace it by the same.
+        # Processes that compile at the same time replace it by the same file.
         made.replace(target)
     return target
 
 
 def _openmp_library() -> list[str]:
-    # Torch's own OpenMP, so that there is one pool of threads and not two that compete.
+    # Torch's own OpenMP, so that two thread pools do not compete.
     root = Path(torch.__file__).parent
     found = [*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]
     return [str(path) for path in found[:1]]
@@ -84,7 +85,7 @@ def _cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} can be written by others")
+        raise PermissionError(f"{folder} is writable by other users")
     return folder
 
 
@@ -97,7 +98,7 @@ def _fingerprint(source: Path, command: list[str]) -> str:
 
 
 def _cpu_features() -> bytes:
-    # A home folder may be shared by machines that do not understand each other's code.
+    # Machines with different instruction sets may share a home directory.
     for line in Path("/proc/cpuinfo").read_bytes().splitlines():
         if line.startswith((b"flags", b"Features")):
             return line

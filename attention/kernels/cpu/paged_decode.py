@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from attention.kernels.native import load_kernels
+from attention.kernels.cpu.native import load_kernels
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -101,7 +101,7 @@ class PagedDecode:
     @classmethod
     def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
         """Return the kernel, or None where it does not serve or is not to be had."""
-        is_served = (
+        is_supported = (
             spec.device.type == "cpu"
             and params.is_cached
             and spec.dtype in _SUFFIXES
@@ -109,7 +109,7 @@ class PagedDecode:
             and spec.block_size <= _MAX_BLOCK_SIZE
             and params.head_size <= _MAX_HEAD_SIZE
         )
-        library = _library() if is_served else None
+        library = _library() if is_supported else None
         if library is None:
             return None
         kernel = library[f"paged_decode_{_SUFFIXES[spec.dtype]}"]

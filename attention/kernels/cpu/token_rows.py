@@ -1,4 +1,4 @@
-"""Norms and rotations of token rows on the CPU."""
+"""Norms and rotary embeddings of token rows on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from attention.kernels.native import load_kernels
+from attention.kernels.cpu.native import load_kernels
 
 __all__ = ["AddNorm", "Rotate"]
 
@@ -29,7 +29,7 @@ class AddNorm:
 
     @classmethod
     def make(cls, weight: torch.Tensor, eps: float) -> Self | None:
-        """Return the kernel for a norm's weight, or None where it is not to be had."""
+        """Return the kernel for a norm's weight, or None if it is not available."""
         kernel = _kernel("add_norm", weight.dtype, weight.device)
         if kernel is None:
             return None
@@ -65,7 +65,7 @@ class AddNorm:
 
 
 class Rotate:
-    """Turns heads in place by their positions."""
+    """Applies rotary embeddings to heads in place."""
 
     def __init__(self, kernel: ctypes._NamedFuncPointer, table: torch.Tensor) -> None:
         self._kernel = kernel
@@ -75,7 +75,7 @@ class Rotate:
 
     @classmethod
     def make(cls, table: torch.Tensor, dtype: torch.dtype) -> Self | None:
-        """Return the kernel, or None where it is not to be had.
+        """Return the kernel, or None if it is not available.
 
         `table` is `[num_positions, head_size]` float32: cosines, then sines, of each pair.
         """
@@ -86,7 +86,7 @@ class Rotate:
         return cls(kernel, table)
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, num_heads: int) -> None:
-        """Turn the first `num_heads` heads of each row; `positions` is `[num_rows]` int64."""
+        """Rotate the first `num_heads` heads of each row; `positions` is `[num_rows]` int64."""
         self._kernel(
             rows.data_ptr(),
             rows.stride(0),

@@ -1,4 +1,4 @@
-"""Products of rows with a weight, on the CPU: few at the rate of memory, many at the CPU's peak."""
+"""GEMM with a packed weight on the CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Self
 import torch
 from torch.nn import functional
 
-from attention.kernels.native import load_kernels
+from attention.kernels.cpu.native import load_kernels
 
-__all__ = ["PanelProduct"]
+__all__ = ["PackedGemm"]
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
-# As in the kernel: the columns of a panel, the elements of a row that one step of a sum takes, and
-# the steps of a group, to which panels are padded with zeros.
-_PANEL = 32
+# As in packed_gemm.c: columns of a tile, elements of a row in one step of a sum, and steps of a
+# slice, to a multiple of which tiles are padded with zeros.
+_TILE = 32
 _STEP = {torch.float32: 1, torch.bfloat16: 2}
-_GROUP = 16
-# The kernel has room for one row of x if it is no longer.
+_SLICE = 16
+# The longest row of x that fits in the kernel's buffer.
 _MOST_IN_SIZE = 2**18
 
 
@@ -31,11 +31,11 @@ class _Shape(ctypes.Structure):
     )
 
 
-class PanelProduct:
-    """A weight, `[out_size, in_size]`, in panels of columns of the result, and perhaps a bias.
+class PackedGemm:
+    """A copy of a weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any.
 
-    Every sum is taken in the same order, so that a row of the result does not depend on which
-    rows are with it, nor on the number of threads. The weight is copied, the bias is kept.
+    Every sum is taken in the same order: a row of the result depends neither on the other rows of
+    the batch nor on the number of threads.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class PanelProduct:
     ) -> None:
         self._kernel = kernel
         self._out_size, self._in_size = weight.shape
-        self._panels = _panels_of(weight)
+        self._packed = _packed(weight)
         self._bias = bias
-        self._panels_address = self._panels.data_ptr()
+        self._packed_address = self._packed.data_ptr()
         self._bias_address = None if bias is None else bias.data_ptr()
 
     @classmethod
     def make(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self | None:
-        """Return the product, or None where it does not serve or is not to be had."""
-        is_served = (
+        """Return the packed weight, or None if it is not supported or no compiler is available."""
+        is_supported = (
             weight.device.type == "cpu"
             and weight.dtype in _SUFFIXES
             and weight.numel() > 0
@@ -59,29 +59,29 @@ class PanelProduct:
             and (bias is None or bias.is_contiguous())
             and (bias is None or (bias.dtype == weight.dtype and len(bias) == len(weight)))
         )
-        library = _library() if is_served else None
+        library = _library() if is_supported else None
         if library is None:
             return None
-        kernel = library[f"panel_product_{_SUFFIXES[weight.dtype]}"]
+        kernel = library[f"packed_gemm_{_SUFFIXES[weight.dtype]}"]
         kernel.argtypes = [ctypes.c_void_p] * 5
         kernel.restype = None
         return cls(kernel, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may lie apart."""
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
         return self._product(x, self._out_size, is_gated=0)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
         half = self._out_size // 2
-        if half % _PANEL == 0:
+        if half % _TILE == 0:
             return self._product(x, half, is_gated=1)
         gate, other = self(x).chunk(2, dim=1)
         return functional.silu(gate).mul_(other)
 
     def _product(self, x: torch.Tensor, out_size: int, *, is_gated: int) -> torch.Tensor:
         num_rows, in_size = x.shape
-        assert x.dtype == self._panels.dtype
+        assert x.dtype == self._packed.dtype
         assert in_size == self._in_size
         assert x.stride(1) == 1
         out = x.new_empty((num_rows, out_size))
@@ -89,21 +89,21 @@ class PanelProduct:
         self._kernel(
             ctypes.addressof(shape),
             x.data_ptr(),
-            self._panels_address,
+            self._packed_address,
             self._bias_address,
             out.data_ptr(),
         )
         return out
 
 
-def _panels_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight as `[num_panels, num_steps, _PANEL, _STEP]`, padded with zeros."""
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight as `[num_tiles, num_steps, _TILE, _STEP]`, padded with zeros."""
     step = _STEP[weight.dtype]
     out_size, in_size = weight.shape
-    padded = functional.pad(weight, (0, -in_size % (_GROUP * step), 0, -out_size % _PANEL))
-    panels = padded.reshape(-1, _PANEL, padded.shape[1] // step, step).transpose(1, 2)
-    # A weight that is one panel of one step is laid out so already, and must still be copied.
-    return panels.clone(memory_format=torch.contiguous_format)
+    padded = functional.pad(weight, (0, -in_size % (_SLICE * step), 0, -out_size % _TILE))
+    tiles = padded.reshape(-1, _TILE, padded.shape[1] // step, step).transpose(1, 2)
+    # A weight of one tile and one step is contiguous here, and must still be copied.
+    return tiles.clone(memory_format=torch.contiguous_format)
 
 
 @cache

@@ -1,0 +1,21 @@
+/*
+ * Element-wise work on token rows between GEMMs, on the CPU: the residual addition with the norm
+ * that follows it, and rotary embeddings. For a few rows torch spends more time on its calls than
+ * on the work.
+ */
+#include <math.h>
+
+#include "lanes.h"
+
+/* Number of elements above which several threads are faster than one. */
+#define MANY 65536
+
+#define ELEMENT float
+#define NAME(x) x##_float
+#include "token_rows_body.h"
+#undef ELEMENT
+#undef NAME
+
+#define ELEMENT uint16_t
+#define NAME(x) x##_bfloat
+#include "token_rows_body.h"
