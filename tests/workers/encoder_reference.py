@@ -17,9 +17,9 @@ from transformers import (
 from attention.abstract import AttentionBatch, EncoderBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
+from tests.workers.bart.config import read_bart_config
+from tests.workers.bart.model import Bart, bart_spec
 from workers.checkpoint import Checkpoint
-from workers.models.bart import Bart, bart_spec
-from workers.models.bart_config import read_bart_config
 from workers.models.bert import Bert, encoder_spec
 from workers.models.registry import read_model_config
 from workers.weights import fill_slots, load_weights

@@ -16,7 +16,7 @@ __all__ = ["PositionEmbedding"]
 
 
 class PositionEmbedding:
-    """A row for each position, the same on every rank; the first `offset` rows are for none."""
+    """A vector for each position, the same on every rank."""
 
     def __init__(
         self,
@@ -24,17 +24,15 @@ class PositionEmbedding:
         max_positions: int,
         hidden_size: int,
         *,
-        offset: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._name = name
-        self._table = torch.empty(offset + max_positions, hidden_size, dtype=dtype, device=device)
-        self._rows = self._table[offset:]
+        self._table = torch.empty(max_positions, hidden_size, dtype=dtype, device=device)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` of positions `[num_tokens]` int64."""
-        return functional.embedding(positions, self._rows)
+        return functional.embedding(positions, self._table)
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield the table."""

@@ -15,7 +15,7 @@ from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.positions import PositionEmbedding
 from workers.layers.weight import Composite, WeightSlot
-from workers.models.plain_attention import ProjectionNames, SelfAttention
+from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,7 +141,7 @@ class _BertLayer(Composite):
             output=f"{name}.attention.output.dense",
         )
         params = _attention_params(config, group)
-        self._attention = SelfAttention(
+        self._attention = EncoderSelfAttention(
             names, params, index, group, backend=backend, dtype=dtype, device=device
         )
         self._attention_norm = _norm(f"{name}.attention.output.LayerNorm", config, dtype, device)

@@ -9,8 +9,6 @@ from pagedray.config import Dtype
 from workers.models.config_file import ConfigFile
 from workers.models.family import MAX_POSITIONS, model_dtype
 
-__all__ = ["BartConfig", "StackConfig", "read_bart_config"]
-
 _ARCHITECTURES = ("BartForConditionalGeneration", "BartModel")
 _MAX_SIZE = 2**20
 _MAX_VOCAB = 2**24

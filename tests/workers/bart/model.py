@@ -8,26 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.abstract import AttentionSpec, AttentionType
-from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.positions import PositionEmbedding
-from workers.layers.weight import Composite, WeightSlot
-from workers.models.bart_layers import (
+from tests.workers.bart.layers import (
     BartDecoderLayer,
     BartEncoderLayer,
     Placement,
     attention_params,
     layer_norm,
 )
+from workers.layers.embedding import ParallelHead, VocabEmbedding
+from workers.layers.positions import PositionEmbedding
+from workers.layers.weight import Composite, WeightSlot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
+    from tests.workers.bart.config import BartConfig
     from workers.layers.weight import Layer
-    from workers.models.bart_config import BartConfig
     from workers.parallel import ParallelGroup
-
-__all__ = ["Bart", "bart_spec"]
 
 # The first rows of the tables of positions were meant for padding.
 _POSITION_OFFSET = 2
@@ -159,9 +157,8 @@ class _Input(Composite):
     def __init__(self, name: str, config: BartConfig, placement: Placement) -> None:
         self._positions = PositionEmbedding(
             f"{name}.embed_positions.weight",
-            config.max_positions,
+            _POSITION_OFFSET + config.max_positions,
             config.hidden_size,
-            offset=_POSITION_OFFSET,
             dtype=placement.dtype,
             device=placement.device,
         )
@@ -169,7 +166,7 @@ class _Input(Composite):
 
     def __call__(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        return self._norm(words, self._positions(positions))
+        return self._norm(words, self._positions(positions + _POSITION_OFFSET))
 
     def parts(self) -> Iterator[Layer]:
         """Yield the layers."""

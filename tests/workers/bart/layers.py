@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from attention.abstract import AttentionParams, AttentionType
+from tests.workers.bart.cross_attention import CrossAttention
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.weight import Composite
-from workers.models.plain_attention import CrossAttention, ProjectionNames, SelfAttention
+from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,11 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from attention.abstract import AttentionBackend, AttentionMetadata
+    from tests.workers.bart.config import BartConfig
     from workers.layers.weight import Layer
-    from workers.models.bart_config import BartConfig
     from workers.parallel import ParallelGroup
-
-__all__ = ["BartDecoderLayer", "BartEncoderLayer", "Placement", "attention_params", "layer_norm"]
 
 _NORM_EPS = 1e-5
 
@@ -134,8 +133,8 @@ def layer_norm(name: str, config: BartConfig, placement: Placement) -> LayerNorm
 
 def _self_attention(
     name: str, config: BartConfig, layer_index: int, kind: AttentionType, placement: Placement
-) -> SelfAttention:
-    return SelfAttention(
+) -> EncoderSelfAttention:
+    return EncoderSelfAttention(
         _names(f"{name}.self_attn"),
         attention_params(config, kind, placement.group),
         layer_index,
