@@ -1,21 +1,22 @@
-"""The errors that cross a border, each with the HTTP and gRPC status a client sees.
+"""The errors that cross an interface, each with the HTTP and gRPC status its client receives.
 
     PagedRayError
     |-- StartupError            the engine cannot start: one line, exit code 2
     |   |-- CheckpointError     a file of the model is missing, broken or unsupported
-    |   `-- DeviceError         a device, port or other resource is not to be had
-    |-- RequestError            a client's mistake or misfortune
+    |   `-- DeviceError         a device, port or other resource is not available
+    |-- RequestError            the request cannot be served
     |   |-- InvalidRequestError 400 INVALID_ARGUMENT
-    |   |   |-- CapacityError   it can never fit, however long it waits
-    |   |   `-- ContextLengthError prompt and output are longer than the context
+    |   |   |-- CapacityError   it exceeds the whole KV cache
+    |   |   `-- ContextLengthError prompt and output exceed the context
     |   |-- AuthenticationError 401 UNAUTHENTICATED
     |   |-- ForbiddenError      403 PERMISSION_DENIED
     |   |-- UnknownModelError   404 NOT_FOUND
     |   |-- OverloadedError     429 RESOURCE_EXHAUSTED
     |   `-- DeadlineError       504 DEADLINE_EXCEEDED
-    `-- EngineError             503 UNAVAILABLE
-        |-- WorkerError         a rank failed or died
-        `-- ShuttingDownError   no new requests are taken
+    |-- EngineError             503 UNAVAILABLE
+    |   |-- WorkerError         a rank failed or died
+    |   `-- ShuttingDownError   no new requests are accepted
+    `-- InternalError           500 INTERNAL: a defect, whose details are in the server log
 
 This module knows no protocol library: a gRPC status is its name.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "ForbiddenError",
+    "InternalError",
     "InvalidRequestError",
     "OverloadedError",
     "PagedRayError",
@@ -45,21 +47,25 @@ __all__ = [
 
 
 class PagedRayError(Exception):
-    """Anything this project raises on purpose."""
+    """Base class of all errors that this project raises deliberately."""
 
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
+    grpc_reason: ClassVar[str] = "INTERNAL"
+    """The reason in google.rpc.ErrorInfo."""
     openai_type: ClassVar[str] = "server_error"
     openai_code: ClassVar[str | None] = None
-    """What OpenAI calls it beside the type, where it has a name for it."""
+    """OpenAI's error code, where it defines one."""
+    outcome: ClassVar[str] = "error"
+    """How a call that it ends is counted in metrics, traces and the log."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross processes; their constructors take other things than the message.
+        # Errors cross processes, and their constructors take other arguments than the message.
         return _restored, (type(self), self.args, self.__dict__)
 
 
 class StartupError(PagedRayError):
-    """The engine cannot start; the message is one line that names the value and what is allowed."""
+    """The engine cannot start; the message is one line: what was given and what is allowed."""
 
 
 class CheckpointError(StartupError, ValueError):
@@ -67,28 +73,33 @@ class CheckpointError(StartupError, ValueError):
 
 
 class DeviceError(StartupError):
-    """A device, port or other resource of the machine is not to be had."""
+    """A device, port or other resource of the machine is not available."""
 
 
 class RequestError(PagedRayError):
-    """A request that is not served, with the reason its client is told."""
+    """A request that cannot be served; the message is sent to its client."""
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """A field of a request is not what it may be."""
+    """A field of a request has an invalid value."""
 
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
+    grpc_reason = "INVALID_REQUEST"
     openai_type = "invalid_request_error"
+    outcome = "invalid"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        """The field at fault, as the client names it."""
+        """The invalid field, by the client's name for it."""
 
 
 class CapacityError(InvalidRequestError):
-    """A request can never fit, however long it waits."""
+    """A request needs more KV blocks than the cache has."""
+
+    grpc_reason = "OVER_CAPACITY"
+    outcome = "too_large"
 
     def __init__(self, needed: int, capacity: int) -> None:
         super().__init__(
@@ -98,35 +109,42 @@ class CapacityError(InvalidRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, or what is to follow it, does not fit the context."""
+    """A prompt, or the prompt and its output, exceed the context."""
 
     openai_code = "context_length_exceeded"
+    outcome = "too_large"
 
 
 class AuthenticationError(RequestError):
-    """A call without a key, or with one that nobody has."""
+    """Missing or invalid API key."""
 
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
+    grpc_reason = "UNAUTHENTICATED"
     openai_type = "invalid_request_error"
     openai_code = "invalid_api_key"
+    outcome = "unauthenticated"
 
 
 class ForbiddenError(RequestError):
-    """A call that its tenant may not make."""
+    """The tenant of the API key may not make this call."""
 
     http_status = 403
     grpc_status = "PERMISSION_DENIED"
+    grpc_reason = "FORBIDDEN"
     openai_type = "invalid_request_error"
+    outcome = "forbidden"
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     http_status = 404
     grpc_status = "NOT_FOUND"
+    grpc_reason = "UNKNOWN_MODEL"
     openai_type = "invalid_request_error"
     openai_code = "model_not_found"
+    outcome = "unknown_model"
 
     def __init__(self, given: str, served: str) -> None:
         super().__init__(f"The model {given!r} is not served here; served is {served!r}.")
@@ -134,12 +152,14 @@ class UnknownModelError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The queue is full; the client may try again."""
+    """The queue is full; the client may retry."""
 
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
+    grpc_reason = "OVERLOADED"
     openai_type = "rate_limit_error"
     openai_code = "rate_limit_exceeded"
+    outcome = "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -151,30 +171,44 @@ class DeadlineError(RequestError):
 
     http_status = 504
     grpc_status = "DEADLINE_EXCEEDED"
+    grpc_reason = "DEADLINE_EXCEEDED"
     openai_type = "timeout_error"
+    outcome = "deadline"
 
 
 class EngineError(PagedRayError):
-    """The engine cannot serve at present."""
+    """The engine is not available; another replica may be."""
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
+    grpc_reason = "ENGINE_UNAVAILABLE"
+    outcome = "unavailable"
 
 
 class WorkerError(EngineError):
-    """A rank failed or died, and its group with it."""
+    """A rank failed or died, which ends its group."""
 
     def __init__(self, message: str, *, details: str = "") -> None:
         super().__init__(message)
         self.details = details
-        """What a log is to keep beside the message, such as the rank's trace."""
+        """What the log keeps beside the message, such as the rank's traceback."""
 
 
 class ShuttingDownError(EngineError):
-    """The engine is shutting down and takes no new requests."""
+    """The engine is shutting down and accepts no new requests."""
+
+    grpc_reason = "SHUTTING_DOWN"
+    outcome = "shutting_down"
 
     def __init__(self) -> None:
-        super().__init__("The server is shutting down and takes no new requests.")
+        super().__init__("The server is shutting down and accepts no new requests.")
+
+
+class InternalError(PagedRayError):
+    """A defect of the server; the client does not see its details."""
+
+    def __init__(self) -> None:
+        super().__init__("Internal server error; see the server log.")
 
 
 def _restored(

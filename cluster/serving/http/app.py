@@ -21,6 +21,7 @@ from cluster.serving.inputs import Arrival
 from pagedray.errors import (
     AuthenticationError,
     ForbiddenError,
+    InternalError,
     OverloadedError,
     PagedRayError,
 )
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S = 30.0
 """What the head of a request, and then its body, may take to arrive."""
 _CLIENT_ERROR = "invalid_request_error"
-_INTERNAL_TEXT = "The server made a mistake; its log says which."
 # The client has gone; what is returned reaches no one.
 _NOBODYS_STATUS = 400
 
@@ -82,7 +82,7 @@ class HttpApp:
             return Response(status_code=_NOBODYS_STATUS)
         except Exception as error:
             logger.error("An HTTP request failed.", exc_info=error)
-            return _error(500, _INTERNAL_TEXT, PagedRayError.openai_type)
+            return _refusal(InternalError())
 
     async def _answer_known(self, request: Request) -> Response:
         methods, rest = self._table.find(_path_of(request.scope))

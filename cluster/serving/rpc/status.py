@@ -1,4 +1,4 @@
-"""From errors to what a gRPC client is told: google.rpc.Status with its details."""
+"""Errors as gRPC sends them: google.rpc.Status with its details."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from pagedray.errors import (
-    AuthenticationError,
-    CapacityError,
-    DeadlineError,
     EngineError,
-    ForbiddenError,
+    InternalError,
     InvalidRequestError,
     OverloadedError,
     PagedRayError,
-    ShuttingDownError,
     UnknownModelError,
 )
 from pagedray.v1 import pagedray_pb2 as pb
@@ -33,36 +29,27 @@ __all__ = ["DETAILS_KEY", "DOMAIN", "code_of", "status_of"]
 logger = logging.getLogger(__name__)
 
 DOMAIN = "pagedray"
-"""Whose reasons these are, in google.rpc.ErrorInfo."""
+"""The domain of the reasons in google.rpc.ErrorInfo."""
 DETAILS_KEY = "grpc-status-details-bin"
 """The trailing metadata that holds a serialized status."""
 
-_INTERNAL_TEXT = "The server made a mistake; its log says which."
 _RETRY_S = 1.0
-# The first class that an error belongs to decides.
-_REASONS: tuple[tuple[type[PagedRayError], str], ...] = (
-    (CapacityError, "OVER_CAPACITY"),
-    (InvalidRequestError, "INVALID_REQUEST"),
-    (AuthenticationError, "UNAUTHENTICATED"),
-    (ForbiddenError, "FORBIDDEN"),
-    (UnknownModelError, "UNKNOWN_MODEL"),
-    (OverloadedError, "OVERLOADED"),
-    (DeadlineError, "DEADLINE_EXCEEDED"),
-    (ShuttingDownError, "SHUTTING_DOWN"),
-    (EngineError, "ENGINE_UNAVAILABLE"),
-)
-# Where HTTP's name of a field is another one.
+# Fields whose name in HTTP differs.
 _FIELDS = {"input": "prompts", "tokens": "token_ids"}
 _SAMPLING_FIELDS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def status_of(error: Exception) -> Status:
-    """Return what a client is told of an error; a defect is logged and its client told nothing."""
+    """Return the status of an error; a defect is logged, and its client gets no details of it."""
     if not isinstance(error, PagedRayError):
         logger.error("A gRPC call failed.", exc_info=error)
-        return _status("INTERNAL", _INTERNAL_TEXT, [_info("INTERNAL", {})])
+        error = InternalError()
     field = _field_of(error)
-    details: list[Message] = [_info(_reason_of(error), {"field": field} if field else {})]
+    details: list[Message] = [
+        ErrorInfo(
+            reason=error.grpc_reason, domain=DOMAIN, metadata={"field": field} if field else {}
+        )
+    ]
     if field and error.grpc_status == "INVALID_ARGUMENT":
         details.append(
             BadRequest(
@@ -78,7 +65,7 @@ def status_of(error: Exception) -> Status:
 
 
 def code_of(status: Status) -> grpc.StatusCode:
-    """Return the code of a status as the gRPC library has it."""
+    """Return the gRPC library's code of a status."""
     return _CODES[status.code]
 
 
@@ -94,18 +81,10 @@ def _status(name: str, text: str, details: list[Message]) -> Status:
     return status
 
 
-def _info(reason: str, metadata: dict[str, str]) -> ErrorInfo:
-    return ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
-
-
-def _reason_of(error: PagedRayError) -> str:
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "INTERNAL")
-
-
 def _field_of(error: PagedRayError) -> str | None:
     if not isinstance(error, InvalidRequestError | UnknownModelError):
         return None
-    # The servicer knows no messages: it names a sampling parameter by itself.
+    # The servicer knows no messages and gives a sampling parameter its bare name.
     if error.param in _SAMPLING_FIELDS:
         return f"sampling.{error.param}"
     return None if error.param is None else _FIELDS.get(error.param, error.param)

@@ -5,40 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.serving.inputs import CallOrigin, Operation
-from pagedray.errors import (
-    AuthenticationError,
-    CapacityError,
-    ContextLengthError,
-    DeadlineError,
-    EngineError,
-    ForbiddenError,
-    InvalidRequestError,
-    OverloadedError,
-    ShuttingDownError,
-    UnknownModelError,
-)
+from pagedray.errors import PagedRayError
 from pagedray.request import SamplingParams
 
-__all__ = ["OUTCOMES", "CallReport", "outcome_of"]
-
-# The first that fits is it.
-_OUTCOME_OF: tuple[tuple[type[Exception], str], ...] = (
-    (CapacityError, "too_large"),
-    (ContextLengthError, "too_large"),
-    (InvalidRequestError, "invalid"),
-    (UnknownModelError, "unknown_model"),
-    (AuthenticationError, "unauthenticated"),
-    (ForbiddenError, "forbidden"),
-    (OverloadedError, "overloaded"),
-    (DeadlineError, "deadline"),
-    (ShuttingDownError, "shutting_down"),
-    (EngineError, "unavailable"),
-)
-OUTCOMES = (
-    *("stop", "length", "tool_calls", "abort", "cancelled", "error"),
-    *dict.fromkeys(outcome for _, outcome in _OUTCOME_OF),
-)
-"""All ways in which calls end."""
+__all__ = ["CallReport", "outcome_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +41,5 @@ class CallReport:
 
 
 def outcome_of(error: Exception) -> str:
-    """Return the word for how a call ends that ends with `error`."""
-    return next((outcome for kind, outcome in _OUTCOME_OF if isinstance(error, kind)), "error")
+    """Return the outcome of a call that ends with `error`."""
+    return error.outcome if isinstance(error, PagedRayError) else "error"

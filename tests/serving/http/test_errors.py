@@ -82,7 +82,7 @@ def test_defect_says_nothing_of_the_inside(
     engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
     answer = _post(http, prompt="x")
     assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "The server made a mistake; its log says which."
+    assert answer.json()["error"]["message"] == "Internal server error; see the server log."
     assert "secret" not in answer.text
 
 

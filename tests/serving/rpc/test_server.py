@@ -415,5 +415,5 @@ def test_defect_says_nothing_of_the_inside(
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(_call()))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert caught.value.details() == "The server made a mistake; its log says which."
+    assert caught.value.details() == "Internal server error; see the server log."
     assert "A gRPC call failed." in caplog.text

@@ -104,7 +104,8 @@ def test_every_error_has_a_code_and_a_reason() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
         wanted = {
-            "CapacityError": (5, 3), "UnknownModelError": ("a", "b"), "ShuttingDownError": (),
+            "CapacityError": (5, 3), "InternalError": (), "ShuttingDownError": (),
+            "UnknownModelError": ("a", "b"),
         }.get(name, ("text",))  # fmt: skip
         error = kind(*wanted)
         status = status_of(error)
