@@ -66,7 +66,7 @@ class Collector:
         if stream.is_finished:
             return SequenceOutput(index=event.index, text="", token_ids=())
         self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
-        output = stream.push([event])
+        output = stream.add_events([event])
         self._outputs[event.index].append(output)
         return output
 

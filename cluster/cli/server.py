@@ -77,7 +77,7 @@ class Server:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, self._drain_s)
         loop.add_signal_handler(signal.SIGINT, self._end, min(self._drain_s, _INTERRUPT_DRAIN_S))
-        if self._authenticator.asks_for_keys:
+        if self._authenticator.requires_keys:
             loop.add_signal_handler(signal.SIGHUP, self._authenticator.reload)
         elif self._host not in _LOOPBACKS:
             logger.warning(

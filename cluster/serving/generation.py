@@ -98,7 +98,7 @@ class Generation:
                 if output.is_last:
                     return
         except PagedRayError as error:
-            self._watch.end(error)
+            self._watch.note_end(error)
             raise
 
     def abort(self) -> None:
@@ -118,7 +118,7 @@ class Generation:
         self._stop_timer()
         self._call.close()
         self._stream.close()
-        self._watch.end("cancelled")
+        self._watch.note_end("cancelled")
 
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []
@@ -142,7 +142,7 @@ class Generation:
             # Whoever reads the end may use the id again at once.
             self._stop_timer()
             self._call.end()
-            self._watch.end(sequences[-1].finish_reason or "stop")
+            self._watch.note_end(sequences[-1].finish_reason or "stop")
         return GenerationOutput(
             sequences=tuple(sequences),
             usage=Usage(
@@ -154,7 +154,7 @@ class Generation:
         )
 
     def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:
-        output = self._texts[request_id, index].push(events)
+        output = self._texts[request_id, index].add_events(events)
         if output.finish_reason is None:
             return output
         self._num_unfinished -= 1

@@ -76,7 +76,7 @@ class PromptReader:
         )
         is_long = len(prompt.messages) + len(prompt.tools) >= _LONG_CHAT
         text = (
-            await self._text_pool.run(render)
+            await self._text_pool.run_in_thread(render)
             if self._text_pool is not None and is_long
             else render()
         )
@@ -99,8 +99,10 @@ class PromptReader:
             )
         if self._text_pool is None or not is_long:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        encode = self._tokenizer.encode_unlocked
-        return tuple(await self._text_pool.run(encode, text, add_special_tokens=add_special_tokens))
+        encode = self._tokenizer.encode_without_gil
+        return tuple(
+            await self._text_pool.run_in_thread(encode, text, add_special_tokens=add_special_tokens)
+        )
 
 
 def are_long(prompts: Iterable[Prompt]) -> bool:

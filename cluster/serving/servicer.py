@@ -85,8 +85,8 @@ class Servicer:
         self.tokenizer = tokenizer
         self.config = config
         self.authenticator = Authenticator() if authenticator is None else authenticator
-        if self.authenticator.asks_for_keys:
-            tokenizer.keep_no_words()
+        if self.authenticator.requires_keys:
+            tokenizer.disable_cache()
         self._text_pool = TextPool() if text_pool is None else text_pool
         self.metrics = Metrics(client, config)
         self.validator = Validator(
@@ -146,7 +146,7 @@ class Servicer:
     def authenticate(self, authorization: str | None) -> Tenant:
         """Return whose call it is by its Authorization header, `Bearer KEY`.
 
-        Raises AuthenticationError. Without a key file it is ANYBODY's.
+        Raises AuthenticationError. Without a key file it is ANONYMOUS's.
         """
         return self.authenticator.authenticate(authorization)
 
@@ -161,7 +161,7 @@ class Servicer:
         try:
             self.client.replica.check_room(arrival.tenant, 0)
         except OverloadedError as error:
-            self.observer.begin(arrival).end(error)
+            self.observer.watch_call(arrival).note_end(error)
             raise
 
     async def start(self, given: GenerationInput) -> Generation:
@@ -169,7 +169,7 @@ class Servicer:
 
         Raises RequestError or EngineError; then nothing was started.
         """
-        watch = self.observer.begin(given.arrival)
+        watch = self.observer.watch_call(given.arrival)
         call: Call | None = None
         try:
             self._check_kind(is_encoder=False)
@@ -182,7 +182,7 @@ class Servicer:
         except BaseException as error:
             if call is not None:
                 call.close()
-            watch.end(error if isinstance(error, PagedRayError) else "cancelled")
+            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
             raise
 
     async def embed(self, given: EmbeddingInput) -> EmbeddingOutput:
@@ -190,7 +190,7 @@ class Servicer:
 
         Raises RequestError or EngineError.
         """
-        watch = self.observer.begin(given.arrival)
+        watch = self.observer.watch_call(given.arrival)
         call: Call | None = None
         try:
             self._check_kind(is_encoder=True)
@@ -205,10 +205,10 @@ class Servicer:
             call.task = embedding = Embedding(running)
             watch.note_open("")
             vectors = await embedding.vectors(given.deadline_s)
-            watch.end("stop")
+            watch.note_end("stop")
             return EmbeddingOutput(vectors=vectors, num_prompt_tokens=request.num_tokens)
         except BaseException as error:
-            watch.end(error if isinstance(error, PagedRayError) else "cancelled")
+            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
             raise
         finally:
             if call is not None:
@@ -237,7 +237,9 @@ class Servicer:
         decode = self.tokenizer.decode
         if len(token_ids) < _MANY_TOKENS:
             return decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._text_pool.run(decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._text_pool.run_in_thread(
+            decode, token_ids, skip_special_tokens=skip_special_tokens
+        )
 
     def abort(self, tenant_name: str, client_id: str) -> None:
         """End a tenant's call with this id; without one, do nothing."""

@@ -14,7 +14,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
-from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb

@@ -67,7 +67,7 @@ class TokenizeBody(Body):
             )
         tools = read_tools(self.tools) if self.tools is not None else ()
         for position, tool in enumerate(tools):
-            tool.check(f"tools.{position}.function")
+            tool.check_limits(f"tools.{position}.function")
         prompt = ChatPrompt(
             read_messages(self.messages),
             tuple(tool.for_template() for tool in tools),

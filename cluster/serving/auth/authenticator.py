@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from cluster.serving.auth.key_file import KeyFile, digest_of
-from cluster.serving.auth.tenant import ANYBODY, Tenant
+from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from pagedray.errors import AuthenticationError, StartupError
 
 if TYPE_CHECKING:
@@ -21,23 +21,23 @@ _MAX_LENGTH = 512
 
 
 class Authenticator:
-    """Knows the keys of one file; without a file everybody is ANYBODY."""
+    """Knows the keys of one file; without a file everybody is ANONYMOUS."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Raises StartupError if the file is missing or broken."""
         self._path = path
         self._stamp = _stamp(path)
-        self._keys = None if path is None else KeyFile.read(path)
+        self._keys = None if path is None else KeyFile.from_file(path)
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """Whether a call without a key is refused."""
         return self._keys is not None
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """Return whose key an Authorization header holds. Raises AuthenticationError."""
         if self._keys is None:
-            return ANYBODY
+            return ANONYMOUS
         if authorization is None:
             raise AuthenticationError(
                 "The call has no key; send it as `Authorization: Bearer KEY`."
@@ -54,7 +54,7 @@ class Authenticator:
     def tenant_named(self, name: str) -> Tenant:
         """Return the tenant of a call that was let in. Raises AuthenticationError if it is gone."""
         if self._keys is None:
-            return ANYBODY if name == ANYBODY.name else Tenant(name=name)
+            return ANONYMOUS if name == ANONYMOUS.name else Tenant(name=name)
         tenant = self._keys.tenants.get(name)
         if tenant is None:
             raise AuthenticationError("The call has no tenant that is known here.")
@@ -66,7 +66,7 @@ class Authenticator:
             return
         self._stamp = _stamp(self._path)
         try:
-            self._keys = KeyFile.read(self._path)
+            self._keys = KeyFile.from_file(self._path)
         except StartupError as error:
             logger.error("The keys stay as they were: %s", error)
             return

@@ -61,7 +61,7 @@ class KeyFile:
         """Whose key it is, by the key's digest."""
 
     @classmethod
-    def read(cls, path: Path) -> KeyFile:
+    def from_file(cls, path: Path) -> KeyFile:
         """Return what a file says. Raises StartupError, naming the file and what is wrong."""
         try:
             with path.open("rb") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ANYBODY", "Tenant"]
+__all__ = ["ANONYMOUS", "Tenant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,5 +23,5 @@ class Tenant:
     """Whether it may see what concerns all tenants."""
 
 
-ANYBODY = Tenant(name="", is_admin=True)
+ANONYMOUS = Tenant(name="", is_admin=True)
 """The tenant of every call where no keys are asked for."""

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from cluster.serving.auth.tenant import ANYBODY, Tenant
+from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, refusal_body
 from cluster.serving.inputs import Arrival
@@ -59,7 +59,7 @@ class HttpApp:
 
     def count_unreadable(self) -> None:
         """Count a request that was refused before its path was known."""
-        self._servicer.metrics.count("invalid", "http")
+        self._servicer.metrics.count_outcome("invalid", "http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -117,7 +117,7 @@ class HttpApp:
     def _let_in(self, request: Request, endpoint: Endpoint | None) -> Tenant:
         """Return whose request it is. Raises AuthenticationError or ForbiddenError."""
         if endpoint is not None and endpoint.access is Access.EVERYBODY:
-            return ANYBODY
+            return ANONYMOUS
         with self._servicer.metrics.counting_refusals("http"):
             given = request.headers.getlist("authorization")
             if len(given) > 1:

@@ -63,7 +63,7 @@ class HttpCall:
             try:
                 return read_body(kind, await read_raw(self.request, self.read_timeout_s))
             except HTTPException:
-                self.metrics.count("invalid", "http")
+                self.metrics.count_outcome("invalid", "http")
                 raise
 
 

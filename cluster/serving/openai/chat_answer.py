@@ -52,7 +52,7 @@ class ChatAnswer(Answer):
     def _content(self, text: str, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if choice.reader is not None:
-            read, rest = choice.reader.push(text), choice.reader.flush()
+            read, rest = choice.reader.read_piece(text), choice.reader.flush()
             message["content"] = read.content + rest.content
             calls = _whole_calls([*read.calls, *rest.calls])
             if calls:
@@ -89,12 +89,12 @@ class ChatAnswer(Answer):
         return {
             "token": self._token_bytes.text_of(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._token_bytes.of(token_id)),
+            "bytes": list(self._token_bytes.bytes_of(token_id)),
         }
 
 
 def _read(reader: TurnReader, sequence: SequenceOutput) -> tuple[str, tuple[ToolCallDelta, ...]]:
-    read = reader.push(sequence.text)
+    read = reader.read_piece(sequence.text)
     if sequence.finish_reason is None:
         return read.content, tuple(read.calls)
     rest = reader.flush()

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from cluster.serving.inputs import Prompt
 
-__all__ = ["preferred", "prefix_key", "ranked"]
+__all__ = ["prefix_key", "rendezvous_order", "routing_order"]
 
 _KEY_CHARACTERS = 1024
 _KEY_TOKENS = 256
 
 
-def ranked(key: str, ids: Sequence[str]) -> list[str]:
+def rendezvous_order(key: str, ids: Sequence[str]) -> list[str]:
     """Return `ids` in the order in which they want `key`.
 
     Every key has an order of its own (rendezvous hashing), which a replica that comes or goes
@@ -28,7 +28,7 @@ def ranked(key: str, ids: Sequence[str]) -> list[str]:
     return sorted(ids, key=lambda one: _digest(f"{one}\0{key}"), reverse=True)
 
 
-def preferred(
+def routing_order(
     key: str | None, loads: Mapping[str, float], *, slack: float, calm: float
 ) -> list[str]:
     """Return all replicas, the one that is to take the request first.
@@ -40,7 +40,9 @@ def preferred(
     if key is None or not by_load:
         return by_load
     bound = max(slack * sum(loads.values()) / len(loads), calm)
-    chosen = next((one for one in ranked(key, by_load) if loads[one] <= bound), by_load[0])
+    chosen = next(
+        (one for one in rendezvous_order(key, by_load) if loads[one] <= bound), by_load[0]
+    )
     return [chosen, *(one for one in by_load if one != chosen)]
 
 

@@ -1,6 +1,6 @@
 """How many replicas are wanted, from the tokens they hold and the use of their caches.
 
-`TokensPolicy` is what Ray Serve calls; `wanted_replicas` is the policy itself, which knows no Ray.
+`TokensPolicy` is what Ray Serve calls; `desired_replicas` is the policy itself, which knows no Ray.
 Serve applies its own delays, factors and bounds to what it returns.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.server_info import ServerLoads
 
-__all__ = ["ReplicaLoad", "TokensPolicy", "wanted_replicas"]
+__all__ = ["ReplicaLoad", "TokensPolicy", "desired_replicas"]
 
 _TOKENS_IN_FLIGHT = "tokens_in_flight"
 _KV_USE = "kv_use"
@@ -31,7 +31,7 @@ class ReplicaLoad:
     """The share of the blocks on the device that are taken, 0 to 1."""
 
     @classmethod
-    def of(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
+    def from_loads(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
         """Return it of what a replica tells of itself."""
         num_taken = loads.num_blocks - loads.num_free_blocks
         return cls(
@@ -44,7 +44,7 @@ class ReplicaLoad:
         return {_TOKENS_IN_FLIGHT: self.tokens_in_flight, _KV_USE: self.kv_use}
 
 
-def wanted_replicas(
+def desired_replicas(
     loads: Sequence[ReplicaLoad],
     *,
     num_target: int,
@@ -89,7 +89,7 @@ class TokensPolicy:
         ]
         # Replicas that have told nothing yet are starting: what they will take over is not known.
         is_known = len(loads) >= context.current_num_replicas > 0
-        num_wanted = wanted_replicas(
+        num_wanted = desired_replicas(
             loads,
             num_target=context.target_num_replicas,
             target_tokens=self._target_tokens,

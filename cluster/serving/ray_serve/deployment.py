@@ -16,14 +16,14 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from cluster.engine.open_engine import make_executor
 from cluster.serving.http_app import build_http_app
-from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.leases import Leases
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
 from cluster.serving.ray_serve.ray_metrics import RayMetrics
-from cluster.serving.ray_serve.replica import Replica
-from cluster.serving.ray_serve.replicas import call_others, current_call_id
+from cluster.serving.ray_serve.replica_calls import call_others, current_call_id
+from cluster.serving.ray_serve.replica_engine import ReplicaEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -69,14 +69,14 @@ class PagedRay:
         return make_executor(config, report_progress, placement)
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._replica = await Replica.started(arguments, self.make_executor)
+        self._replica = await ReplicaEngine.started(arguments, self.make_executor)
         self._is_stopped = False
         context = serve.get_replica_context()
         self._metrics = RayMetrics(
             self._replica.servicer.metrics,
             {"deployment": context.deployment, "replica": context.replica_tag},
         )
-        self._metrics.start()
+        self._metrics.start_reports()
         self._leases = Leases(arguments.serve.lease_s)
         pace = Pace(MESSAGES_PER_S)
         self._grpc = ServeGrpc(self._replica.servicer, pace)
@@ -99,11 +99,11 @@ class PagedRay:
     # These are coroutines for Serve to run them on the servicer's event loop.
     async def check_health(self) -> None:
         """Raise EngineError unless the engine makes progress or has none to make."""
-        self._replica.check()
+        self._replica.check_progress()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what TokensPolicy decides by."""
-        return self._replica.load().metrics()
+        return self._replica.current_load().metrics()
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return what AffinityRouter decides by."""
@@ -243,8 +243,8 @@ class PagedRay:
         """End the engine; Serve calls it when requests have ended or may run no longer."""
         if hasattr(self, "_replica") and not self._is_stopped:
             self._is_stopped = True
-            await self._metrics.stop()
-            await self._replica.stop()
+            await self._metrics.stop_reports()
+            await self._replica.close()
 
 
 def build_app(args: Mapping[str, object]) -> Application:

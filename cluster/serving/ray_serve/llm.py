@@ -22,8 +22,8 @@ from cluster.serving.ray_serve.leases import Leases
 from cluster.serving.ray_serve.options import read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
 from cluster.serving.ray_serve.ray_metrics import RayMetrics
-from cluster.serving.ray_serve.replica import Replica
-from cluster.serving.ray_serve.replicas import current_call_id
+from cluster.serving.ray_serve.replica_calls import current_call_id
+from cluster.serving.ray_serve.replica_engine import ReplicaEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -47,14 +47,14 @@ class PagedRayLLM:
         self._llm_config = llm_config
         arguments = _arguments(llm_config)
         self._leases = Leases(arguments.serve.lease_s)
-        self._replica = await Replica.started(arguments, make_executor)
+        self._replica = await ReplicaEngine.started(arguments, make_executor)
         self._is_stopped = False
         context = serve.get_replica_context()
         self._metrics = RayMetrics(
             self._replica.servicer.metrics,
             {"deployment": context.deployment, "replica": context.replica_tag},
         )
-        self._metrics.start()
+        self._metrics.start_reports()
         app = build_http_app(self._replica.servicer)
         self._answers = LLMAnswers(app, Pace(MESSAGES_PER_S))
 
@@ -95,11 +95,11 @@ class PagedRayLLM:
     # These are coroutines for Serve to run them on the servicer's event loop.
     async def check_health(self) -> None:
         """Raise EngineError unless the engine makes progress or has none to make."""
-        self._replica.check()
+        self._replica.check_progress()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what TokensPolicy decides by."""
-        return self._replica.load().metrics()
+        return self._replica.current_load().metrics()
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return what AffinityRouter decides by."""
@@ -113,8 +113,8 @@ class PagedRayLLM:
         """End the engine."""
         if hasattr(self, "_replica") and not self._is_stopped:
             self._is_stopped = True
-            await self._metrics.stop()
-            await self._replica.stop()
+            await self._metrics.stop_reports()
+            await self._replica.close()
 
 
 class LLMAnswers:

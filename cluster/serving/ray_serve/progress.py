@@ -15,7 +15,7 @@ class ProgressWatch:
         self._moved_s: float | None = None
         self._sound_s: float | None = None
 
-    def complaint(
+    def problem(
         self, *, num_steps: int, has_work: bool, is_healthy: bool, now_s: float
     ) -> str | None:
         """Return what is wrong, if anything is.

@@ -36,11 +36,11 @@ class RayMetrics:
         self._gauges: dict[str, Gauge] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start_reports(self) -> None:
         """Begin to tell."""
-        self._task = asyncio.create_task(self._tell_on())
+        self._task = asyncio.create_task(self._report_on())
 
-    async def stop(self) -> None:
+    async def stop_reports(self) -> None:
         """Tell no more. Stopping twice is harmless."""
         task, self._task = self._task, None
         if task is not None:
@@ -48,7 +48,7 @@ class RayMetrics:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def tell(self) -> None:
+    def report_metrics(self) -> None:
         """Tell Ray of the values of this moment."""
         for family in self._metrics.registry.collect():
             for sample in family.samples:
@@ -56,9 +56,9 @@ class RayMetrics:
                     gauge = self._gauge(sample.name, family.documentation, tuple(sample.labels))
                     gauge.set(sample.value, {**sample.labels, **self._tags})
 
-    async def _tell_on(self) -> None:
+    async def _report_on(self) -> None:
         while True:
-            self.tell()
+            self.report_metrics()
             await asyncio.sleep(_PERIOD_S)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...]) -> Gauge:

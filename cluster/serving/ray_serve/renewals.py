@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from cluster.serving.ray_serve.replicas import call_replica
+from cluster.serving.ray_serve.replica_calls import call_replica
 
 if TYPE_CHECKING:
     from ray.serve._private.replica_result import ReplicaResult
@@ -31,14 +31,14 @@ class Renewals:
         """Streams are renewed each `period_s` unless nobody has read them for `idle_s`."""
         self._period_s = period_s
         self._idle_s = idle_s
-        self._open: dict[_Reader, tuple[RunningReplica, str]] = {}
+        self._open: dict[_StreamReads, tuple[RunningReplica, str]] = {}
         self._task: asyncio.Task[None] | None = None
         self._renewals: set[asyncio.Task[None]] = set()
 
-    def add(self, result: ReplicaResult, replica: RunningReplica, call_id: str) -> None:
+    def renew_stream(self, result: ReplicaResult, replica: RunningReplica, call_id: str) -> None:
         """Renew a stream from now on, until it ends or is read no more."""
         loop = asyncio.get_running_loop()
-        reader = _Reader(result)
+        reader = _StreamReads(result)
         self._open[reader] = replica, call_id
 
         def forget(_: object) -> None:
@@ -71,7 +71,7 @@ class Renewals:
             logger.debug("%s was not told which calls to go on with: %s", replica, error)
 
 
-class _Reader:
+class _StreamReads:
     """Whoever reads a stream, seen from where Serve's handles take its items."""
 
     def __init__(self, result: ReplicaResult) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ray.serve.request_router import RequestRouter, RunningReplica
 
-from cluster.serving.ray_serve.affinity import preferred, prefix_key
+from cluster.serving.ray_serve.affinity import prefix_key, routing_order
 from cluster.serving.ray_serve.renewals import Renewals
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class AffinityRouter(RequestRouter):
         """Return the candidates one by one, in the order in which they are to be asked."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         loads = {name: self._load(one.replica_id) for name, one in by_name.items()}
-        names = preferred(_key(pending_request), loads, slack=self._slack, calm=self._calm)
+        names = routing_order(_key(pending_request), loads, slack=self._slack, calm=self._calm)
         return [[by_name[name]] for name in names]
 
     def on_request_routed(
@@ -95,14 +95,14 @@ class _LeasingReplica(RunningReplica):
         """Send a request."""
         result = super().try_send_request(pr, with_rejection)
         if pr.metadata.is_streaming:
-            self._renewals.add(result, self, pr.metadata.internal_request_id)
+            self._renewals.renew_stream(result, self, pr.metadata.internal_request_id)
         return result
 
 
 def _told_load(replica: RunningReplica) -> tuple[float, float]:
     """Return the load that a replica tells of, and when it told."""
     stats = replica.routing_stats
-    return float(stats.get("load", 0.0)), float(stats.get("told_s", 0.0))
+    return float(stats.get("load", 0.0)), float(stats.get("reported_s", 0.0))
 
 
 def _key(request: PendingRequest | None) -> str | None:

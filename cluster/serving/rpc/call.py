@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.serving.inputs import CallOrigin, Frontend
 
-__all__ = ["AUTHORIZATION", "Call"]
+__all__ = ["AUTHORIZATION", "RpcCall"]
 
 AUTHORIZATION = "authorization"
 """The metadata key of a call's credentials."""
@@ -18,7 +18,7 @@ def _never(callback: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RpcCall:
     """One call, whoever carries it: our own server, or the proxy of Ray Serve."""
 
     frontend: Frontend = "grpc"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.generation import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
-    from cluster.serving.rpc.call import Call
+    from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import ToolCallDelta, TurnReader
@@ -58,7 +58,7 @@ class Chat:
         self._readers: dict[int, TurnReader] = {}
         self._is_first = True
 
-    def to_input(self, call: Call, tenant: Tenant) -> GenerationInput:
+    def to_input(self, call: RpcCall, tenant: Tenant) -> GenerationInput:
         """Return what is asked for. Raises InvalidRequestError."""
         message = self._message
         prompt = ChatPrompt(
@@ -112,7 +112,7 @@ class Chat:
         reader = self._readers.get(output.index)
         if reader is None:
             reader = self._readers[output.index] = self._tools.reader()
-        delta = reader.push(output.text)
+        delta = reader.read_piece(output.text)
         if output.finish_reason is not None:
             rest = reader.flush()
             delta = TurnDelta(
@@ -199,7 +199,7 @@ def _read_tools(messages: Sequence[pb.Tool]) -> list[Tool]:
             description=message.description or None,
             parameters=_read_object(message.parameters, f"{where}.parameters") or None,
         )
-        tool.check(where)
+        tool.check_limits(where)
         tools.append(tool)
     return tools
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.serving.inputs import Arrival
-from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.health import HEALTH
 from cluster.serving.rpc.methods import Context, metadata_of, refuse
 from cluster.serving.rpc.service import OPERATIONS, SERVICE
@@ -45,14 +45,14 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         """Return the method's handler, or one that refuses."""
         method = handler_call_details.method
         if not method.startswith(_OPEN_PREFIX):
-            call = Call(metadata=metadata_of(handler_call_details.invocation_metadata))
+            call = RpcCall(metadata=metadata_of(handler_call_details.invocation_metadata))
             try:
                 self._let_in(call, OPERATIONS.get(method.removeprefix(_PREFIX)))
             except PagedRayError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
-    def _let_in(self, call: Call, operation: Operation | None) -> None:
+    def _let_in(self, call: RpcCall, operation: Operation | None) -> None:
         """Raise AuthenticationError, or OverloadedError if there is no room for the call."""
         with self._servicer.metrics.counting_refusals(call.frontend):
             tenant = self._servicer.authenticate(call.authorization)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
@@ -77,8 +77,8 @@ async def refuse(context: Context, error: Exception) -> NoReturn:
     raise AssertionError
 
 
-def _call_of(context: Context) -> Call:
-    return Call(
+def _call_of(context: Context) -> RpcCall:
+    return RpcCall(
         metadata=metadata_of(context.invocation_metadata()),
         remaining_s=context.time_remaining(),
         add_done_callback=lambda callback: context.add_done_callback(lambda _: callback()),  # type: ignore[arg-type]  # the stubs are narrower than the library
@@ -86,7 +86,7 @@ def _call_of(context: Context) -> Call:
 
 
 def _unary(
-    method: Callable[[Message, Call], Awaitable[Message]], kind: type[Message], metrics: Metrics
+    method: Callable[[Message, RpcCall], Awaitable[Message]], kind: type[Message], metrics: Metrics
 ) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def handle(body: bytes, context: Context) -> Message:
         try:
@@ -100,7 +100,7 @@ def _unary(
 
 
 def _streaming(
-    method: Callable[[Message, Call], AsyncGenerator[Message]],
+    method: Callable[[Message, RpcCall], AsyncGenerator[Message]],
     kind: type[Message],
     metrics: Metrics,
 ) -> Callable[[bytes, Context], AsyncGenerator[Message]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.inputs import ChatPrompt
-    from cluster.serving.rpc.call import Call
+    from cluster.serving.rpc.call import RpcCall
     from pagedray.batch import Pooling
 
 __all__ = [
@@ -72,13 +72,13 @@ def parse(kind: type[Incoming], body: bytes) -> Incoming:
     return message
 
 
-def read_generation(message: pb.GenerateRequest, call: Call, tenant: Tenant) -> GenerationInput:
+def read_generation(message: pb.GenerateRequest, call: RpcCall, tenant: Tenant) -> GenerationInput:
     """Return what Generate is asked for. Raises InvalidRequestError."""
     return generation_input(_read_prompt(message), message, call, tenant)
 
 
 def generation_input(
-    prompt: Prompt, message: pb.GenerateRequest | pb.ChatRequest, call: Call, tenant: Tenant
+    prompt: Prompt, message: pb.GenerateRequest | pb.ChatRequest, call: RpcCall, tenant: Tenant
 ) -> GenerationInput:
     """Return the continuation of `prompt` that a message asks for. Raises InvalidRequestError."""
     sampling = message.sampling
@@ -96,7 +96,7 @@ def generation_input(
     )
 
 
-def read_embedding(message: pb.EmbedRequest, call: Call, tenant: Tenant) -> EmbeddingInput:
+def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> EmbeddingInput:
     """Return what Embed is asked for. Raises InvalidRequestError."""
     check_size("prompts", len(message.prompts), MAX_PROMPTS)
     if message.pooling not in _POOLINGS:
@@ -178,7 +178,7 @@ def _refuse_unknown_field(message: Message) -> None:
 
 
 def _deadline_s(
-    message: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest, call: Call
+    message: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest, call: RpcCall
 ) -> float | None:
     limits_s = [] if call.remaining_s is None else [call.remaining_s]
     if message.HasField("timeout"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.inputs import Operation
-    from cluster.serving.rpc.call import Call
+    from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
 
 __all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
@@ -46,7 +46,7 @@ class GrpcService:
         self._tool_format = servicer.tool_format
 
     async def generate(
-        self, message: pb.GenerateRequest, call: Call
+        self, message: pb.GenerateRequest, call: RpcCall
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Stream the continuations of a prompt."""
         tenant = self._tenant(call)
@@ -64,7 +64,7 @@ class GrpcService:
         finally:
             generation.close()
 
-    async def chat(self, message: pb.ChatRequest, call: Call) -> AsyncGenerator[pb.ChatResponse]:
+    async def chat(self, message: pb.ChatRequest, call: RpcCall) -> AsyncGenerator[pb.ChatResponse]:
         """Stream the assistant's next turn."""
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
@@ -79,7 +79,7 @@ class GrpcService:
         finally:
             generation.close()
 
-    async def embed(self, message: pb.EmbedRequest, call: Call) -> pb.EmbedResponse:
+    async def embed(self, message: pb.EmbedRequest, call: RpcCall) -> pb.EmbedResponse:
         """Return the vectors of texts."""
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
@@ -90,12 +90,14 @@ class GrpcService:
             num_prompt_tokens=output.num_prompt_tokens,
         )
 
-    async def tokenize(self, message: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+    async def tokenize(self, message: pb.TokenizeRequest, call: RpcCall) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""
         given = grpc_chat.read_tokenize(message, self._tenant(call))
         return pb.TokenizeResponse(token_ids=await self._servicer.tokenize(given))
 
-    async def detokenize(self, message: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+    async def detokenize(
+        self, message: pb.DetokenizeRequest, call: RpcCall
+    ) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
         self._tenant(call)
         grpc_requests.check_size("token_ids", len(message.token_ids), _MAX_DETOKENIZE_IDS)
@@ -105,7 +107,7 @@ class GrpcService:
         )
         return pb.DetokenizeResponse(text=text)
 
-    async def abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
+    async def abort(self, message: pb.AbortRequest, call: RpcCall) -> pb.AbortResponse:
         """End requests of the caller's tenant."""
         tenant = self._tenant(call)
         grpc_requests.check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
@@ -113,7 +115,9 @@ class GrpcService:
             self._servicer.abort(tenant.name, client_id)
         return pb.AbortResponse()
 
-    async def list_models(self, message: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
+    async def list_models(
+        self, message: pb.ListModelsRequest, call: RpcCall
+    ) -> pb.ListModelsResponse:
         """Return the one model that there is."""
         self._tenant(call)
         config = self._servicer.config
@@ -125,15 +129,15 @@ class GrpcService:
         return pb.ListModelsResponse(models=[model])
 
     async def get_server_info(
-        self, message: pb.GetServerInfoRequest, call: Call
+        self, message: pb.GetServerInfoRequest, call: RpcCall
     ) -> pb.GetServerInfoResponse:
         """Return what does not change while the server runs."""
         self._tenant(call)
         return grpc_responses.server_info_response(self._servicer.info())
 
-    async def get_loads(self, message: pb.GetLoadsRequest, call: Call) -> pb.GetLoadsResponse:
+    async def get_loads(self, message: pb.GetLoadsRequest, call: RpcCall) -> pb.GetLoadsResponse:
         """Return what the server has to do."""
         return grpc_responses.loads_response(self._servicer.loads(self._tenant(call)))
 
-    def _tenant(self, call: Call) -> Tenant:
+    def _tenant(self, call: RpcCall) -> Tenant:
         return self._servicer.authenticate(call.authorization)

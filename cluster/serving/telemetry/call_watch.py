@@ -33,11 +33,11 @@ class CallObserver:
         self.model = model
         self._listeners = tuple(listeners)
 
-    def begin(self, arrival: Arrival) -> CallWatch:
+    def watch_call(self, arrival: Arrival) -> CallWatch:
         """Return the watch of a call that arrives at this moment."""
         return CallWatch(self, arrival)
 
-    def tell(self, report: CallReport) -> None:
+    def report_call(self, report: CallReport) -> None:
         """Hand on what a call was."""
         self.metrics.count_call(report)
         for listener in self._listeners:
@@ -96,7 +96,7 @@ class CallWatch:
             self._observer.metrics.between_tokens.add(now_s - self._last_s)
         self._last_s = now_s
 
-    def end(self, outcome: str | PagedRayError) -> None:
+    def note_end(self, outcome: str | PagedRayError) -> None:
         """Note the end; only the first one counts."""
         if self._is_ended:
             return
@@ -104,7 +104,7 @@ class CallWatch:
         if self._num_held_tokens:
             self._observer.metrics.hold_tokens(-self._num_held_tokens)
         arrival = self._arrival
-        self._observer.tell(
+        self._observer.report_call(
             CallReport(
                 operation=arrival.operation,
                 origin=arrival.origin,

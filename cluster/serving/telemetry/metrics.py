@@ -151,7 +151,7 @@ class Metrics:
             self.count_refusal(error, frontend)
             raise
 
-    def count(self, outcome: str, frontend: Frontend = "none") -> None:
+    def count_outcome(self, outcome: str, frontend: Frontend = "none") -> None:
         """Count a call that a frontend refused for a reason of its protocol."""
         self._count(outcome, frontend, is_refused=True)
 

@@ -31,11 +31,11 @@ class IncrementalDetokenizer:
         self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
 
-    def push(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         """Return the text that is certain with this token, often that of the token."""
         if self._skips_special_tokens and self._token_bytes.is_special(token_id):
             return ""
-        known = self._held + self._token_bytes.of(token_id)
+        known = self._held + self._token_bytes.bytes_of(token_id)
         text, num_taken = utf_8_decode(known, "replace", False)
         # The start of a character.
         self._held = known[num_taken:]

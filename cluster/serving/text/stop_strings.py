@@ -24,7 +24,7 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def match_text(self, text: str) -> tuple[str, str | None]:
         """Return the text that is certain, and the stop string that was found, if any.
 
         The start of what may become a stop string is held back.

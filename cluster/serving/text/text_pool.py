@@ -33,7 +33,7 @@ class TextPool:
         self._num_waiting = 0
         self._is_closed = False
 
-    async def run(
+    async def run_in_thread(
         self, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         """Return what `work` returns. Raises OverloadedError if too much waits already."""

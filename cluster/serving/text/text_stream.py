@@ -76,7 +76,7 @@ class TextStream:
         """Whether its last output was returned."""
         return self._is_finished
 
-    def push(self, events: Sequence[TokenEvent]) -> SequenceOutput:
+    def add_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Return what the events add. None may be pushed after the end."""
         assert not self._is_finished
         pieces: list[str] = []
@@ -99,7 +99,7 @@ class TextStream:
         num_heard = len(event.token_ids) - num_silent
         for position, token_id in enumerate(event.token_ids[:num_heard]):
             self._num_tokens += 1
-            stop = self._push_text(self._detokenizer.push(token_id), pieces)
+            stop = self._push_text(self._detokenizer.add_token(token_id), pieces)
             if stop is not None:
                 return position + 1, stop
         self._num_tokens += num_silent
@@ -109,7 +109,7 @@ class TextStream:
         if self._num_tokens <= self._min_tokens:
             pieces.append(text)
             return None
-        certain, stop = self._matcher.push(text)
+        certain, stop = self._matcher.match_text(text)
         pieces.append(certain)
         if stop is not None and self._includes_stop:
             pieces.append(stop)

@@ -57,7 +57,7 @@ class TokenBytes:
         """Whether the token is control, not text."""
         return token_id in self._special_ids
 
-    def of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token, special or not; none for an id without a token."""
         found = self._cache.get(token_id)
         if found is None:
@@ -66,7 +66,7 @@ class TokenBytes:
 
     def text_of(self, token_id: int) -> str:
         """Return the token as text, with U+FFFD where its bytes are a part of a character."""
-        return self.of(token_id).decode(errors="replace")
+        return self.bytes_of(token_id).decode(errors="replace")
 
     def _read(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

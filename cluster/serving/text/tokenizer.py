@@ -68,7 +68,7 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
-    def keep_no_words(self) -> None:
+    def disable_cache(self) -> None:
         """Keep no words of the texts that are encoded: the time of a text must not tell of others.
 
         Natural text takes some more time then: a fifth, for a vocabulary of 3072 tokens.
@@ -82,7 +82,7 @@ class Tokenizer:
         """Return the token ids of a text, with what the model wants around a prompt."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode_without_gil(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return what `encode` does, and let other threads run meanwhile."""
         # Only the batch call lets go of the interpreter's lock while it works.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -47,7 +47,7 @@ class ToolCallObject:
         self._arguments = ""
         self._has_arguments = False
 
-    def push(self, text: str) -> int:
+    def read_object(self, text: str) -> int:
         """Read on, and return how many characters belong to the object."""
         length = self._length_of(text)
         self.raw += text[:length]

@@ -94,7 +94,7 @@ class _ObjectsReader(TurnReader):
             self._object = ToolCallObject()
             self._has_begun = False
         found = self._object
-        self._take(found.push(self._buffer))
+        self._take(found.read_object(self._buffer))
         if not self._has_begun and found.name in self._names:
             self._has_begun = True
             self._begin_call(found.name or "")
@@ -242,7 +242,7 @@ class _MistralReader(TurnReader):
 
     def _step_list(self, *, is_end: bool) -> None:
         text = self._take(len(self._buffer))
-        deltas = [self._list.push(text), *([self._list.flush()] if is_end else [])]
+        deltas = [self._list.read_piece(text), *([self._list.flush()] if is_end else [])]
         for delta in deltas:
             self._delta.calls += delta.calls
             self._delta.content += delta.content
@@ -267,7 +267,7 @@ class _MistralReader(TurnReader):
         return True
 
     def _step_arguments(self) -> bool:
-        self._write_arguments(self._take(self._arguments.push(self._buffer)))
+        self._write_arguments(self._take(self._arguments.read_object(self._buffer)))
         if not self._arguments.is_closed:
             return False
         self._where = "content"
@@ -294,7 +294,7 @@ class _Balance:
         self._is_in_string = False
         self._is_escaped = False
 
-    def push(self, text: str) -> int:
+    def read_object(self, text: str) -> int:
         """Read on, and return how many characters belong to the object."""
         for position, character in enumerate(text):
             if self._is_in_string:

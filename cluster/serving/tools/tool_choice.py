@@ -36,7 +36,7 @@ class Tool:
     parameters: Mapping[str, object] | None = None
     """The JSON schema of its arguments; None is that of an object without properties."""
 
-    def check(self, param: str) -> None:
+    def check_limits(self, param: str) -> None:
         """Raise InvalidRequestError for a name or a size that is not allowed."""
         if _NAME.fullmatch(self.name) is None:
             raise InvalidRequestError(
@@ -179,7 +179,7 @@ def _check_tools(tools: Sequence[Tool], param: str) -> None:
             f"{param} may have {MAX_TOOLS} entries, not {len(tools)}.", param=param
         )
     for position, tool in enumerate(tools):
-        tool.check(f"{param}.{position}.function")
+        tool.check_limits(f"{param}.{position}.function")
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequestError(f"{param} must have names that differ.", param=param)

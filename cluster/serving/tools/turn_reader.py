@@ -50,7 +50,7 @@ class TurnReader(ABC):
         self._held_space = ""
         self._delta = TurnDelta()
 
-    def push(self, text: str) -> TurnDelta:
+    def read_piece(self, text: str) -> TurnDelta:
         """Return what is certain with this text."""
         self._buffer += text
         return self._read(is_end=False)

@@ -15,7 +15,7 @@ class TokenTexts(Protocol):
     def is_special(self, token_id: int) -> bool:
         """Whether the token is control, not text."""
 
-    def of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; none for an id without a token."""
 
 
@@ -35,7 +35,7 @@ def vocabulary_of(
         tokens=tuple(
             b""
             if token_bytes.is_special(token_id) or token_id in eos_token_ids
-            else token_bytes.of(token_id)
+            else token_bytes.bytes_of(token_id)
             for token_id in range(size)
         ),
         eos_token_ids=tuple(token_id for token_id in eos_token_ids if token_id < size),

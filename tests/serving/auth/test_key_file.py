@@ -9,7 +9,7 @@ import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import KeyFile, digest_of, new_key
-from cluster.serving.auth.tenant import ANYBODY
+from cluster.serving.auth.tenant import ANONYMOUS
 from pagedray.errors import AuthenticationError, StartupError
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ def test_call_for_an_unknown_tenant_is_refused(path: Path) -> None:
 
 def test_without_a_file_everybody_is_let_in() -> None:
     authenticator = Authenticator()
-    assert authenticator.authenticate(None) is ANYBODY
-    assert authenticator.authenticate("Bearer whatever") is ANYBODY
-    assert authenticator.tenant_named("") is ANYBODY
-    assert not authenticator.asks_for_keys
+    assert authenticator.authenticate(None) is ANONYMOUS
+    assert authenticator.authenticate("Bearer whatever") is ANONYMOUS
+    assert authenticator.tenant_named("") is ANONYMOUS
+    assert not authenticator.requires_keys
 
 
 def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(
@@ -131,7 +131,7 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(
 def test_broken_file_is_told_in_one_line(tmp_path: Path, text: str, part: str) -> None:
     path = written(tmp_path / "keys.toml", text)
     with pytest.raises(StartupError) as caught:
-        KeyFile.read(path)
+        KeyFile.from_file(path)
     message = str(caught.value)
     assert str(path) in message
     assert part in message
@@ -148,8 +148,8 @@ def test_file_that_everybody_may_read_is_warned_about(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        KeyFile.read(path)
+        KeyFile.from_file(path)
         assert not caplog.records
         path.chmod(0o644)
-        KeyFile.read(path)
+        KeyFile.from_file(path)
     assert "may be read by every user" in caplog.text

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.affinity import preferred, prefix_key, ranked
+from cluster.serving.ray_serve.affinity import prefix_key, rendezvous_order, routing_order
 from cluster.serving.text.chat_template import ChatMessage
 
 NAMES = st.lists(st.text("abcdef0123456789", min_size=4, max_size=8), min_size=1, unique=True)
@@ -21,13 +21,13 @@ LOADS = st.dictionaries(
 
 @given(LOADS, st.none() | st.text())
 def test_every_replica_is_named_once(loads: dict[str, float], key: str | None) -> None:
-    order = preferred(key, loads, slack=1.25, calm=0.25)
+    order = routing_order(key, loads, slack=1.25, calm=0.25)
     assert sorted(order) == sorted(loads)
 
 
 @given(LOADS, st.text())
 def test_no_replica_is_sent_more_than_its_share(loads: dict[str, float], key: str) -> None:
-    first = preferred(key, loads, slack=1.25, calm=0.25)[0]
+    first = routing_order(key, loads, slack=1.25, calm=0.25)[0]
     mean = sum(loads.values()) / len(loads)
     # Summing rounds: a load can be above the mean of equal loads by as much.
     assert loads[first] <= max(1.25 * mean, 0.25) + 1e-9
@@ -35,31 +35,31 @@ def test_no_replica_is_sent_more_than_its_share(loads: dict[str, float], key: st
 
 @given(LOADS)
 def test_without_a_key_the_least_loaded_is_first(loads: dict[str, float]) -> None:
-    first = preferred(None, loads, slack=1.25, calm=0.25)[0]
+    first = routing_order(None, loads, slack=1.25, calm=0.25)[0]
     assert loads[first] == min(loads.values())
 
 
 @given(NAMES, st.text())
 def test_a_replica_that_goes_moves_its_own_keys_only(names: list[str], key: str) -> None:
     loads = dict.fromkeys(names, 0.1)
-    first = preferred(key, loads, slack=1.25, calm=0.25)[0]
+    first = routing_order(key, loads, slack=1.25, calm=0.25)[0]
     for gone in names:
         if gone != first:
             rest = {name: load for name, load in loads.items() if name != gone}
-            assert preferred(key, rest, slack=1.25, calm=0.25)[0] == first
+            assert routing_order(key, rest, slack=1.25, calm=0.25)[0] == first
 
 
 def test_a_key_stays_until_its_replica_has_too_much() -> None:
-    first, second, _ = ranked("key", ["a", "b", "c"])
+    first, second, _ = rendezvous_order("key", ["a", "b", "c"])
     loads = dict.fromkeys("abc", 0.1)
-    assert preferred("key", {**loads, first: 0.24}, slack=1.25, calm=0.25)[0] == first
-    assert preferred("key", {**loads, first: 0.9}, slack=1.25, calm=0.25)[0] == second
-    assert preferred("key", dict.fromkeys("abc", 0.9), slack=1.25, calm=0.25)[0] == first
+    assert routing_order("key", {**loads, first: 0.24}, slack=1.25, calm=0.25)[0] == first
+    assert routing_order("key", {**loads, first: 0.9}, slack=1.25, calm=0.25)[0] == second
+    assert routing_order("key", dict.fromkeys("abc", 0.9), slack=1.25, calm=0.25)[0] == first
 
 
 def test_keys_spread_evenly() -> None:
     names = [f"replica-{number}" for number in range(4)]
-    counts = Counter(ranked(f"key-{number}", names)[0] for number in range(4000))
+    counts = Counter(rendezvous_order(f"key-{number}", names)[0] for number in range(4000))
     assert all(850 < counts[name] < 1150 for name in names)
 
 

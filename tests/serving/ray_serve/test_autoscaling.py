@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.serving.ray_serve.autoscaling import ReplicaLoad, TokensPolicy, wanted_replicas
+from cluster.serving.ray_serve.autoscaling import ReplicaLoad, TokensPolicy, desired_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ COUNTS = st.integers(0, 40)
 
 
 def wanted(loads: Sequence[ReplicaLoad], num_target: int, *, spare: float = 0.1) -> int:
-    return wanted_replicas(
+    return desired_replicas(
         loads, num_target=num_target, target_tokens=10_000, target_kv_use=0.7, spare=spare
     )
 
@@ -80,7 +80,9 @@ def test_waiting_prompts_count_though_no_block_is_taken() -> None:
 
 def test_without_target_tokens_the_blocks_decide() -> None:
     load = ReplicaLoad(tokens_in_flight=1e9, kv_use=0.8)
-    number = wanted_replicas([load], num_target=1, target_tokens=None, target_kv_use=0.7, spare=0.1)
+    number = desired_replicas(
+        [load], num_target=1, target_tokens=None, target_kv_use=0.7, spare=0.1
+    )
     assert number == 2
 
 

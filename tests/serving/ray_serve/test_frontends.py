@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.rpc.status_pb2 import Status
 
-from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace

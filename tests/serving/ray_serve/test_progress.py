@@ -20,9 +20,7 @@ def look(
     has_work: bool = True,
     is_healthy: bool = True,
 ) -> str | None:
-    return watch.complaint(
-        num_steps=num_steps, has_work=has_work, is_healthy=is_healthy, now_s=now_s
-    )
+    return watch.problem(num_steps=num_steps, has_work=has_work, is_healthy=is_healthy, now_s=now_s)
 
 
 def test_work_without_steps_is_a_stall(watch: ProgressWatch) -> None:

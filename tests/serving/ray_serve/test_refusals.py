@@ -9,7 +9,7 @@ import pytest
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.grpc import ServeGrpc
+from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import AuthenticationError, PagedRayError

@@ -66,10 +66,10 @@ def renewals() -> Any:  # Any: it is given stand-ins for what is Serve's
 
 
 async def test_what_is_read_is_renewed_at_its_own_replica() -> None:
-    told, replicas = renewals(), [Replica(), Replica()]
+    open_streams, replicas = renewals(), [Replica(), Replica()]
     results = [Result(), Result()]
-    told.add(results[0], replicas[0], "a")
-    told.add(results[1], replicas[1], "b")
+    open_streams.renew_stream(results[0], replicas[0], "a")
+    open_streams.renew_stream(results[1], replicas[1], "b")
     for number in range(1, 15):
         # As Serve's handles do, from asyncio or from a thread.
         assert await results[0].__anext__() == number
@@ -81,8 +81,8 @@ async def test_what_is_read_is_renewed_at_its_own_replica() -> None:
 
 
 async def test_what_somebody_waits_for_is_renewed() -> None:
-    told, replica, result = renewals(), Replica(), Result(pause_s=10.0)
-    told.add(result, replica, "slow")
+    open_streams, replica, result = renewals(), Replica(), Result(pause_s=10.0)
+    open_streams.renew_stream(result, replica, "slow")
     waiting = asyncio.ensure_future(result.__anext__())
     await asyncio.sleep(3 * IDLE_S)
     before = len(replica.renewed)
@@ -97,9 +97,9 @@ async def test_what_somebody_waits_for_is_renewed() -> None:
 
 
 async def test_what_nobody_reads_is_renewed_no_more() -> None:
-    told, replica, read, dropped = renewals(), Replica(), Result(), Result()
-    told.add(read, replica, "read")
-    told.add(dropped, replica, "dropped")
+    open_streams, replica, read, dropped = renewals(), Replica(), Result(), Result()
+    open_streams.renew_stream(read, replica, "read")
+    open_streams.renew_stream(dropped, replica, "dropped")
     await asyncio.sleep(2 * PERIOD_S)
     assert replica.renewed[0] == {"read", "dropped"}
     del dropped
@@ -110,38 +110,38 @@ async def test_what_nobody_reads_is_renewed_no_more() -> None:
 
 
 async def test_it_rests_when_all_streams_have_ended() -> None:
-    told, replica, result = renewals(), Replica(), Result()
-    told.add(result, replica, "first")
+    open_streams, replica, result = renewals(), Replica(), Result()
+    open_streams.renew_stream(result, replica, "first")
     for callback in result.callbacks:
         await asyncio.to_thread(callback, None)
     await asyncio.sleep(3 * PERIOD_S)
     assert replica.renewed == []
     assert [one for one in asyncio.all_tasks() if one is not asyncio.current_task()] == []
-    told.add(Result(), replica, "second")
+    open_streams.renew_stream(Result(), replica, "second")
     await asyncio.sleep(3 * PERIOD_S)
     assert replica.renewed[0] == {"second"}
 
 
 async def test_a_dead_replica_does_not_keep_others_from_being_told() -> None:
-    told, replicas = renewals(), [Replica(), Replica()]
+    open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].is_dead = True
     for name, replica in zip("ab", replicas, strict=True):
-        told.add(Result(), replica, name)
+        open_streams.renew_stream(Result(), replica, name)
     await asyncio.sleep(4 * PERIOD_S)
     assert len(replicas[1].renewed) > 1
 
 
 async def test_a_replica_that_hangs_does_not_keep_others_from_being_told() -> None:
-    told, replicas = renewals(), [Replica(), Replica()]
+    open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].hangs = True
     results = [Result(), Result()]
     for name, replica, result in zip("ab", replicas, results, strict=True):
-        told.add(result, replica, name)
+        open_streams.renew_stream(result, replica, name)
     for _ in range(8):
         await results[0].__anext__()
         await results[1].__anext__()
         await asyncio.sleep(PERIOD_S)
-    # One that waited for the other would be told half as often: an answer may take a period.
+    # One that waited for the other would be renewed half as often: an answer may take a period.
     assert len(replicas[1].renewed) >= 5
     # It is asked again all the same.
     assert len(replicas[0].renewed) >= 5

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from cluster.serving.auth.tenant import ANYBODY
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.generation import GenerationOutput, Usage
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
 from cluster.serving.text.text_stream import SequenceOutput
 from pagedray.errors import InvalidRequestError
@@ -82,7 +82,7 @@ def _output(text: str, reason: FinishReason | None = None) -> GenerationOutput:
 
 def test_named_tool_is_forced() -> None:
     chat = _chat(tools=[TOOL], tool_choice=pb.ToolChoice(tool="weather"))
-    structure = chat.to_input(Call(), ANYBODY).sampling["structure"]
+    structure = chat.to_input(RpcCall(), ANONYMOUS).sampling["structure"]
     assert isinstance(structure, Structure)
     assert (structure.kind, json.loads(structure.text)) == ("json_schema", SCHEMA)
     outputs = [_output('{"city": '), _output('"Oslo"}', FinishReason.STOP)]
@@ -119,7 +119,7 @@ def test_turns_of_tools_reach_the_template() -> None:
         pb.ChatMessage(role=pb.CHAT_ROLE_TOOL, content="Rain", tool_call_id="a", name="weather"),
     ]
     chat = Chat(pb.ChatRequest(messages=turns, tools=[TOOL]), tool_format="hermes")
-    given = chat.to_input(Call(), ANYBODY)
+    given = chat.to_input(RpcCall(), ANONYMOUS)
     (prompt,) = given.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
@@ -151,7 +151,7 @@ def test_turns_of_tools_reach_the_template() -> None:
 def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     # Any: fields of all types
     with pytest.raises(InvalidRequestError) as caught:
-        _chat(**fields).to_input(Call(), ANYBODY)
+        _chat(**fields).to_input(RpcCall(), ANONYMOUS)
     assert caught.value.param == param
     assert len(str(caught.value)) < 300
 
@@ -191,5 +191,5 @@ def test_bad_conversation_is_refused(
     ],
 )  # fmt: skip
 def test_structure_is_handed_on(structure: pb.Structure, wanted: Structure) -> None:
-    given = _chat(sampling=pb.SamplingParams(structure=structure)).to_input(Call(), ANYBODY)
+    given = _chat(sampling=pb.SamplingParams(structure=structure)).to_input(RpcCall(), ANONYMOUS)
     assert given.sampling == {"structure": wanted}

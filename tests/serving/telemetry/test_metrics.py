@@ -152,8 +152,8 @@ async def test_nothing_that_clients_send_makes_series(servicer: Servicer) -> Non
 
 async def test_tenants_beyond_a_bound_share_a_label(servicer: Servicer) -> None:
     for number in range(400):
-        watch = servicer.observer.begin(Arrival(operation="chat", tenant=f"t{number}"))
-        watch.end("stop")
+        watch = servicer.observer.watch_call(Arrival(operation="chat", tenant=f"t{number}"))
+        watch.note_end("stop")
     tenants = [one for one in samples(servicer) if one.name == "pagedray_tenant_requests_total"]
     assert len(tenants) == 257
     assert value(servicer, "pagedray_tenant_requests_total", tenant="(other)") == 400 - 256

@@ -50,7 +50,7 @@ FALLBACK = _byte_fallback_tokenizer()
 
 def _pieces(token_bytes: TokenBytes, token_ids: list[int], *, continues: bool = False) -> list[str]:
     detokenizer = IncrementalDetokenizer(token_bytes, is_continuation=continues)
-    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+    return [*(detokenizer.add_token(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
 def test_no_piece_splits_a_character(tokenizer: Tokenizer) -> None:
@@ -115,7 +115,7 @@ def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: lis
     matcher = StopMatcher(stops)
     text, found = "", None
     for piece in pieces:
-        certain, found = matcher.push(piece)
+        certain, found = matcher.match_text(piece)
         text += certain
         if found is not None:
             break
@@ -136,7 +136,7 @@ def test_tokens_and_stop_strings_together(
     matcher = StopMatcher(stops)
     got, found = "", None
     for piece in _pieces(tokenizer.token_bytes, token_ids):
-        certain, found = matcher.push(piece)
+        certain, found = matcher.match_text(piece)
         got += certain
         if found is not None:
             break
@@ -147,6 +147,6 @@ def test_tokens_and_stop_strings_together(
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["</tool>"])
-    assert matcher.push("text <") == ("text ", None)
-    assert matcher.push("/to") == ("", None)
-    assert matcher.push("p") == ("</top", None)
+    assert matcher.match_text("text <") == ("text ", None)
+    assert matcher.match_text("/to") == ("", None)
+    assert matcher.match_text("p") == ("</top", None)

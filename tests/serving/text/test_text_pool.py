@@ -34,34 +34,34 @@ async def pool() -> AsyncIterator[TextPool]:
 
 
 async def test_work_is_done_in_a_thread_of_the_pool(pool: TextPool) -> None:
-    thread = await pool.run(threading.current_thread)
+    thread = await pool.run_in_thread(threading.current_thread)
     assert thread.name.startswith("pagedray-text")
 
 
 async def test_what_work_raises_is_raised(pool: TextPool) -> None:
     with pytest.raises(ZeroDivisionError):
-        await pool.run(lambda: 1 // 0)
+        await pool.run_in_thread(lambda: 1 // 0)
 
 
 async def test_only_so_much_may_wait(pool: TextPool) -> None:
     gate = threading.Event()
-    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(3)]
+    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(OverloadedError, match="2 long texts wait"):
-        await pool.run(gate.wait)
+        await pool.run_in_thread(gate.wait)
     gate.set()
     assert await asyncio.gather(*works) == [True] * 3
-    assert await pool.run(gate.wait)
+    assert await pool.run_in_thread(gate.wait)
 
 
 async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> None:
     gate = threading.Event()
-    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(3)]
+    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for work in works:
         work.cancel()
     await asyncio.gather(*works, return_exceptions=True)
-    behind = asyncio.create_task(pool.run(lambda: "done"))
+    behind = asyncio.create_task(pool.run_in_thread(lambda: "done"))
     await asyncio.sleep(0.01)
     assert not behind.done()
     gate.set()
@@ -70,8 +70,8 @@ async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> 
 
 async def test_closed_pool_refuses_what_waits(pool: TextPool) -> None:
     gate = threading.Event()
-    working = asyncio.create_task(pool.run(gate.wait))
-    waiting = asyncio.create_task(pool.run(gate.wait))
+    working = asyncio.create_task(pool.run_in_thread(gate.wait))
+    waiting = asyncio.create_task(pool.run_in_thread(gate.wait))
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(pool.close())
     await asyncio.sleep(0.01)
@@ -99,7 +99,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokeniz
     await frontends.start()
     await frontends.set_ready()
     gate = threading.Event()
-    works = [asyncio.create_task(pool.run(gate.wait)) for _ in range(2)]
+    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(2)]
     await asyncio.sleep(0.01)
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,

@@ -36,7 +36,7 @@ def _feed(
             finish_reason=end if is_last else None,
             stop_token_id=stop_id if is_last else None,
         )
-        outputs.append(stream.push([event]))
+        outputs.append(stream.add_events([event]))
         if stream.is_finished:
             break
     return outputs
@@ -93,6 +93,6 @@ def test_incomplete_character_at_the_end_becomes_a_sign(tokenizer: Tokenizer) ->
 def test_many_events_become_one_output(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("The quick", add_special_tokens=False)
     events = [TokenEvent("r", 0, (token_id,)) for token_id in token_ids]
-    output = _stream(tokenizer).push(events)
+    output = _stream(tokenizer).add_events(events)
     assert output.text == "The quick"
     assert output.token_ids == tuple(token_ids)

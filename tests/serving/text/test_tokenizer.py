@@ -30,13 +30,13 @@ def test_encoding_adds_what_the_post_processor_says(tokenizer: Tokenizer) -> Non
 
 def test_text_is_encoded_alike_while_other_threads_run(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * 1000
-    assert tokenizer.encode_unlocked(text) == tokenizer.encode(text)
+    assert tokenizer.encode_without_gil(text) == tokenizer.encode(text)
 
 
 def test_text_is_encoded_alike_by_what_keeps_no_words(tokenizer: Tokenizer, copy: Path) -> None:
     # That the times are alike as well is measured by tests.load.tenant_timing.
     forgetful = Tokenizer.from_folder(copy)
-    forgetful.keep_no_words()
+    forgetful.disable_cache()
     text = "The quick brown fox, the quick brown dog. " * 3
     assert forgetful.encode(text) == forgetful.encode(text) == tokenizer.encode(text)
 
@@ -45,7 +45,7 @@ def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
     times_s = []
     for size in (100_000, 200_000):
         started_s = time.perf_counter()
-        tokenizer.encode_unlocked("a" * size)
+        tokenizer.encode_without_gil("a" * size)
         times_s.append(time.perf_counter() - started_s)
     assert times_s[1] < 5 * times_s[0] + 0.1
 

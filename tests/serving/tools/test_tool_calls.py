@@ -105,7 +105,7 @@ def read(reader: TurnReader, text: str, size: int) -> tuple[str, list[tuple[str,
     calls: list[tuple[str, str]] = []
     ids: list[str] = []
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    for delta in [*(reader.push(piece) for piece in pieces), reader.flush()]:
+    for delta in [*(reader.read_piece(piece) for piece in pieces), reader.flush()]:
         content += delta.content
         for call in delta.calls:
             if call.name is not None:
@@ -142,21 +142,21 @@ def test_list_and_named_calls_are_read(size: int) -> None:
 def test_only_the_first_call_is_told_unless_parallel() -> None:
     _, text, _, calls = TURNS["hermes, two"]
     reader = turn_reader("hermes", NAMES, is_parallel=False)
-    told = [*reader.push(text).calls, *reader.flush().calls]
+    told = [*reader.read_piece(text).calls, *reader.flush().calls]
     assert {delta.index for delta in told} == {0}
     assert "".join(delta.arguments for delta in told) == calls[0][1]
 
 
 def test_arguments_are_told_as_they_are_written() -> None:
     reader = turn_reader("hermes", NAMES, is_parallel=True)
-    reader.push('<tool_call>{"name": "look", "arguments": {"where": "he')
-    (delta,) = reader.push("re and th").calls
+    reader.read_piece('<tool_call>{"name": "look", "arguments": {"where": "he')
+    (delta,) = reader.read_piece("re and th").calls
     assert delta.arguments == "re and th"
 
 
 def test_mistral_has_ids_that_its_templates_take() -> None:
     reader = turn_reader("mistral", NAMES, is_parallel=True)
-    (begun, *_) = reader.push('[TOOL_CALLS]add{"x":1}').calls
+    (begun, *_) = reader.read_piece('[TOOL_CALLS]add{"x":1}').calls
     assert begun.id is not None
     assert len(begun.id) == 9
     assert begun.id.isalnum()
@@ -165,7 +165,7 @@ def test_mistral_has_ids_that_its_templates_take() -> None:
 def test_long_object_that_names_no_tool_is_content() -> None:
     text = json.dumps({"text": "x" * 5000})
     reader = turn_reader("llama3_json", NAMES, is_parallel=True)
-    assert reader.push(text[:4500]).content == text[:4500]
+    assert reader.read_piece(text[:4500]).content == text[:4500]
 
 
 @pytest.mark.parametrize(

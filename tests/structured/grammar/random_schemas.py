@@ -51,13 +51,15 @@ def random_text(
         (mask,) = grammar.masks([(matcher, token_ids)])
         assert not isinstance(mask, FinishReason), mask
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
-        closing = [i for i in allowed.tolist() if set(tokenizer.token_bytes.of(i)) <= set(b'"]},:')]
+        closing = [
+            i for i in allowed.tolist() if set(tokenizer.token_bytes.bytes_of(i)) <= set(b'"]},:')
+        ]
         if eos in closing:
             closing = [eos]
         ids = closing if closing and generator.random() < 0.6 else allowed.tolist()
         token_id = generator.choice(ids)
         if token_id == eos:
-            return b"".join(map(tokenizer.token_bytes.of, token_ids[1:])).decode()
+            return b"".join(map(tokenizer.token_bytes.bytes_of, token_ids[1:])).decode()
         token_ids.append(token_id)
     return None
 

@@ -64,7 +64,7 @@ def next_bytes(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> set
     (mask,) = grammar.masks([(grammar.matcher(REQUEST), token_ids)])
     assert isinstance(mask, bytes)
     bits = int.from_bytes(mask, "little")
-    return {tokenizer.token_bytes.of(i) for i in range(len(mask) * 8) if bits >> i & 1}
+    return {tokenizer.token_bytes.bytes_of(i) for i in range(len(mask) * 8) if bits >> i & 1}
 
 
 def children(compiler: StructureCompiler) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from cluster.serving.inputs import Arrival
 from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
-from cluster.serving.rpc.call import Call
+from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.methods import metadata_of, python_name
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
@@ -95,7 +95,7 @@ class ServeGrpc:
 
     def _let_in(
         self, method: str, request: Message | bytes, context: RayServegRPCContext
-    ) -> tuple[Message, Call]:
+    ) -> tuple[Message, RpcCall]:
         """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
         call = _call_of(context)
         metrics = self._servicer.metrics
@@ -111,11 +111,11 @@ class ServeGrpc:
             return parse(self._kinds[method], body), call
 
 
-def _call_of(context: RayServegRPCContext) -> Call:
+def _call_of(context: RayServegRPCContext) -> RpcCall:
     metadata = metadata_of(context.invocation_metadata())
     timeout_ms = metadata.pop(TIMEOUT_KEY, "")
     is_given = timeout_ms.isdecimal() and len(timeout_ms) < 12
-    return Call(
+    return RpcCall(
         metadata=metadata,
         remaining_s=int(timeout_ms) / 1000 if is_given else None,
         frontend="ray",

@@ -17,7 +17,7 @@ from ray.util.placement_group import get_current_placement_group
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import engine_config
 from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.auth.tenant import ANYBODY
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.ray_serve.autoscaling import ReplicaLoad
 from cluster.serving.ray_serve.progress import ProgressWatch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cluster.serving.ray_serve.options import ServeArguments
     from pagedray.config import EngineConfig
 
-__all__ = ["Replica"]
+__all__ = ["ReplicaEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _REPLACE_TIMEOUT_S = 900.0
 _END_GRACE_S = 2.0
 
 
-class Replica:
+class ReplicaEngine:
     """A servicer, the controller or embedder behind it, and the ranks behind that."""
 
     def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
@@ -74,7 +74,7 @@ class Replica:
         self._log.enter_context(logging_to(form=options.log_format, level=options.log_level))
 
     @classmethod
-    async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> Replica:
+    async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> ReplicaEngine:
         """Return one that is ready. Raises StartupError."""
         # The thread that starts the ranks does not know the group that this actor is in.
         placement = get_current_placement_group()
@@ -83,7 +83,7 @@ class Replica:
         try:
             await replica._start(make_executor, placement)
         except BaseException:
-            await replica.stop()
+            await replica.close()
             raise
         return replica
 
@@ -101,7 +101,7 @@ class Replica:
         self._client.attach_engine(self._engine)
         self.servicer.set_ready()
 
-    def check(self) -> None:
+    def check_progress(self) -> None:
         """Raise EngineError unless the engine makes progress or has none to make.
 
         Serve asks often enough for the file of keys to be looked at as well.
@@ -114,28 +114,28 @@ class Replica:
             raise engine.error
         stats = engine.stats()
         scheduler = stats.scheduler
-        complaint = self._watch.complaint(
+        problem = self._watch.problem(
             num_steps=stats.num_steps,
             has_work=scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped > 0,
             is_healthy=engine.is_healthy,
             now_s=time.monotonic(),
         )
-        if complaint is not None:
-            raise EngineError(complaint)
+        if problem is not None:
+            raise EngineError(problem)
 
-    def load(self) -> ReplicaLoad:
+    def current_load(self) -> ReplicaLoad:
         """Return what there is to do."""
-        return ReplicaLoad.of(self.servicer.loads(ANYBODY), self.config.cache.block_size)
+        return ReplicaLoad.from_loads(self.servicer.loads(ANONYMOUS), self.config.cache.block_size)
 
     def routing_stats(self) -> dict[str, float]:
         """Return what a router chooses among replicas by."""
-        num_slots = self.servicer.loads(ANYBODY).num_blocks * self.config.cache.block_size
+        num_slots = self.servicer.loads(ANONYMOUS).num_blocks * self.config.cache.block_size
         return {
-            "load": self.load().tokens_in_flight / max(num_slots, 1),
-            "told_s": time.monotonic(),
+            "load": self.current_load().tokens_in_flight / max(num_slots, 1),
+            "reported_s": time.monotonic(),
         }
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """End what runs, then the engine and its ranks. Stopping twice is harmless."""
         engine, self._engine = self._engine, None
         tracer, self._tracer = self._tracer, None
