@@ -4,7 +4,7 @@
 
 The real controller and the real scheduler serve requests over an executor that answers at once.
 The figure is the wall time of a steady decode step: schedule, encode and decode the plan as the
-step channel does, take the output, update, journal, publish.
+step channel does, take the output, update, note what ended, publish.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class InstantExecutor(Executor):
         return CacheSize(65536, 1024)
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
+    def attention_providers(self) -> dict[str, dict[str, int]]:
         """There are no layers."""
         return {}
 
@@ -71,7 +71,7 @@ class InstantExecutor(Executor):
     def acknowledged_step(self) -> int:
         return self._step
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         received = self._plans.decode(self._encoder.encode(plan))
         assert isinstance(received, StepPlan)
         num_sampled = sum(sequence.is_sampled for sequence in received.sequences)
@@ -83,16 +83,16 @@ class InstantExecutor(Executor):
     def send_masks(self, masks: StepMasks) -> None:
         raise AssertionError("No sequence has a structure.")
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         raise AssertionError("These ranks have a decoder.")
 
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         output = self._outputs.popleft()
         self._step = output.step
         self.decode_times.append((time.perf_counter(), len(output.token_ids)))
         return output
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def _step_times(num_sequences: int) -> list[float]:
     executor, sink = InstantExecutor(), CountingSink(num_sequences)
     controller = Controller(_config(num_sequences), executor, sink)
     for index in range(num_sequences):
-        controller.submit(
+        controller.submit_request(
             Request(
                 id=f"{index:032x}",
                 prompt_token_ids=tuple(range(index, index + CONTEXT)),
@@ -155,9 +155,9 @@ def _step_times(num_sequences: int) -> list[float]:
                 seed=index,
             )
         )
-    controller.start()
+    controller.start_steps()
     sink.is_done.wait(120.0)
-    controller.stop()
+    controller.stop_steps()
     steady = [when for when, sampled in executor.decode_times if sampled == num_sequences]
     return [after - before for before, after in itertools.pairwise(steady)]
 

@@ -85,19 +85,19 @@ class PacedEngine:
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """There always is room."""
 
-    def submit(self, request: Request) -> None:
+    def submit_request(self, request: Request) -> None:
         """Give it tokens from the next step on."""
         with self._lock:
             self._requests[request.id] = request
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """Give it no more tokens."""
         with self._lock:
             self._requests.pop(request_id, None)
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_sequence(self, request_id: str, index: int) -> None:
         """Give it no more tokens; requests have one sequence."""
-        self.abort(request_id)
+        self.abort_request(request_id)
 
     def stats(self) -> EngineStats:
         """Return the counts of this moment."""
@@ -111,7 +111,7 @@ class PacedEngine:
             last_step_s=self._step_s,
             num_prompt_tokens=0,
             num_generated_tokens=self._num_published,
-            attention_servers={},
+            attention_providers={},
         )
 
     def start(self) -> None:

@@ -58,7 +58,7 @@ class TimedExecutor(Executor):
         return CacheSize(_NUM_BLOCKS, 0)
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
+    def attention_providers(self) -> dict[str, dict[str, int]]:
         """There are no layers."""
         return {}
 
@@ -66,22 +66,22 @@ class TimedExecutor(Executor):
     def acknowledged_step(self) -> int:
         return self._step
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def send_masks(self, masks: StepMasks) -> None:
         raise AssertionError("No sequence has a structure.")
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         raise AssertionError("These ranks have a decoder.")
 
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         time.sleep(self._step_s)
         plan = self._plans.popleft()
         self._step = plan.step
         return StepOutput(plan.step, [TOKEN] * sum(one.is_sampled for one in plan.sequences))
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         self._plans.clear()
         self._step = -1
 

@@ -104,7 +104,7 @@ class TimedExecutor(Executor):
         return CacheSize(65536, 1024)
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
+    def attention_providers(self) -> dict[str, dict[str, int]]:
         """There are no layers."""
         return {}
 
@@ -112,21 +112,21 @@ class TimedExecutor(Executor):
     def acknowledged_step(self) -> int:
         return self._step
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         self._plans.put(plan)
 
     def send_masks(self, masks: StepMasks) -> None:
         self._masks.put(masks)
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         raise AssertionError("These ranks have a decoder.")
 
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         output = self._outputs.get()
         self._step = output.step
         return output
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         raise AssertionError("These ranks do not die.")
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class EndlessSink:
             grammar=request.grammar,
         )
         self.requests[named.id] = named
-        self.controller.submit(named)
+        self.controller.submit_request(named)
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Take the events of one step."""
@@ -335,11 +335,11 @@ def _steps(
     controller = sink.controller = Controller(_config(), executor, sink)
     for index in range(_NUM_SEQUENCES):
         sink.submit(_request(grammar if index < num_structured else None))
-    controller.start()
+    controller.start_steps()
     while len(executor.step_times) < num_steps + 10 and controller.error is None:
         time.sleep(0.05)
     assert controller.error is None
-    controller.stop()
+    controller.stop_steps()
     executor.close()
     ends = [when for when, _ in executor.step_times][10:]
     times = [after - before for before, after in itertools.pairwise(ends)]

@@ -60,7 +60,7 @@ class Collector:
         """Whether every continuation has ended."""
         return all(stream.is_finished for stream in self._streams)
 
-    def push(self, event: TokenEvent) -> SequenceOutput:
+    def push_event(self, event: TokenEvent) -> SequenceOutput:
         """Return what an event adds."""
         stream = self._streams[event.index]
         if stream.is_finished:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
-from cluster.engine.event_buffers import EventBuffer, EventSink
+from cluster.engine.event_buffers import EventBuffer, EventDispatcher
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.progress import ProgressLine
@@ -68,7 +68,7 @@ class LLM:
         self._tokenizer = Tokenizer.from_folder(config.model.folder, is_encoder=is_encoder)
         self._validator = Validator(config, self._tokenizer)
         self._embedding_validator = EmbeddingValidator(config, self._tokenizer)
-        self._sink = EventSink()
+        self._sink = EventDispatcher()
         line = ProgressLine()
         try:
             self._engine = open_engine(
@@ -113,16 +113,16 @@ class LLM:
             raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")
         (request,) = self._validated([_as_prompt(prompt)], [params])
         collector = Collector(request, self._tokenizer)
-        buffer = self._sink.open([request], is_watched=True)
+        buffer = self._sink.open_buffer([request], is_watched=True)
         try:
-            self._controller.submit(request)
+            self._controller.submit_request(request)
             while not collector.is_finished:
-                for event in buffer.take():
+                for event in buffer.take_events():
                     if text := self._push(collector, event).text:
                         yield text
         finally:
-            self._controller.abort(request.id)
-            self._sink.close([request])
+            self._controller.abort_request(request.id)
+            self._sink.close_buffer([request])
 
     def embed(
         self,
@@ -195,15 +195,15 @@ class LLM:
         collectors = {request.id: Collector(request, self._tokenizer) for request in requests}
         # A stop string is only found by looking.
         is_watched = any(request.sampling.stop for request in requests)
-        buffer = self._sink.open(requests, is_watched=is_watched)
+        buffer = self._sink.open_buffer(requests, is_watched=is_watched)
         try:
             self._collect(collectors, requests, buffer, show_progress)
         except BaseException:
             for request in requests:
-                self._controller.abort(request.id)
+                self._controller.abort_request(request.id)
             raise
         finally:
-            self._sink.close(requests)
+            self._sink.close_buffer(requests)
         return [collectors[request.id].generation() for request in requests]
 
     def _validated(
@@ -236,7 +236,7 @@ class LLM:
         with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
             while num_open:
                 # A queue that others fill empties without news for this call.
-                for event in buffer.take(None if held is None else _HELD_POLL_S):
+                for event in buffer.take_events(None if held is None else _HELD_POLL_S):
                     collector = collectors[event.request_id]
                     if collector.is_finished:
                         continue
@@ -251,16 +251,16 @@ class LLM:
         """Submit until the queue is full; return the first request that found no room."""
         for request in requests:
             try:
-                self._controller.submit(request)
+                self._controller.submit_request(request)
             except OverloadedError:
                 return request
         return None
 
     def _push(self, collector: Collector, event: TokenEvent) -> SequenceOutput:
-        output = collector.push(event)
+        output = collector.push_event(event)
         if output.finish_reason is not None and event.finish_reason is None:
             # A stop string ended it; the engine cannot know.
-            self._controller.finish(event.request_id, event.index)
+            self._controller.finish_sequence(event.request_id, event.index)
         return output
 
 
@@ -277,7 +277,7 @@ def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[
     """Return the answer to a request, which waits until there is room for it."""
     while True:
         try:
-            return embedder.submit(request)
+            return embedder.submit_request(request)
         except OverloadedError:
             time.sleep(_HELD_POLL_S)
 

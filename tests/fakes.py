@@ -47,14 +47,14 @@ class FakeExecutor(Executor):
         return CacheSize(self._num_blocks, 0)
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
+    def attention_providers(self) -> dict[str, dict[str, int]]:
         return {"decode": {"fake": 1}}
 
     @property
     def acknowledged_step(self) -> int:
         return self._acknowledged_step
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         if self.submit_failures:
             raise self.submit_failures.popleft()
         self._plans.append(plan)
@@ -62,10 +62,10 @@ class FakeExecutor(Executor):
     def send_masks(self, masks: StepMasks) -> None:
         self.masks.append(masks)
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         raise AssertionError("These ranks have a decoder.")
 
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         self.may_step.wait()
         time.sleep(self.step_s)
         if self.step_failures:
@@ -74,7 +74,7 @@ class FakeExecutor(Executor):
         self._acknowledged_step = plan.step
         return StepOutput(plan.step, [7] * sum(one.is_sampled for one in plan.sequences))
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         self.num_restarts += 1
         self._plans.clear()
         self._acknowledged_step = -1

@@ -249,7 +249,7 @@ def _serve(parsed: argparse.Namespace) -> int:
             tool_format=parsed.tool_call_format,
             drain_s=parsed.drain_s,
         )
-        return server.run()
+        return server.serve_until_stopped()
 
 
 def _generate(parsed: argparse.Namespace) -> int:

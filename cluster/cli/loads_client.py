@@ -55,7 +55,7 @@ class LoadsClient:
         self._path = parts.path.rstrip("/") + "/loads"
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
-    def read(self) -> ServerLoads:
+    def read_loads(self) -> ServerLoads:
         """Return the loads of this moment. Raises EngineError if the server gives none."""
         try:
             self._connection.request("GET", self._path, headers=self._headers)

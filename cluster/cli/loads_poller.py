@@ -36,7 +36,7 @@ class LoadsPoller:
         # Nobody waits for it in the end: a server that does not answer would hold the user up.
         threading.Thread(target=self._poll, name="loads-poller", daemon=True).start()
 
-    def take(self) -> Reading | None:
+    def take_reading(self) -> Reading | None:
         """Return the oldest reading that was not taken, or None if there is none yet."""
         try:
             return self._readings.get_nowait()
@@ -50,7 +50,7 @@ class LoadsPoller:
     def _poll(self) -> None:
         while True:
             try:
-                self._readings.put(Reading(self._client.read()))
+                self._readings.put(Reading(self._client.read_loads()))
             except EngineError as error:
                 self._readings.put(Reading(None, str(error)))
             if self._is_closed.wait(self._every_s):

@@ -69,7 +69,7 @@ class Server:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
-    def run(self) -> int:
+    def serve_until_stopped(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit code. Raises StartupError."""
         return asyncio.run(self._run())
 

@@ -39,7 +39,7 @@ def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_o
     client = LoadsClient(url, key=key, ca_file=ca_file)
     if is_once:
         with closing(client):
-            console.print(TopView(url, client.read(), None), height=20)
+            console.print(TopView(url, client.read_loads(), None), height=20)
         return 0
     if not (sys.stdin.isatty() and console.is_terminal):
         raise StartupError("top needs a terminal; --once prints a single picture.")
@@ -70,7 +70,7 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
     # `Live` has a screen of its own and gives the old one back however this ends.
     with Live(TopView(url, None, None), console=console, screen=True, auto_refresh=False) as live:
         while not _is_ended(keys):
-            if (reading := poller.take()) is not None:
+            if (reading := poller.take_reading()) is not None:
                 if reading.loads is not None:
                     before, loads = loads, reading.loads
                     if before is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cluster.engine.journal import Journal
+from cluster.engine.open_requests import OpenRequests
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
@@ -82,19 +82,19 @@ class Controller(StepLoop):
             max_model_len=config.max_model_len,
             enable_prefix_cache=config.cache.enable_prefix_cache,
         )
-        self._journal = Journal()
+        self._open_requests = OpenRequests()
         self._in_flight: deque[float] = deque()
         """When the plans that have no output yet were sent."""
         self._step_ended_s = 0.0
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
 
-    def submit(self, request: Request) -> None:
+    def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
         with self._wake:
             self._check_open()
-            self._scheduler.add(request)
-            self._journal.accept(request)
+            self._scheduler.add_request(request)
+            self._open_requests.add_request(request)
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
 
@@ -102,19 +102,19 @@ class Controller(StepLoop):
         """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
         self._scheduler.check_room(tenant, num_tokens)
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """End a request; one that has ended or never was is left alone."""
         with self._wake:
-            events = self._scheduler.abort(request_id)
+            events = self._scheduler.abort_request(request_id)
             self._note(events)
             self._wake.notify()
         self._outlet.publish(events)
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request whose reader has enough; no event follows."""
         with self._wake:
-            if self._scheduler.finish(request_id, index):
-                self._journal.end_sequence(request_id)
+            if self._scheduler.finish_sequence(request_id, index):
+                self._open_requests.end_sequence(request_id)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -126,9 +126,9 @@ class Controller(StepLoop):
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
-                attention_servers=self._executor.attention_servers,
+                attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
-                step_times=self._step_times.counts(),
+                step_times=self._step_times.snapshot(),
             )
 
     def _turn(self) -> None:
@@ -147,10 +147,12 @@ class Controller(StepLoop):
         self._is_replacing = True
         started_s = time.monotonic()
         with self._wake:
-            suspects = self._journal.note_death(self._scheduler.started_ids())
-            events = [event for suspect in suspects for event in self._scheduler.abort(suspect)]
+            suspects = self._open_requests.note_death(self._scheduler.started_ids())
+            events = [
+                event for suspect in suspects for event in self._scheduler.abort_request(suspect)
+            ]
             self._note(events)
-            num_waiting = len(self._journal)
+            num_waiting = len(self._open_requests)
         are_waiting = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
         logger.warning("%s The ranks are replaced; %s.", error, are_waiting)
         self._outlet.publish(
@@ -168,7 +170,7 @@ class Controller(StepLoop):
         """Start ranks until some live, or raise WorkerError after a few that did not."""
         for attempt in range(1, _MAX_RESTARTS + 1):
             try:
-                return self._executor.restart()
+                return self._executor.restart_ranks()
             except WorkerError as error:
                 if error.details:
                     logger.warning("%s", error.details)
@@ -187,11 +189,11 @@ class Controller(StepLoop):
         plan, expired = self._next_plan()
         self._outlet.publish(expired)
         if plan is not None:
-            self._executor.submit(plan)
+            self._executor.submit_plan(plan)
             self._in_flight.append(time.perf_counter())
             self._send_masks()
         if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
-            output = self._executor.collect()
+            output = self._executor.collect_output()
             # A step begins when it was sent, or else when the step before it ended.
             began_s = max(self._in_flight.popleft(), self._step_ended_s)
             self._step_ended_s = time.perf_counter()
@@ -207,15 +209,15 @@ class Controller(StepLoop):
         if len(self._in_flight) != 1:
             return
         # Without the lock: which plans are in flight is this thread's to change.
-        masked = self._scheduler.masked()
+        masked = self._scheduler.masked_step()
         if masked is None:
             return
-        masks, ends = masked.masks()
+        masks, ends = masked.make_masks()
         self._executor.send_masks(masks)
         if not ends:
             return
         with self._wake:
-            events = self._scheduler.end(ends)
+            events = self._scheduler.end_sequences(ends)
             self._note(events)
         self._outlet.publish(events)
 
@@ -225,7 +227,7 @@ class Controller(StepLoop):
         with self._wake:
             self._scheduler.acknowledge(acknowledged_step)
             now_s = time.monotonic()
-            expired = self._scheduler.expire(now_s)
+            expired = self._scheduler.expire_requests(now_s)
             self._note(expired)
             plan = self._scheduler.schedule(now_s)
             if plan is None and not expired and not self._in_flight:
@@ -244,11 +246,11 @@ class Controller(StepLoop):
 
     def _note(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
-            self._journal.note(event)
+            self._open_requests.note_event(event)
 
     def _end_requests(self, error: EngineError) -> None:
         with self._wake:
-            self._journal.clear()
+            self._open_requests.clear()
         self._outlet.fail_all(error)
 
 

@@ -70,23 +70,23 @@ class Embedder(StepLoop):
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many tokens could not wait as well."""
-        self._backlog.check(tenant, num_tokens)
+        self._backlog.check_room(tenant, num_tokens)
 
-    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request; its answer is `[num_texts, size]`, and cancelling it gives it up.
 
         Raises OverloadedError or EngineError.
         """
         with self._wake:
             self._check_open()
-            self._backlog.check(request.tenant, request.num_tokens)
-            self._backlog.enter(request.tenant, request.num_tokens)
-            share = self._waiting.open(request.tenant)
+            self._backlog.check_room(request.tenant, request.num_tokens)
+            self._backlog.add_request(request.tenant, request.num_tokens)
+            share = self._waiting.open_share(request.tenant)
             job = EmbeddingJob(request, self._num_arrivals, share)
             self._num_arrivals += 1
             self._num_prompt_tokens += request.num_tokens
             self._jobs[job] = None
-            self._waiting.add(job)
+            self._waiting.insert(job)
             self._wake.notify()
         return job.answer
 
@@ -119,9 +119,9 @@ class Embedder(StepLoop):
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=0,
-                attention_servers=self._executor.attention_servers,
+                attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
-                step_times=self._step_times.counts(),
+                step_times=self._step_times.snapshot(),
             )
 
     def _turn(self) -> None:
@@ -193,7 +193,7 @@ class Embedder(StepLoop):
         self._waiting.charge(job.share, num_tokens / job.request.weight)
         if not job.has_started:
             job.has_started = True
-            self._backlog.start(job.request.tenant, job.request.num_tokens)
+            self._backlog.start_request(job.request.tenant, job.request.num_tokens)
 
     def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
         """Take a job out of everything, and answer it."""
@@ -201,9 +201,9 @@ class Embedder(StepLoop):
         if job.undone:
             self._waiting.remove(job)
         if not job.has_started:
-            self._backlog.drop(job.request.tenant, job.request.num_tokens)
-        self._waiting.close(job.share)
-        job.end(error)
+            self._backlog.drop_request(job.request.tenant, job.request.num_tokens)
+        self._waiting.close_share(job.share)
+        job.resolve(error)
 
     def _run_twice(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
         """Return the vectors of texts, from new ranks if the old ones die with them; only once."""
@@ -224,7 +224,7 @@ class Embedder(StepLoop):
     def _replace_ranks(self) -> None:
         self._is_replacing = True
         self._num_replacements += 1
-        self._executor.restart()
+        self._executor.restart_ranks()
         self._next_step = 0
         self._is_replacing = self._is_broken = False
 
@@ -239,13 +239,13 @@ class Embedder(StepLoop):
         token_ids = [list(job.request.texts[index]) for job, index in batch]
         plan = EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
         self._next_step += 1
-        return self._executor.embed(plan)
+        return self._executor.embed_texts(plan)
 
     def _end_requests(self, error: EngineError) -> None:
         with self._wake:
             for job in tuple(self._jobs):
                 del self._jobs[job]
-                job.end(error)
+                job.resolve(error)
 
 
 def _cut(vector: NDArray[np.float32], request: EmbeddingRequest) -> NDArray[np.float32]:

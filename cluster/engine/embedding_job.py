@@ -44,11 +44,11 @@ class EmbeddingRequest:
 class EmbeddingJob:
     """A request on its way: which of its texts are still to be computed."""
 
-    __slots__ = ("answer", "has_started", "rank", "request", "share", "undone", "vectors")
+    __slots__ = ("answer", "has_started", "order", "request", "share", "undone", "vectors")
 
     def __init__(self, request: EmbeddingRequest, arrival: int, share: Share[EmbeddingJob]) -> None:
         self.request = request
-        self.rank = (arrival,)
+        self.order = (arrival,)
         self.share = share
         self.answer: Future[NDArray[np.float32]] = Future()
         self.vectors = np.zeros((len(request.texts), request.size), dtype=np.float32)
@@ -62,7 +62,7 @@ class EmbeddingJob:
         """What the texts of one step have in common."""
         return self.request.pooling, self.request.is_normalized
 
-    def end(self, error: PagedRayError | None) -> None:
+    def resolve(self, error: PagedRayError | None) -> None:
         """Answer, unless nobody waits any more."""
         if not self.answer.set_running_or_notify_cancel():
             return

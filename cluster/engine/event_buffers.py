@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagedray.errors import EngineError
     from pagedray.request import Request
 
-__all__ = ["EventBuffer", "EventSink"]
+__all__ = ["EventBuffer", "EventDispatcher"]
 
 
 class EventBuffer:
@@ -28,20 +28,20 @@ class EventBuffer:
         self._error: EngineError | None = None
         self._has_news = threading.Condition()
 
-    def put(self, event: TokenEvent) -> None:
+    def put_event(self, event: TokenEvent) -> None:
         """Take an event."""
         with self._has_news:
             self._events.append(event)
             if self._is_watched or event.finish_reason is not None:
                 self._has_news.notify()
 
-    def fail(self, error: EngineError) -> None:
+    def put_error(self, error: EngineError) -> None:
         """End with `error` once the events are taken."""
         with self._has_news:
             self._error = error
             self._has_news.notify()
 
-    def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+    def take_events(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """Wait for news and return all events since the last call. Raises EngineError."""
         with self._has_news:
             self._has_news.wait_for(self._is_worth_waking, timeout_s)
@@ -58,21 +58,21 @@ class EventBuffer:
         return any(event.finish_reason is not None for event in self._events)
 
 
-class EventSink:
+class EventDispatcher:
     """Hands the events of each request to the call that waits for them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, EventBuffer] = {}
         self._lock = threading.Lock()
 
-    def open(self, requests: Sequence[Request], *, is_watched: bool) -> EventBuffer:
+    def open_buffer(self, requests: Sequence[Request], *, is_watched: bool) -> EventBuffer:
         """Return the buffer of a call; to be closed."""
         buffer = EventBuffer(is_watched=is_watched)
         with self._lock:
             self._buffers |= dict.fromkeys((request.id for request in requests), buffer)
         return buffer
 
-    def close(self, requests: Sequence[Request]) -> None:
+    def close_buffer(self, requests: Sequence[Request]) -> None:
         """Drop what may still come of a call."""
         with self._lock:
             for request in requests:
@@ -83,9 +83,9 @@ class EventSink:
             for event in events:
                 buffer = self._buffers.get(event.request_id)
                 if buffer is not None:
-                    buffer.put(event)
+                    buffer.put_event(event)
 
     def fail_all(self, error: EngineError) -> None:
         with self._lock:
             for buffer in self._buffers.values():
-                buffer.fail(error)
+                buffer.put_error(error)

@@ -34,7 +34,7 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def attention_servers(self) -> dict[str, dict[str, int]]:
+    def attention_providers(self) -> dict[str, dict[str, int]]:
         """How many layers whose attention kernels serve, by part of a step and server."""
 
     @property
@@ -43,7 +43,7 @@ class Executor(ABC):
         """The last step that every rank has finished, its block copies included."""
 
     @abstractmethod
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises WorkerError."""
 
     @abstractmethod
@@ -54,15 +54,15 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         """Return the output of the oldest plan that has none yet. Raises WorkerError."""
 
     @abstractmethod
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         """Return what an encoder makes of texts; not beside other plans. Raises WorkerError."""
 
     @abstractmethod
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         """Replace every rank by a new one that has no plan; steps count from 0 again.
 
         Raises WorkerError or StartupError.

@@ -40,39 +40,39 @@ class LocalExecutor(Executor):
             self._is_given_up = True
             self._thread.shutdown()
             raise
-        self._worker, self._cache_size, self._attention_servers = started
+        self._worker, self._cache_size, self._attention_providers = started
 
     @property
     def cache_size(self) -> CacheSize:
         return self._cache_size
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
-        return self._attention_servers
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        return self._attention_providers
 
     @property
     def acknowledged_step(self) -> int:
         return self._acknowledged_step
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit_plan(self, plan: StepPlan) -> None:
         self._running.append(self._thread.submit(self._run, plan))
 
     def send_masks(self, masks: StepMasks) -> None:
         self._masks.put(masks)
 
-    def collect(self) -> StepOutput:
+    def collect_output(self) -> StepOutput:
         # Read here, that the rank's thread may launch the next step while the device runs this one.
         output = self._running.popleft().result().output()
         assert isinstance(output, StepOutput)
         self._acknowledged_step = output.step
         return output
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         output = self._thread.submit(lambda: self._worker.launch(plan).output()).result()
         assert isinstance(output, EmbedOutput)
         return output
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         raise WorkerError("A rank inside the serving process cannot be replaced.")
 
     def close(self) -> None:

@@ -58,5 +58,5 @@ def open_engine(
         engine = Embedder(config, executor)
     else:
         engine = Controller(config, executor, sink)
-    engine.start()
+    engine.start_steps()
     return engine

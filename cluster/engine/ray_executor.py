@@ -1,6 +1,6 @@
 """The ranks as Ray actors: the cluster they run on and the place they hold in it.
 
-A rank that dies takes its group down; `restart` makes a new group in the same place.
+A rank that dies takes its group down; `restart_ranks` makes a new group in the same place.
 """
 
 from __future__ import annotations
@@ -63,39 +63,39 @@ class RayExecutor(Executor):
             self.close()
             raise
         self._cache_size = self._ranks.cache_size
-        self._attention_servers = self._ranks.attention_servers
+        self._attention_providers = self._ranks.attention_providers
 
     @property
     def cache_size(self) -> CacheSize:
         return self._cache_size
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
-        return self._attention_servers
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        return self._attention_providers
 
     @property
     def acknowledged_step(self) -> int:
         return self._live_ranks().acknowledged_step
 
-    def submit(self, plan: StepPlan) -> None:
-        self._live_ranks().submit(plan)
+    def submit_plan(self, plan: StepPlan) -> None:
+        self._live_ranks().send_to_ranks(plan)
 
     def send_masks(self, masks: StepMasks) -> None:
-        self._live_ranks().submit(masks)
+        self._live_ranks().send_to_ranks(masks)
 
-    def collect(self) -> StepOutput:
-        output = self._live_ranks().collect()
+    def collect_output(self) -> StepOutput:
+        output = self._live_ranks().collect_output()
         assert isinstance(output, StepOutput)
         return output
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         ranks = self._live_ranks()
-        ranks.submit(plan)
-        output = ranks.collect()
+        ranks.send_to_ranks(plan)
+        output = ranks.collect_output()
         assert isinstance(output, EmbedOutput)
         return output
 
-    def restart(self) -> None:
+    def restart_ranks(self) -> None:
         self._end_ranks()
         # The scheduler counts on as many blocks, and a GPU's free memory is never quite the same.
         # An encoder has none.

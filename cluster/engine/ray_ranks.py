@@ -81,7 +81,7 @@ class RayRanks:
             self.hosts = _hosts(placement, self._size)
             """Under which address of its node the others reach each rank."""
             self._actors += (self._actor(placement, rank) for rank in range(self._size))
-            self.cache_size, self.attention_servers = self._load()
+            self.cache_size, self.attention_providers = self._load()
             self._connect(_endpoint(placement, folder))
         except RayError as error:
             self.close()
@@ -96,7 +96,7 @@ class RayRanks:
         self._read()
         return min(self._acknowledged)
 
-    def submit(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+    def send_to_ranks(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
         """Send a plan, or the masks of the last one, to every rank. Raises WorkerError."""
         try:
             for channel in self._channels:
@@ -104,7 +104,7 @@ class RayRanks:
         except ChannelClosedError as error:
             raise self._death(error) from error
 
-    def collect(self) -> StepOutput | EmbedOutput:
+    def collect_output(self) -> StepOutput | EmbedOutput:
         """Wait for the next output. Raises WorkerError."""
         deadline_s = time.monotonic() + _STEP_TIMEOUT_S
         while time.monotonic() < deadline_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.engine.duration_counts import DurationCounts
+from cluster.engine.duration_histogram import HistogramSnapshot
 from cluster.scheduling.scheduler import SchedulerStats
 
 __all__ = ["EngineStats"]
@@ -20,8 +20,8 @@ class EngineStats:
     """From when it was sent, or else from the end of the step before it, to its output."""
     num_prompt_tokens: int
     num_generated_tokens: int
-    attention_servers: dict[str, dict[str, int]]
+    attention_providers: dict[str, dict[str, int]]
     """How many layers whose attention kernels serve, by part of a step and server."""
     num_replacements: int = 0
     """Times that all ranks were replaced because one of them died."""
-    step_times: DurationCounts = field(default_factory=DurationCounts)
+    step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)

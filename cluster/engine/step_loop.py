@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from cluster.engine.duration_counts import DurationCounter
+from cluster.engine.duration_histogram import DurationHistogram
 from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ class StepLoop(ABC):
         self._num_replacements = 0
         self._num_steps = 0
         self._last_step_s = 0.0
-        self._step_times = DurationCounter(step_bounds_s)
+        self._step_times = DurationHistogram(step_bounds_s)
         self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
 
-    def start(self) -> None:
+    def start_steps(self) -> None:
         """Begin to step."""
         self._thread.start()
 
-    def stop(self, *, timeout_s: float = 5.0) -> None:
+    def stop_steps(self, *, timeout_s: float = 5.0) -> None:
         """End every request, take no more, and end the loop."""
         with self._wake:
             self._is_stopping = True
@@ -57,7 +57,7 @@ class StepLoop(ABC):
 
     def close(self) -> None:
         """Stop, then end the ranks. May be called twice."""
-        self.stop()
+        self.stop_steps()
         self._executor.close()
 
     @property
@@ -97,7 +97,7 @@ class StepLoop(ABC):
         self._num_steps += 1
         self._num_deaths = 0
         self._last_step_s = step_s
-        self._step_times.add(step_s)
+        self._step_times.record(step_s)
 
     def _loop(self) -> None:
         try:

@@ -75,7 +75,7 @@ class Backlog:
         self.num_tokens = 0
         """Prompt tokens of these requests."""
 
-    def check(self, tenant: str, num_tokens: int) -> None:
+    def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if a request of so many prompt tokens may not wait as well.
 
         One of a tenant may, whatever its length and whatever waits of others, or a tenant could
@@ -95,19 +95,19 @@ class Backlog:
                 retry_after_s=self._token_rate.half_of(self.num_tokens),
             )
 
-    def enter(self, tenant: str, num_tokens: int) -> None:
+    def add_request(self, tenant: str, num_tokens: int) -> None:
         """Count a request that waits."""
         self._num_of_tenants[tenant] += 1
         self.num_requests += 1
         self.num_tokens += num_tokens
 
-    def start(self, tenant: str, num_tokens: int) -> None:
+    def start_request(self, tenant: str, num_tokens: int) -> None:
         """Count a request as started."""
-        self.drop(tenant, num_tokens)
+        self.drop_request(tenant, num_tokens)
         self._request_rate.add(1)
         self._token_rate.add(num_tokens)
 
-    def drop(self, tenant: str, num_tokens: int) -> None:
+    def drop_request(self, tenant: str, num_tokens: int) -> None:
         """Forget a request that has ended before it started."""
         self._num_of_tenants[tenant] -= 1
         if not self._num_of_tenants[tenant]:

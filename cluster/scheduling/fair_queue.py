@@ -14,15 +14,15 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 __all__ = ["FairQueue", "Share"]
 
-_rank = attrgetter("rank")
+_order = attrgetter("order")
 
 
-class _Ranked(Protocol):
+class _Queueable(Protocol):
     """What waits."""
 
     @property
     # Any: tuples of one kind within one queue.
-    def rank(self) -> tuple[Any, ...]:
+    def order(self) -> tuple[Any, ...]:
         """The lower comes first."""
 
     @property
@@ -30,7 +30,7 @@ class _Ranked(Protocol):
         """The share of its tenant."""
 
 
-Item = TypeVar("Item", bound=_Ranked)
+Item = TypeVar("Item", bound=_Queueable)
 
 
 class Share(Generic[Item]):
@@ -80,7 +80,7 @@ class FairQueue(Generic[Item]):
             return self._backlogged[0].waiting[0]
         return min(self._backlogged, key=_turn).waiting[0]
 
-    def open(self, tenant: str) -> Share[Item]:
+    def open_share(self, tenant: str) -> Share[Item]:
         """Return a tenant's share, for a request to be closed in the end."""
         share = self._shares.get(tenant)
         if share is None:
@@ -90,7 +90,7 @@ class FairQueue(Generic[Item]):
         share.num_open += 1
         return share
 
-    def close(self, share: Share[Item]) -> None:
+    def close_share(self, share: Share[Item]) -> None:
         """End a request; a tenant without one is forgotten once it owes nothing."""
         share.num_open -= 1
         now = self._now()
@@ -103,18 +103,18 @@ class FairQueue(Generic[Item]):
         share.time += cost
         self._last = share
 
-    def add(self, item: Item) -> None:
+    def insert(self, item: Item) -> None:
         """Put an item where its rank says."""
         share = item.share
         if not share.waiting:
             share.time = max(share.time, self._now())
             self._backlogged.append(share)
-        insort(share.waiting, item, key=_rank)
+        insort(share.waiting, item, key=_order)
 
     def remove(self, item: Item) -> None:
         """Take an item out."""
         waiting = item.share.waiting
-        index = bisect_left(waiting, item.rank, key=_rank)
+        index = bisect_left(waiting, item.order, key=_order)
         assert waiting[index] is item
         del waiting[index]
         if not waiting:
@@ -129,4 +129,4 @@ class FairQueue(Generic[Item]):
 
 # Any: shares of queues of any item.
 def _turn(share: Share[Any]) -> tuple[Any, ...]:
-    return (share.time, *share.waiting[0].rank)
+    return (share.time, *share.waiting[0].order)

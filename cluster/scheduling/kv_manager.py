@@ -49,7 +49,7 @@ class KvManager:
         self._block_size = block_size
         self._swaps: deque[_Swap] = deque()
         self.prefix_cache = prefix_cache
-        self._on_evict = None if prefix_cache is None else prefix_cache.forget
+        self._on_evict = None if prefix_cache is None else prefix_cache.forget_block
         self.pool = BlockPool(num_blocks, on_evict=self._on_evict)
         self.cpu_pool = BlockPool(num_cpu_blocks, on_evict=None)
         self.num_queried_tokens = 0
@@ -145,16 +145,16 @@ class KvManager:
         num_full = num_tokens // self._block_size
         for index in range(sequence.num_registered, num_full):
             self._hash_up_to(sequence, index, self.prefix_cache)
-            if self.prefix_cache.put(sequence.keys[index], sequence.block_ids[index]):
+            if self.prefix_cache.add_block(sequence.keys[index], sequence.block_ids[index]):
                 self.pool.keep(sequence.block_ids[index])
         self._set_registered(sequence, max(num_full, sequence.num_registered))
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget_blocks(self, sequence: Sequence) -> None:
         """Take a sequence's blocks out of the prefix cache, because their content is bad."""
         if self.prefix_cache is None:
             return
         for block in sequence.block_ids[: sequence.num_registered]:
-            self.prefix_cache.forget(block)
+            self.prefix_cache.forget_block(block)
             self.pool.discard(block)
 
     def release(self, sequence: Sequence) -> None:
@@ -233,7 +233,7 @@ class KvManager:
             return hits
         for index in range((len(sequence.token_ids) - 1) // self._block_size):
             self._hash_up_to(sequence, index, self.prefix_cache)
-            block = self.prefix_cache.find(sequence.keys[index])
+            block = self.prefix_cache.find_block(sequence.keys[index])
             if block is None:
                 break
             hits.append(block)

@@ -21,7 +21,7 @@ class MaskedStep(NamedTuple):
     sequences: list[Sequence]
     """In the order of the plan."""
 
-    def masks(self) -> tuple[StepMasks, list[tuple[Sequence, FinishReason]]]:
+    def make_masks(self) -> tuple[StepMasks, list[tuple[Sequence, FinishReason]]]:
         """Return the masks, and the sequences for which no token is left to sample."""
         # The step before may have ended one; its token of this step is discarded.
         are_followed = [s.state is not SequenceState.FINISHED for s in self.sequences]

@@ -82,7 +82,7 @@ class PlanDraft:
         if is_sampled:
             (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
 
-    def build(self) -> StepPlan:
+    def build_plan(self) -> StepPlan:
         """Return the plan."""
         return StepPlan(
             self.step,

@@ -29,13 +29,13 @@ class Planner:
         swap_costs: SwapCosts,
     ) -> None:
         self._kv = kv
-        self._roster = sequence_table
+        self._table = sequence_table
         self._config = config
         self._swap_costs = swap_costs
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
-    def plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
+    def plan_step(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return what `step` runs, which may be nothing."""
         draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
         for sequence in self._plan_decodes(draft):
@@ -51,7 +51,7 @@ class Planner:
         prefills: list[Sequence] = []
         singles, samples = draft.singles, draft.single_samples
         # Making room takes sequences out of the queue, but only from behind the loop.
-        for sequence in self._roster.running:
+        for sequence in self._table.running:
             if sequence.is_prefill:
                 prefills.append(sequence)
                 continue
@@ -93,7 +93,7 @@ class Planner:
             # Blocks on their way out may be enough for those that wait already and this one.
             if self._kv.pool.num_in_transit > draft.num_stalled:
                 break
-            victim = choose_victim(self._roster.running, sequence)
+            victim = choose_victim(self._table.running, sequence)
             if victim is None:
                 break
             self._preempt(victim, draft)
@@ -108,12 +108,12 @@ class Planner:
         if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
             draft.swap_outs += self._kv.swap_out(sequence, draft.step)
             sequence.ready_step = draft.step
-            self._roster.retreat(sequence, SequenceState.SWAPPED)
+            self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
             self.num_swap_preemptions += 1
         else:
             self._kv.release(sequence)
             sequence.forget_computed()
-            self._roster.retreat(sequence, SequenceState.WAITING)
+            self._table.preempt_sequence(sequence, SequenceState.WAITING)
             self.num_recompute_preemptions += 1
 
     def _is_to_swap(self, sequence: Sequence) -> bool:
@@ -126,8 +126,8 @@ class Planner:
 
     def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> bool:
         """Swap sequences in while there is room, and return whether all are back."""
-        swapped = self._roster.swapped
-        while swapped and self._roster.has_free_row:
+        swapped = self._table.swapped
+        while swapped and self._table.has_free_row:
             sequence = swapped[0]
             if sequence.ready_step > acknowledged_step or sequence.num_pending:
                 break
@@ -141,14 +141,14 @@ class Planner:
                 break
             draft.swap_ins += copies
             sequence.ready_step = draft.step
-            self._roster.start(sequence, SequenceState.ARRIVING)
+            self._table.start_sequence(sequence, SequenceState.ARRIVING)
             draft.add_start(sequence)
         return not swapped
 
     def _start_waiting(self, draft: PlanDraft) -> None:
         """Start sequences in the order of their turn while there are budget, rows and blocks."""
-        waiting = self._roster.waiting
-        while waiting and draft.budget and self._roster.has_free_row:
+        waiting = self._table.waiting
+        while waiting and draft.budget and self._table.has_free_row:
             sequence = waiting.first
             if sequence.num_pending or not self._admit(sequence, draft):
                 return
@@ -156,7 +156,7 @@ class Planner:
                 # What others made it do twice is not its tenant's to pay for.
                 num_tokens = sequence.length - sequence.num_computed
                 waiting.charge(sequence.share, num_tokens * sequence.active.token_cost)
-            self._roster.start(sequence, SequenceState.RUNNING)
+            self._table.start_sequence(sequence, SequenceState.RUNNING)
             draft.add_start(sequence)
             self._plan_chunk(sequence, draft)
 
@@ -193,7 +193,7 @@ class Planner:
 
     def _num_spare_blocks(self) -> int:
         """Return the blocks to leave free, so that a newcomer is not thrown out at once."""
-        return len(self._roster.running) + len(self._roster.arriving)
+        return len(self._table.running) + len(self._table.arriving)
 
     def _register(self, draft: PlanDraft) -> None:
         """Offer the blocks that the plan fills to sequences of later plans."""
@@ -201,4 +201,4 @@ class Planner:
         for sequence in draft.prefilled:
             self._kv.register(sequence)
             if sequence.prompt_step == draft.step:
-                self._roster.let_siblings_go(sequence)
+                self._table.release_siblings(sequence)

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 MAX_PREEMPTIONS = 3
-_rank = attrgetter("rank")
+_order = attrgetter("order")
 
 
 class SequenceQueue:
@@ -43,13 +43,13 @@ class SequenceQueue:
     def __getitem__(self, index: int) -> Sequence:
         return self._sequences[index]
 
-    def add(self, sequence: Sequence) -> None:
+    def insert(self, sequence: Sequence) -> None:
         """Put a sequence where its rank says."""
-        insort(self._sequences, sequence, key=_rank)
+        insort(self._sequences, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        index = bisect_left(self._sequences, sequence.rank, key=_rank)
+        index = bisect_left(self._sequences, sequence.order, key=_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]
 

@@ -49,14 +49,14 @@ class PrefixCache:
         token_bytes = array(_INT32, token_ids).tobytes()
         return BlockKey(sha256(self._hash_key + parent + token_bytes).digest(), token_bytes)
 
-    def find(self, key: BlockKey) -> int | None:
+    def find_block(self, key: BlockKey) -> int | None:
         """Return the block that holds what `key` says, or None."""
         block = self._block_of.get(key.digest)
         if block is None or self._key_of[block].token_bytes != key.token_bytes:
             return None
         return block
 
-    def put(self, key: BlockKey, block: int) -> bool:
+    def add_block(self, key: BlockKey, block: int) -> bool:
         """Remember what a block holds, and return False if another block is known for it."""
         if key.digest in self._block_of:
             return False
@@ -65,7 +65,7 @@ class PrefixCache:
         self._key_of[block] = key
         return True
 
-    def forget(self, block: int) -> None:
+    def forget_block(self, block: int) -> None:
         """Forget a block, if it is known."""
         key = self._key_of.pop(block, None)
         if key is not None:

@@ -69,9 +69,9 @@ class Scheduler:
         self._backlog = Backlog(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
-        self._roster = SequenceTable(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
+        self._table = SequenceTable(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
         self._swap_costs = SwapCosts()
-        self._planner = Planner(self._kv, self._roster, config=config, swap_costs=self._swap_costs)
+        self._planner = Planner(self._kv, self._table, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
         self._step = 0
@@ -87,24 +87,24 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended or a plan is in flight."""
-        return bool(self._roster.requests or self._in_flight)
+        return bool(self._table.requests or self._in_flight)
 
     @property
     def num_running(self) -> int:
         """Sequences that have a row and all their blocks."""
-        return len(self._roster.running)
+        return len(self._table.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that have neither row nor blocks."""
-        return len(self._roster.waiting) + self._roster.num_held
+        return len(self._table.waiting) + self._table.num_held
 
     @property
     def num_swapped(self) -> int:
         """Sequences whose blocks are in the CPU pool, or on their way there or back."""
-        return len(self._roster.swapped) + len(self._roster.arriving)
+        return len(self._table.swapped) + len(self._table.arriving)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Take a request in; if this raises, nothing has changed."""
         self._check(request)
         active = ActiveRequest(
@@ -112,7 +112,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._has_structures = self._has_structures or request.grammar is not None
-        self._roster.join(active)
+        self._table.add_request(active)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
             self._drop_stale_deadlines()
@@ -122,20 +122,20 @@ class Scheduler:
 
         Any thread may ask, at any time.
         """
-        self._backlog.check(tenant, num_tokens)
+        self._backlog.check_room(tenant, num_tokens)
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
+    def abort_request(self, request_id: str) -> list[TokenEvent]:
         """End what has not ended of a request, which may be nothing."""
         return [
             self._end(sequence, FinishReason.ABORT)
-            for sequence in self._roster.unfinished(request_id)
+            for sequence in self._table.unfinished(request_id)
         ]
 
-    def finish(self, request_id: str, index: int) -> bool:
+    def finish_sequence(self, request_id: str, index: int) -> bool:
         """End a sequence whose end the caller has found itself; return whether it had not ended."""
-        for sequence in self._roster.unfinished(request_id):
+        for sequence in self._table.unfinished(request_id):
             if sequence.index == index:
-                self._roster.leave(sequence)
+                self._table.remove_sequence(sequence)
                 return True
         return False
 
@@ -143,18 +143,18 @@ class Scheduler:
         """Return the ids of the requests of which a sequence has started."""
         return [
             request_id
-            for request_id, active in self._roster.requests.items()
+            for request_id, active in self._table.requests.items()
             if not active.is_queued
         ]
 
-    def expire(self, now_s: float) -> list[TokenEvent]:
+    def expire_requests(self, now_s: float) -> list[TokenEvent]:
         """End the requests whose deadline has passed; to be called every now and then."""
         self._backlog.tick(now_s)
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             if self._is_due(deadline_s, request_id):
-                events += self.abort(request_id)
+                events += self.abort_request(request_id)
         return events
 
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
@@ -164,17 +164,17 @@ class Scheduler:
         """
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             return None
-        draft = self._planner.plan(self._step, acknowledged_step=self._acknowledged_step)
+        draft = self._planner.plan_step(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
             return None
-        plan = draft.build()
+        plan = draft.build_plan()
         self._in_flight.append(_Flight(plan, draft.sampled))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
         self._num_swapped_out_blocks += len(plan.swap_outs)
         self._num_swapped_in_blocks += len(plan.swap_ins)
-        for active in self._roster.take_started():
+        for active in self._table.take_started():
             active.started_s = now_s
         return plan
 
@@ -191,7 +191,7 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED
         ]
 
-    def masked(self) -> MaskedStep | None:
+    def masked_step(self) -> MaskedStep | None:
         """Return what the only plan in flight samples under masks; None if that is nothing.
 
         The tokens of all earlier steps are known then, which masks depend on. Who makes plans
@@ -203,7 +203,7 @@ class Scheduler:
         sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
         return MaskedStep(flight.plan.step, sequences) if sequences else None
 
-    def end(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
+    def end_sequences(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
         """End sequences, without a token, that have not ended."""
         return [
             self._end(sequence, reason)
@@ -216,7 +216,7 @@ class Scheduler:
         assert step < self._step
         self._acknowledged_step = max(step, self._acknowledged_step)
         self._kv.acknowledge(step)
-        for sequence in self._roster.arrive(step):
+        for sequence in self._table.run_arrived(step):
             self._kv.register(sequence)
 
     def reset(self) -> None:
@@ -228,7 +228,7 @@ class Scheduler:
         self._in_flight.clear()
         self._step = 0
         self._acknowledged_step = -1
-        self._roster.start_over()
+        self._table.reset_sequences()
 
     def stats(self) -> SchedulerStats:
         """Return the numbers of the moment."""
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         """Raise what keeps a request from ever being served, or from being queued."""
-        if request.id in self._roster.requests:
+        if request.id in self._table.requests:
             raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
         prompt = request.prompt_token_ids
         if not 0 < len(prompt) < self._max_model_len:
@@ -274,7 +274,7 @@ class Scheduler:
         needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:
             raise CapacityError(needed, capacity)
-        self._backlog.check(request.tenant, len(prompt))
+        self._backlog.check_room(request.tenant, len(prompt))
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise if an output is not that of the oldest plan in flight."""
@@ -300,12 +300,12 @@ class Scheduler:
                 self._swap_costs.note_prefill(num_tokens, output.forward_s)
 
     def _is_due(self, deadline_s: float, request_id: str) -> bool:
-        active = self._roster.requests.get(request_id)
+        active = self._table.requests.get(request_id)
         return active is not None and active.request.deadline_s == deadline_s
 
     def _drop_stale_deadlines(self) -> None:
         """Keep the deadlines of requests that have ended from piling up."""
-        if len(self._deadlines) > 2 * len(self._roster.requests) + 64:
+        if len(self._deadlines) > 2 * len(self._table.requests) + 64:
             self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry)]
             heapq.heapify(self._deadlines)
 
@@ -314,7 +314,7 @@ class Scheduler:
     ) -> TokenEvent:
         """Append a sampled token to its sequence and return the event."""
         if token_id < 0:
-            self._kv.forget(sequence)
+            self._kv.forget_blocks(sequence)
             return self._end(sequence, FinishReason.ERROR)
         token_ids = sequence.token_ids
         token_ids.append(token_id)
@@ -326,10 +326,10 @@ class Scheduler:
         reason = stop_token_id = None
         if token_id in sequence.stop_token_ids and sequence.may_end_with(token_id):
             reason, stop_token_id = FinishReason.STOP, token_id
-            self._roster.leave(sequence)
+            self._table.remove_sequence(sequence)
         elif length == sequence.max_length:
             reason = FinishReason.LENGTH
-            self._roster.leave(sequence)
+            self._table.remove_sequence(sequence)
         return TokenEvent(
             sequence.request_id,
             sequence.index,
@@ -344,7 +344,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
         """End a sequence without a token and return the event."""
-        self._roster.leave(sequence)
+        self._table.remove_sequence(sequence)
         return TokenEvent(
             sequence.request_id,
             sequence.index,

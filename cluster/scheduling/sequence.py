@@ -88,8 +88,8 @@ class Sequence:
         "num_prompt_tokens",
         "num_registered",
         "num_slots",
+        "order",
         "prompt_step",
-        "rank",
         "ready_step",
         "request_id",
         "reserved_block_ids",
@@ -108,7 +108,7 @@ class Sequence:
         self.active = active
         self.request_id = request.id
         self.index = index
-        self.rank = (request.priority, arrival, index)
+        self.order = (request.priority, arrival, index)
         """Who is served first, and whose blocks are taken last: the lower."""
         self.stop_token_ids = active.stop_token_ids
         self.num_prompt_tokens = num_prompt_tokens

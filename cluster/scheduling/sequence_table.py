@@ -57,22 +57,22 @@ class SequenceTable:
             if sequence.state is not SequenceState.FINISHED:
                 yield sequence
 
-    def join(self, active: ActiveRequest) -> None:
+    def add_request(self, active: ActiveRequest) -> None:
         """Queue a request; its sequences but the first are held."""
         self.requests[active.request.id] = active
-        active.share = self.waiting.open(active.request.tenant)
-        self.backlog.enter(active.request.tenant, len(active.request.prompt_token_ids))
-        self.waiting.add(active.sequences[0])
+        active.share = self.waiting.open_share(active.request.tenant)
+        self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
+        self.waiting.insert(active.sequences[0])
 
-    def start(self, sequence: Sequence, state: SequenceState) -> None:
+    def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
         """Give a waiting or swapped sequence a row."""
         self._queue_of(sequence).remove(sequence)
         sequence.row = self._free_rows.pop()
         sequence.state = state
-        self._queue_of(sequence).add(sequence)
+        self._queue_of(sequence).insert(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
-            self.backlog.start(sequence.active.request.tenant, sequence.num_prompt_tokens)
+            self.backlog.start_request(sequence.active.request.tenant, sequence.num_prompt_tokens)
             self._started.append(sequence.active)
 
     def take_started(self) -> list[ActiveRequest]:
@@ -80,24 +80,24 @@ class SequenceTable:
         started, self._started = self._started, []
         return started
 
-    def arrive(self, step: int) -> list[Sequence]:
+    def run_arrived(self, step: int) -> list[Sequence]:
         """Return the sequences that were swapped in up to `step`, which run from here on."""
         arrived = [sequence for sequence in self.arriving if sequence.ready_step <= step]
         for sequence in arrived:
             self.arriving.remove(sequence)
             sequence.state = SequenceState.RUNNING
-            self.running.add(sequence)
+            self.running.insert(sequence)
         return arrived
 
-    def retreat(self, sequence: Sequence, state: SequenceState) -> None:
+    def preempt_sequence(self, sequence: Sequence, state: SequenceState) -> None:
         """Take a running sequence's row, to wait or in the CPU pool."""
         self.running.remove(sequence)
         self._end_row(sequence)
         sequence.state = state
-        self._queue_of(sequence).add(sequence)
-        self.let_siblings_go(sequence)
+        self._queue_of(sequence).insert(sequence)
+        self.release_siblings(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """Take all from a sequence that is over."""
         active = sequence.active
         if sequence.state is SequenceState.HELD:
@@ -110,24 +110,24 @@ class SequenceTable:
         sequence.state = SequenceState.FINISHED
         active.num_unfinished -= 1
         if active.num_unfinished:
-            self.let_siblings_go(sequence)
+            self.release_siblings(sequence)
             return
         del self.requests[sequence.request_id]
-        self.waiting.close(active.share)
+        self.waiting.close_share(active.share)
         if active.is_queued:
-            self.backlog.drop(active.request.tenant, sequence.num_prompt_tokens)
+            self.backlog.drop_request(active.request.tenant, sequence.num_prompt_tokens)
 
-    def let_siblings_go(self, sequence: Sequence) -> None:
+    def release_siblings(self, sequence: Sequence) -> None:
         """Queue the siblings that waited for a sequence's prompt."""
         active = sequence.active
         if sequence.index or not active.held:
             return
         for sibling in active.held:
             sibling.state = SequenceState.WAITING
-            self.waiting.add(sibling)
+            self.waiting.insert(sibling)
         active.held = []
 
-    def start_over(self) -> None:
+    def reset_sequences(self) -> None:
         """Make every sequence wait with the tokens it has, and every row and block free."""
         self._kv.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
@@ -137,7 +137,7 @@ class SequenceTable:
                 sequence.state = SequenceState.WAITING
                 sequence.row = -1
                 sequence.ready_step = -1
-                self.waiting.add(sequence)
+                self.waiting.insert(sequence)
         for sequence in self.waiting:
             self._kv.disown(sequence)
             sequence.forget_computed()

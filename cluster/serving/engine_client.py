@@ -54,7 +54,7 @@ class Replica(Protocol):
 class Encoder(Replica, Protocol):
     """A replica whose model makes vectors of texts."""
 
-    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request. Raises OverloadedError or EngineError."""
         ...
 
@@ -62,13 +62,13 @@ class Encoder(Replica, Protocol):
 class Engine(Replica, Protocol):
     """A replica whose model generates."""
 
-    def submit(self, request: Request) -> None:
+    def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """End a request; one that has ended or never was is left alone."""
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request whose reader has enough; no event follows."""
 
 
@@ -153,9 +153,9 @@ class EngineClient:
         stream = EngineStream(self, engine, requests)
         try:
             for request in requests:
-                # Events may come before `submit` returns.
+                # Events may come before `submit_request` returns.
                 self._streams[request.id] = stream
-                engine.submit(request)
+                engine.submit_request(request)
         except BaseException:
             stream.close()
             raise
@@ -229,7 +229,7 @@ class EngineStream:
     def finish(self, request_id: str, index: int) -> None:
         """End a sequence that has enough tokens; nothing more of it is read."""
         if self._end(request_id, index):
-            self._engine.finish(request_id, index)
+            self._engine.finish_sequence(request_id, index)
             self._wake()
 
     def abort(self) -> None:
@@ -249,7 +249,7 @@ class EngineStream:
         for request_id in unfinished:
             self._client.forget(request_id)
         for request_id in unfinished:
-            self._engine.abort(request_id)
+            self._engine.abort_request(request_id)
 
     def put(self, event: TokenEvent) -> None:
         """Take an event from the engine."""

@@ -201,7 +201,7 @@ class Servicer:
             call.reserve(num_prompt_tokens=request.num_tokens, num_tokens=request.num_tokens)
             # Tokenizing took time, in which a drain may have begun.
             self._check_phase()
-            running = self.client.encoder.submit(replace(request, weight=tenant.weight))
+            running = self.client.encoder.submit_request(replace(request, weight=tenant.weight))
             call.task = embedding = Embedding(running)
             watch.note_open("")
             vectors = await embedding.vectors(given.deadline_s)

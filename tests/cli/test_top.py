@@ -63,7 +63,7 @@ def test_rates_of_a_server_that_was_started_anew_are_none() -> None:
 def test_client_reads_what_a_server_writes() -> None:
     with serving(msgspec.json.encode(LOADS)) as (url, keys):
         client = LoadsClient(url + "/", key="secret")
-        assert client.read() == LOADS
+        assert client.read_loads() == LOADS
         client.close()
     assert keys == ["Bearer secret"]
 
@@ -81,9 +81,9 @@ def test_client_says_why_it_has_no_loads(body: bytes, status: int, text: str) ->
     with serving(body, status) as (url, _):
         client = LoadsClient(url)
         with pytest.raises(EngineError, match=text):
-            client.read()
+            client.read_loads()
     with pytest.raises(EngineError, match="not reachable"):
-        client.read()
+        client.read_loads()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999"])

@@ -38,7 +38,7 @@ class Rig:
         deadline_s: float | None = None,
     ) -> None:
         self.sink.expect(request_id, n)
-        self.controller.submit(
+        self.controller.submit_request(
             Request(
                 id=request_id,
                 prompt_token_ids=tuple(range(num_prompt_tokens)),
@@ -78,11 +78,11 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.executor.may_step.set()
-    rig.controller.stop()
+    rig.controller.stop_steps()
 
 
 def test_every_sequence_ends_once_with_all_its_tokens(rig: Rig) -> None:
-    rig.controller.start()
+    rig.controller.start_steps()
     rig.submit("a")
     rig.submit("b", n=3, max_tokens=9)
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
@@ -94,10 +94,10 @@ def test_every_sequence_ends_once_with_all_its_tokens(rig: Rig) -> None:
 def test_aborted_request_ends_once(rig: Rig) -> None:
     rig.submit("a", n=2)
     rig.submit("b")
-    rig.controller.abort("a")
-    rig.controller.abort("a")
-    rig.controller.abort("unknown")
-    rig.controller.start()
+    rig.controller.abort_request("a")
+    rig.controller.abort_request("a")
+    rig.controller.abort_request("unknown")
+    rig.controller.start_steps()
     ends = rig.ends()
     assert ends["a", 0] is ends["a", 1] is FinishReason.ABORT
     assert ends["b", 0] is FinishReason.LENGTH
@@ -105,7 +105,7 @@ def test_aborted_request_ends_once(rig: Rig) -> None:
 
 def test_request_ends_at_its_deadline(rig: Rig) -> None:
     rig.executor.may_step.clear()
-    rig.controller.start()
+    rig.controller.start_steps()
     rig.submit("a", deadline_s=time.monotonic() + 0.02)
     time.sleep(0.03)
     rig.executor.may_step.set()
@@ -117,7 +117,7 @@ def test_requests_go_on_after_the_death_of_a_rank(rig: Rig, where: str) -> None:
     getattr(rig.executor, where).append(WorkerError("A rank died."))
     rig.submit("a", n=2)
     rig.submit("b")
-    rig.controller.start()
+    rig.controller.start_steps()
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
     assert rig.sink.tokens["a", 1] == [7] * 5
     assert rig.executor.num_restarts == 1
@@ -128,7 +128,7 @@ def test_replacement_that_dies_is_replaced_again(rig: Rig) -> None:
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.executor.restart_failures += [WorkerError("So did the next."), WorkerError("And another.")]
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     assert rig.ends() == {("a", 0): FinishReason.LENGTH}
     assert rig.executor.num_restarts == 3
     assert rig.controller.is_healthy
@@ -141,7 +141,7 @@ def test_engine_gives_up_when_no_replacement_lives(
     rig.executor.restart_failures += [WorkerError("No luck.")] * 10
     rig.submit("a", n=2)
     rig.submit("b")
-    rig.controller.start()
+    rig.controller.start_steps()
     errors = set(map(str, rig.ends().values()))
     assert errors == {"The engine has stopped: its ranks died 3 times as they started. No luck."}
     assert not rig.controller.is_healthy
@@ -154,7 +154,7 @@ def test_ranks_that_cannot_start_are_not_tried_again(rig: Rig) -> None:
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.executor.restart_failures.append(StartupError("No checkpoint."))
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     assert str(rig.ends()["a", 0]) == "The engine has stopped: No checkpoint."
     assert rig.executor.num_restarts == 1
 
@@ -162,7 +162,7 @@ def test_ranks_that_cannot_start_are_not_tried_again(rig: Rig) -> None:
 def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
     rig.executor.step_failures += [WorkerError("A rank died.")] * 3
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     assert isinstance(rig.ends()["a", 0], EngineError)
     assert rig.executor.num_restarts == 2
 
@@ -170,7 +170,7 @@ def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
 def test_request_that_saw_too_many_deaths_ends_alone(rig: Rig) -> None:
     rig.executor.step_s = 0.002
     rig.submit("poison", max_tokens=150)
-    rig.controller.start()
+    rig.controller.start_steps()
     for _ in range(3):
         # A step ends between two deaths, so that the engine itself does not give up.
         num_steps, num_restarts = rig.controller.stats().num_steps, rig.executor.num_restarts
@@ -185,19 +185,19 @@ def test_request_that_saw_too_many_deaths_ends_alone(rig: Rig) -> None:
 def test_defect_ends_every_request(rig: Rig) -> None:
     rig.executor.step_failures.append(RuntimeError("a defect"))
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     assert str(rig.ends()["a", 0]) == "The engine failed; its log says why."
 
 
 def test_shutdown_ends_running_and_waiting_requests(rig: Rig) -> None:
     rig.executor.may_step.clear()
-    rig.controller.start()
+    rig.controller.start_steps()
     rig.submit("a", n=2, max_tokens=150)
     rig.submit("b", max_tokens=150)
-    rig.controller.stop(timeout_s=0.05)
+    rig.controller.stop_steps(timeout_s=0.05)
     assert all(isinstance(end, ShuttingDownError) for end in rig.ends().values())
     with pytest.raises(ShuttingDownError):
-        rig.controller.submit(
+        rig.controller.submit_request(
             Request(id="c", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
         )
 
@@ -205,11 +205,11 @@ def test_shutdown_ends_running_and_waiting_requests(rig: Rig) -> None:
 def test_step_that_ends_after_the_shutdown_adds_nothing(rig: Rig) -> None:
     rig.executor.may_step.clear()
     rig.submit("a", max_tokens=1)
-    rig.controller.start()
-    rig.controller.stop(timeout_s=0.05)
+    rig.controller.start_steps()
+    rig.controller.stop_steps(timeout_s=0.05)
     rig.executor.may_step.set()
-    rig.controller.stop()
-    rig.controller.abort("a")
+    rig.controller.stop_steps()
+    rig.controller.abort_request("a")
     assert isinstance(rig.ends()["a", 0], ShuttingDownError)
     assert rig.sink.tokens["a", 0] == []
 
@@ -219,10 +219,10 @@ def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixtu
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.executor.restart_failures.append(WorkerError("So did the next."))
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     wait_for(lambda: rig.executor.num_restarts)
     started_s = time.monotonic()
-    rig.controller.stop()
+    rig.controller.stop_steps()
     assert time.monotonic() - started_s < 20.0
     assert isinstance(rig.ends()["a", 0], ShuttingDownError)
     assert "ERROR" not in [record.levelname for record in caplog.records]
@@ -232,7 +232,7 @@ def test_replacement_is_told_in_two_lines(rig: Rig, caplog: pytest.LogCaptureFix
     caplog.set_level("INFO", "cluster")
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.submit("a")
-    rig.controller.start()
+    rig.controller.start_steps()
     rig.ends()
     wait_for(lambda: rig.controller.is_healthy)
     messages = [record.getMessage() for record in caplog.records]

@@ -57,7 +57,7 @@ class CountingExecutor(FakeExecutor):
             self.gate.set()
         self._num_failures = num_failures
 
-    def embed(self, plan: EmbedPlan) -> EmbedOutput:
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         self.plans.append(plan)
         assert self.gate.wait(TIMEOUT_S)
         if self._num_failures:
@@ -75,14 +75,14 @@ def opened() -> Iterator[Callable[..., Embedder]]:
     def open_one(executor: CountingExecutor, **limits: int) -> Embedder:
         config = EngineConfig(model=MODEL, scheduler=SchedulerConfig(**limits))  # type: ignore[arg-type]  # the stubs are narrower than the library
         embedder = Embedder(config, executor)
-        embedder.start()
+        embedder.start_steps()
         embedders.append((embedder, executor))
         return embedder
 
     yield open_one
     for embedder, executor in embedders:
         executor.gate.set()
-        embedder.stop()
+        embedder.stop_steps()
 
 
 def request(
@@ -116,7 +116,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 def held(embedder: Embedder, executor: CountingExecutor) -> None:
     """Let a step begin that does not end before the gate opens."""
-    embedder.submit(request([1]))
+    embedder.submit_request(request([1]))
     wait_until(lambda: len(executor.plans) == 1)
 
 
@@ -125,7 +125,8 @@ def test_steps_hold_what_the_token_budget_allows_and_vectors_keep_their_order(
 ) -> None:
     executor = CountingExecutor()
     texts = [[first] * length for first, length in enumerate((3, 12, 1, 4, 3, 11))]
-    vectors = opened(executor, max_num_batched_tokens=11).submit(request(*texts)).result(TIMEOUT_S)
+    embedder = opened(executor, max_num_batched_tokens=11)
+    vectors = embedder.submit_request(request(*texts)).result(TIMEOUT_S)
     assert vectors.tolist() == [[float(len(ids)), float(ids[0])] for ids in texts]
     assert lengths(executor) == [[1, 3, 3, 4], [11], [12]]
     assert [plan.step for plan in executor.plans] == [0, 1, 2]
@@ -133,7 +134,7 @@ def test_steps_hold_what_the_token_budget_allows_and_vectors_keep_their_order(
 
 def test_steps_hold_no_more_texts_than_rows(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor()
-    opened(executor, max_num_seqs=2).submit(request(*[[1]] * 5)).result(TIMEOUT_S)
+    opened(executor, max_num_seqs=2).submit_request(request(*[[1]] * 5)).result(TIMEOUT_S)
     assert [len(plan.token_ids) for plan in executor.plans] == [2, 2, 1]
 
 
@@ -143,9 +144,9 @@ def test_a_step_holds_texts_of_several_calls_that_pool_alike(
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor)
     held(embedder, executor)
-    first = embedder.submit(request([2, 2]))
-    second = embedder.submit(request([4], [5, 5, 5]))
-    other = embedder.submit(request([3], pooling="cls"))
+    first = embedder.submit_request(request([2, 2]))
+    second = embedder.submit_request(request([4], [5, 5, 5]))
+    other = embedder.submit_request(request([3], pooling="cls"))
     executor.gate.set()
     assert first.result(TIMEOUT_S).tolist() == [[2.0, 2.0]]
     assert other.result(TIMEOUT_S).tolist() == [[1.0, 3.0]]
@@ -159,8 +160,8 @@ def test_one_text_of_another_tenant_does_not_wait_for_a_flood(
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor, max_num_batched_tokens=10)
     held(embedder, executor)
-    flood = [embedder.submit(request([6] * 10, tenant="many")) for _ in range(50)]
-    one = embedder.submit(request([7] * 10, tenant="one"))
+    flood = [embedder.submit_request(request([6] * 10, tenant="many")) for _ in range(50)]
+    one = embedder.submit_request(request([7] * 10, tenant="one"))
     executor.gate.set()
     assert one.result(TIMEOUT_S).tolist() == [[10.0, 7.0]]
     place = next(i for i, plan in enumerate(executor.plans) if plan.token_ids[0][0] == 7)
@@ -171,14 +172,15 @@ def test_one_text_of_another_tenant_does_not_wait_for_a_flood(
 
 def test_cut_vectors_are_of_length_one_again(opened: Callable[..., Embedder]) -> None:
     embedder = opened(CountingExecutor())
-    vectors = embedder.submit(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
+    vectors = embedder.submit_request(request([7, 7], size=1, is_normalized=True)).result(TIMEOUT_S)
     assert vectors.tolist() == [[1.0]]
     assert vectors.dtype == np.float32
 
 
 def test_texts_go_to_new_ranks_when_the_old_ones_die(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor(num_failures=1)
-    assert opened(executor).submit(request([7, 7])).result(TIMEOUT_S).tolist() == [[2.0, 7.0]]
+    answer = opened(executor).submit_request(request([7, 7]))
+    assert answer.result(TIMEOUT_S).tolist() == [[2.0, 7.0]]
     assert executor.num_restarts == 1
     assert [plan.step for plan in executor.plans] == [0, 0]
 
@@ -187,18 +189,18 @@ def test_texts_that_end_two_groups_are_given_up(opened: Callable[..., Embedder])
     executor = CountingExecutor(num_failures=2)
     embedder = opened(executor)
     with pytest.raises(EngineError, match="could not be embedded: A rank died"):
-        embedder.submit(request([7])).result(TIMEOUT_S)
-    assert embedder.submit(request([7])).result(TIMEOUT_S).tolist() == [[1.0, 7.0]]
+        embedder.submit_request(request([7])).result(TIMEOUT_S)
+    assert embedder.submit_request(request([7])).result(TIMEOUT_S).tolist() == [[1.0, 7.0]]
     assert executor.num_restarts == 2
 
 
 def test_deaths_without_a_step_between_end_the_engine(opened: Callable[..., Embedder]) -> None:
     embedder = opened(CountingExecutor(num_failures=1000))
-    errors = [embedder.submit(request([7])).exception(TIMEOUT_S) for _ in range(3)]
+    errors = [embedder.submit_request(request([7])).exception(TIMEOUT_S) for _ in range(3)]
     assert all(isinstance(error, EngineError) for error in errors)
     assert "has stopped" in str(errors[-1])
     with pytest.raises(EngineError, match="has stopped"):
-        embedder.submit(request([7]))
+        embedder.submit_request(request([7]))
     assert not embedder.is_healthy
 
 
@@ -206,10 +208,10 @@ def test_late_and_cancelled_texts_never_run(opened: Callable[..., Embedder]) -> 
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor)
     held(embedder, executor)
-    late = embedder.submit(request([8], deadline_s=time.monotonic()))
-    cancelled = embedder.submit(request([9]))
+    late = embedder.submit_request(request([8], deadline_s=time.monotonic()))
+    cancelled = embedder.submit_request(request([9]))
     cancelled.cancel()
-    good = embedder.submit(request([10]))
+    good = embedder.submit_request(request([10]))
     executor.gate.set()
     good.result(TIMEOUT_S)
     with pytest.raises(DeadlineError):
@@ -223,10 +225,10 @@ def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor, max_queued_requests=2, max_queued_tokens=5)
     held(embedder, executor)
-    embedder.submit(request([1, 1]))
+    embedder.submit_request(request([1, 1]))
     with pytest.raises(OverloadedError, match="more than the 5 that may wait"):
-        embedder.submit(request([1] * 4))
-    embedder.submit(request([1, 1]))
+        embedder.submit_request(request([1] * 4))
+    embedder.submit_request(request([1, 1]))
     with pytest.raises(OverloadedError, match="The queue is full: 2 requests may wait"):
         embedder.check_room("", 0)
 
@@ -235,12 +237,12 @@ def test_the_end_of_the_engine_ends_what_waits(opened: Callable[..., Embedder]) 
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor)
     held(embedder, executor)
-    waiting = embedder.submit(request([1]))
-    stopping = threading.Thread(target=embedder.stop)
+    waiting = embedder.submit_request(request([1]))
+    stopping = threading.Thread(target=embedder.stop_steps)
     stopping.start()
     executor.gate.set()
     stopping.join(TIMEOUT_S)
     with pytest.raises(ShuttingDownError):
         waiting.result(TIMEOUT_S)
     with pytest.raises(EngineError):
-        embedder.submit(request([1]))
+        embedder.submit_request(request([1]))

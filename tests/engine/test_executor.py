@@ -28,9 +28,9 @@ def config() -> EngineConfig:
 def test_step_tells_what_its_swaps_and_the_rest_took() -> None:
     executor = LocalExecutor(config(), lambda what, fraction: None)
     start = SequenceStart(0, [5, 6, 7], 3, [1], SamplingParams(temperature=0.0), 0, 0)
-    executor.submit(StepPlan(0, [SequencePlan(0, 0, 3, True)], [start]))
-    executor.submit(StepPlan(1, [], swap_outs=[BlockCopy(1, 2)]))
-    prefill, swap = executor.collect(), executor.collect()
+    executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 3, True)], [start]))
+    executor.submit_plan(StepPlan(1, [], swap_outs=[BlockCopy(1, 2)]))
+    prefill, swap = executor.collect_output(), executor.collect_output()
     executor.close()
     assert prefill.forward_s > 0.0
     assert prefill.swap_s == 0.0

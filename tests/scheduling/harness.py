@@ -103,12 +103,12 @@ class Harness:
             priority=priority,
             deadline_s=deadline_s,
         )
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         self.requests[request.id] = request
         self.tenants[seed] = tenant
         if bad_length is not None:
             self.bad_lengths[seed] = bad_length
-        active = self.scheduler._roster.requests[request.id]
+        active = self.scheduler._table.requests[request.id]
         self.sequences += active.sequences
         self.tokens |= {(request.id, index): [] for index in range(request.sampling.n)}
         return request.id
@@ -151,7 +151,7 @@ class Harness:
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """Abort a request."""
-        events = self._note(self.scheduler.abort(request_id))
+        events = self._note(self.scheduler.abort_request(request_id))
         self.check()
         return events
 
@@ -159,12 +159,12 @@ class Harness:
         """End a sequence from outside."""
         if (request_id, index) not in self.reasons:
             self.finished_by_caller.add((request_id, index))
-        self.scheduler.finish(request_id, index)
+        self.scheduler.finish_sequence(request_id, index)
         self.check()
 
     def expire(self, now_s: float) -> list[TokenEvent]:
         """End what is overdue."""
-        events = self._note(self.scheduler.expire(now_s))
+        events = self._note(self.scheduler.expire_requests(now_s))
         self.check()
         return events
 
@@ -241,7 +241,7 @@ class Harness:
         kv = self.scheduler._kv
         assert kv.pool.num_free == kv.pool.num_blocks
         assert kv.cpu_pool.num_free == kv.cpu_pool.num_blocks
-        assert len(self.scheduler._roster._free_rows) == self.config.max_num_seqs
+        assert len(self.scheduler._table._free_rows) == self.config.max_num_seqs
 
     def check(self) -> None:
         """Check every invariant of the scheduler's state."""
@@ -286,7 +286,7 @@ class Harness:
         )
 
     def _check_places(self, holders: list[ScheduledSequence]) -> None:
-        sequence_table = self.scheduler._roster
+        sequence_table = self.scheduler._table
         places = {
             SequenceState.WAITING: list(sequence_table.waiting),
             SequenceState.RUNNING: list(sequence_table.running),
@@ -300,9 +300,9 @@ class Harness:
             if state is SequenceState.WAITING:
                 for tenant in {s.active.request.tenant for s in sequences}:
                     own = [s for s in sequences if s.active.request.tenant == tenant]
-                    assert own == sorted(own, key=lambda s: s.rank)
+                    assert own == sorted(own, key=lambda s: s.order)
             elif state is not SequenceState.HELD:
-                assert sequences == sorted(sequences, key=lambda s: s.rank)
+                assert sequences == sorted(sequences, key=lambda s: s.order)
         for sequence in holders:
             has_row = sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVING)
             assert has_row == (sequence.row >= 0) == bool(sequence.block_ids)

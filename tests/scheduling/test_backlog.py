@@ -8,30 +8,30 @@ from pagedray.errors import OverloadedError
 
 def refusal(backlog: Backlog, num_tokens: int = 1) -> OverloadedError:
     with pytest.raises(OverloadedError) as caught:
-        backlog.check("", num_tokens)
+        backlog.check_room("", num_tokens)
     return caught.value
 
 
 def filled(num_requests: int, *, num_tokens: int = 10, max_tokens: int = 10**6) -> Backlog:
     backlog = Backlog(max_requests=num_requests, max_tokens=max_tokens)
     for _ in range(num_requests):
-        backlog.check("", num_tokens)
-        backlog.enter("", num_tokens)
+        backlog.check_room("", num_tokens)
+        backlog.add_request("", num_tokens)
     return backlog
 
 
 def test_requests_and_their_tokens_are_bounded() -> None:
     assert "The queue is full: 2 requests may wait." in str(refusal(filled(2)))
     backlog = Backlog(max_requests=9, max_tokens=25)
-    backlog.enter("", 20)
-    backlog.check("", 5)
+    backlog.add_request("", 20)
+    backlog.check_room("", 5)
     assert "more than the 25 that may wait" in str(refusal(backlog, 6))
-    backlog.drop("", 20)
-    backlog.check("", 6)
+    backlog.drop_request("", 20)
+    backlog.check_room("", 6)
 
 
 def test_one_request_alone_may_be_longer_than_all_that_may_wait() -> None:
-    Backlog(max_requests=9, max_tokens=25).check("", 1000)
+    Backlog(max_requests=9, max_tokens=25).check_room("", 1000)
 
 
 def test_client_comes_back_when_half_of_the_queue_has_gone() -> None:
@@ -42,8 +42,8 @@ def test_client_comes_back_when_half_of_the_queue_has_gone() -> None:
         # 20 requests a second.
         backlog.tick(now_s)
         for _ in range(5):
-            backlog.start("", 10)
-            backlog.enter("", 10)
+            backlog.start_request("", 10)
+            backlog.add_request("", 10)
         now_s += 0.25
     assert refusal(backlog).retry_after_s == pytest.approx(50 / 20, rel=0.05)
 
@@ -52,9 +52,9 @@ def test_a_queue_of_tokens_is_judged_by_the_rate_of_tokens() -> None:
     backlog = filled(100, num_tokens=10, max_tokens=1000)
     for step in range(60):
         backlog.tick(step * 0.25)
-        backlog.start("", 10)
-        backlog.enter("", 10)
-    backlog.drop("", 10)
+        backlog.start_request("", 10)
+        backlog.add_request("", 10)
+    backlog.drop_request("", 10)
     # 40 tokens a second.
     assert refusal(backlog, 20).retry_after_s == pytest.approx(990 / 2 / 40, rel=0.05)
 
@@ -62,11 +62,11 @@ def test_a_queue_of_tokens_is_judged_by_the_rate_of_tokens() -> None:
 def test_the_rate_is_that_of_a_full_engine_and_not_of_the_arrivals() -> None:
     backlog = Backlog(max_requests=10, max_tokens=10**6)
     for step in range(20):
-        backlog.enter("", 1)
-        backlog.start("", 1)
+        backlog.add_request("", 1)
+        backlog.start_request("", 1)
         backlog.tick(step * 0.25)
     for _ in range(10):
-        backlog.enter("", 1)
+        backlog.add_request("", 1)
     assert refusal(backlog).retry_after_s == 1.0
 
 
@@ -79,10 +79,10 @@ def test_an_engine_that_starts_nothing_gives_a_minute() -> None:
 
 def test_nobody_is_kept_out_by_another_tenant() -> None:
     backlog = filled(4, max_tokens=40)
-    backlog.check("other", 1000)
-    backlog.enter("other", 1000)
+    backlog.check_room("other", 1000)
+    backlog.add_request("other", 1000)
     with pytest.raises(OverloadedError, match="4 requests may wait"):
-        backlog.check("other", 1)
-    backlog.start("other", 1000)
-    backlog.check("other", 1)
+        backlog.check_room("other", 1)
+    backlog.start_request("other", 1000)
+    backlog.check_room("other", 1)
     assert "4 requests may wait" in str(refusal(backlog))

@@ -14,7 +14,7 @@ COSTS = st.lists(st.integers(1, MAX_COST), min_size=1, max_size=20)
 
 @dataclass(eq=False)
 class Item:
-    rank: tuple[int, ...]
+    order: tuple[int, ...]
     share: "Share[Item]"
     cost: int
 
@@ -31,14 +31,14 @@ class Server:
 
     def send(self, tenant: str, cost: int, priority: int = 0) -> None:
         self._num_arrivals += 1
-        share = self.queue.open(tenant)
-        self.queue.add(Item((priority, self._num_arrivals), share, cost))
+        share = self.queue.open_share(tenant)
+        self.queue.insert(Item((priority, self._num_arrivals), share, cost))
 
     def serve(self) -> str:
         item = self.queue.first
         self.queue.charge(item.share, item.cost / self.weights[item.share.tenant])
         self.queue.remove(item)
-        self.queue.close(item.share)
+        self.queue.close_share(item.share)
         self.served[item.share.tenant] += item.cost
         self.order.append(item)
         return item.share.tenant
@@ -46,14 +46,14 @@ class Server:
 
 @FEW
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(1, MAX_COST)), max_size=40))
-def test_a_tenant_alone_is_served_by_rank(sent: list[tuple[int, int]]) -> None:
+def test_a_tenant_alone_is_served_in_order(sent: list[tuple[int, int]]) -> None:
     server = Server({"a": 0.3})
     for priority, cost in sent:
         server.send("a", cost, priority)
     while server.queue:
         server.serve()
-    ranks = [item.rank for item in server.order]
-    assert ranks == sorted(ranks)
+    orders = [item.order for item in server.order]
+    assert orders == sorted(orders)
     assert server.queue.num_shares <= 1
 
 

@@ -135,7 +135,7 @@ def test_forgotten_sequence_leaves_no_prefix() -> None:
     kv = make_manager()
     first, second = make_sequences(9)[0], make_sequences(9)[0]
     run_prompt(kv, first)
-    kv.forget(first)
+    kv.forget_blocks(first)
     kv.release(first)
     assert kv.pool.num_idle == 0
     assert kv.admit(second, num_tokens=9, num_spare=0)

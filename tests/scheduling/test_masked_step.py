@@ -63,13 +63,13 @@ def run_step(one: Scheduler, token_id: int) -> None:
 def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> None:
     one, grammar = scheduler(), LastTokenGrammar()
     for name, given in (("a", None), ("b", grammar), ("c", None), ("d", grammar)):
-        one.add(request(name, given))
+        one.add_request(request(name, given))
     plan = one.schedule()
     assert plan is not None
     assert [start.is_masked for start in plan.starts] == [False, True, False, True]
-    masked = one.masked()
+    masked = one.masked_step()
     assert masked is not None
-    masks, ends = masked.masks()
+    masks, ends = masked.make_masks()
     assert masks.step == plan.step
     assert masks.words == (1 << 1).to_bytes(4, "little") * 2
     assert ends == []
@@ -79,34 +79,34 @@ def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> N
 
 def test_without_a_grammar_nothing_is_masked() -> None:
     one = scheduler()
-    one.add(request("a", None))
+    one.add_request(request("a", None))
     one.schedule()
-    assert one.masked() is None
+    assert one.masked_step() is None
 
 
 def test_what_ended_meanwhile_is_not_asked_for_and_may_sample_anything() -> None:
     one, grammar = scheduler(), LastTokenGrammar()
     for name in ("a", "b"):
-        one.add(request(name, grammar))
+        one.add_request(request(name, grammar))
     one.schedule()
-    masked = one.masked()
+    masked = one.masked_step()
     assert masked is not None
-    one.abort("a")
-    masks, ends = masked.masks()
+    one.abort_request("a")
+    masks, ends = masked.make_masks()
     assert masks.words == EVERYTHING + (1 << 1).to_bytes(4, "little")
     assert ends == []
 
 
 def test_a_sequence_for_which_nothing_is_left_ends_without_a_token() -> None:
     one, grammar = scheduler(), LastTokenGrammar()
-    one.add(request("a", grammar))
+    one.add_request(request("a", grammar))
     for token_id in (1, 2, 3):
         run_step(one, token_id)
     one.schedule()
-    masked = one.masked()
+    masked = one.masked_step()
     assert masked is not None
-    masks, ends = masked.masks()
+    masks, ends = masked.make_masks()
     assert masks.words == EVERYTHING
-    (event,) = one.end(ends)
+    (event,) = one.end_sequences(ends)
     assert (event.token_ids, event.finish_reason) == ((), FinishReason.STOP)
-    assert one.end(ends) == []
+    assert one.end_sequences(ends) == []

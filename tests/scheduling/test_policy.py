@@ -21,7 +21,7 @@ def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:
 def make_queue(*sequences: Sequence) -> SequenceQueue:
     queue = SequenceQueue()
     for sequence in sequences:
-        queue.add(sequence)
+        queue.insert(sequence)
     return queue
 
 

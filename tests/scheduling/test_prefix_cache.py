@@ -7,24 +7,24 @@ def test_block_is_found_by_equal_tokens_after_equal_tokens() -> None:
     cache = PrefixCache(KEY)
     first = cache.key_after(cache.root("a"), [1, 2])
     second = cache.key_after(first.digest, [3, 4])
-    assert cache.put(first, 10)
-    assert cache.put(second, 11)
+    assert cache.add_block(first, 10)
+    assert cache.add_block(second, 11)
     again = cache.key_after(cache.root("a"), [1, 2])
-    assert cache.find(again) == 10
-    assert cache.find(cache.key_after(again.digest, [3, 4])) == 11
+    assert cache.find_block(again) == 10
+    assert cache.find_block(cache.key_after(again.digest, [3, 4])) == 11
 
 
 def test_equal_tokens_after_other_tokens_are_another_block() -> None:
     cache = PrefixCache(KEY)
     parents = [cache.key_after(cache.root("a"), [token, 2]).digest for token in (0, 1)]
-    cache.put(cache.key_after(parents[0], [3, 4]), 10)
-    assert cache.find(cache.key_after(parents[1], [3, 4])) is None
+    cache.add_block(cache.key_after(parents[0], [3, 4]), 10)
+    assert cache.find_block(cache.key_after(parents[1], [3, 4])) is None
 
 
 def test_tenants_share_nothing() -> None:
     cache = PrefixCache(KEY)
-    cache.put(cache.key_after(cache.root("a"), [1, 2]), 10)
-    assert cache.find(cache.key_after(cache.root("b"), [1, 2])) is None
+    cache.add_block(cache.key_after(cache.root("a"), [1, 2]), 10)
+    assert cache.find_block(cache.key_after(cache.root("b"), [1, 2])) is None
 
 
 def test_digests_depend_on_the_process_key() -> None:
@@ -38,26 +38,26 @@ def test_digests_depend_on_the_process_key() -> None:
 def test_equal_digest_of_other_tokens_is_no_hit() -> None:
     cache = PrefixCache(KEY)
     key = cache.key_after(cache.root("a"), [1, 2])
-    cache.put(key, 10)
-    assert cache.find(BlockKey(key.digest, b"other tokens")) is None
+    cache.add_block(key, 10)
+    assert cache.find_block(BlockKey(key.digest, b"other tokens")) is None
 
 
 def test_first_of_two_equal_blocks_is_known() -> None:
     cache = PrefixCache(KEY)
     key = cache.key_after(cache.root("a"), [1, 2])
-    assert cache.put(key, 10)
-    assert not cache.put(key, 11)
-    assert cache.find(key) == 10
+    assert cache.add_block(key, 10)
+    assert not cache.add_block(key, 11)
+    assert cache.find_block(key) == 10
     assert len(cache) == 1
 
 
 def test_forgotten_block_is_not_found() -> None:
     cache = PrefixCache(KEY)
     key = cache.key_after(cache.root("a"), [1, 2])
-    cache.put(key, 10)
-    cache.forget(10)
-    cache.forget(10)
-    assert cache.find(key) is None
+    cache.add_block(key, 10)
+    cache.forget_block(10)
+    cache.forget_block(10)
+    assert cache.find_block(key) is None
     assert len(cache) == 0
 
 

@@ -215,9 +215,9 @@ def test_prompt_that_cannot_be_computed_is_refused(prompt: list[int], message: s
 
 def test_second_request_of_the_same_id_is_refused(scheduler: Scheduler) -> None:
     request = Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
-    scheduler.add(request)
+    scheduler.add_request(request)
     with pytest.raises(InvalidRequestError, match="'r' is being served"):
-        scheduler.add(request)
+        scheduler.add_request(request)
     assert scheduler.num_waiting == 1
 
 
@@ -272,19 +272,19 @@ def test_deadline_of_an_ended_request_does_not_end_its_namesake(scheduler: Sched
     request = Request(
         id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0, deadline_s=1.0
     )
-    scheduler.add(request)
-    scheduler.abort("r")
-    scheduler.add(
+    scheduler.add_request(request)
+    scheduler.abort_request("r")
+    scheduler.add_request(
         Request(id="r", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0, deadline_s=2.0)
     )
-    assert scheduler.expire(1.5) == []
-    assert len(scheduler.expire(2.0)) == 1
+    assert scheduler.expire_requests(1.5) == []
+    assert len(scheduler.expire_requests(2.0)) == 1
 
 
 def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     harness = Harness()
     for _ in range(500):
-        harness.scheduler.abort(harness.add([1], deadline_s=1e9))
+        harness.scheduler.abort_request(harness.add([1], deadline_s=1e9))
     assert len(harness.scheduler._deadlines) < 100
 
 

@@ -69,7 +69,7 @@ def act(harness: Harness, rng: random.Random) -> None:
         (16, 50, 20, 20, 20, 15, 1, 1, 0.3),
     )[0]:
         case "add":
-            if len(harness.scheduler._roster.requests) < 7:
+            if len(harness.scheduler._table.requests) < 7:
                 add_random(harness, rng)
         case "turn":
             harness.turn()

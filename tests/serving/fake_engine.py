@@ -89,7 +89,7 @@ class FakeEngine:
         if isinstance(self.refusal, OverloadedError):
             raise self.refusal
 
-    def submit(self, request: Request) -> None:
+    def submit_request(self, request: Request) -> None:
         if self.refusal is not None:
             raise self.refusal
         with self._lock:
@@ -99,12 +99,12 @@ class FakeEngine:
                 for index in range(request.sampling.n)
             ]
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         with self._lock:
             self.log.aborted.append(request_id)
             self._sequences = [one for one in self._sequences if one.request.id != request_id]
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_sequence(self, request_id: str, index: int) -> None:
         with self._lock:
             self.log.finished.append((request_id, index))
             self._sequences = [
@@ -141,7 +141,7 @@ class FakeEngine:
             last_step_s=0.001,
             num_prompt_tokens=50,
             num_generated_tokens=50,
-            attention_servers={"decode": {"native": 3, "torch": 1}},
+            attention_providers={"decode": {"native": 3, "torch": 1}},
         )
 
     def fail_all(self, error: EngineError) -> None:

@@ -29,16 +29,16 @@ class _Recorder:
         self.room = room
         self.calls: list[tuple[object, ...]] = []
 
-    def submit(self, request: Request) -> None:
-        if len([call for call in self.calls if call[0] == "submit"]) == self.room:
+    def submit_request(self, request: Request) -> None:
+        if len([call for call in self.calls if call[0] == "submit_request"]) == self.room:
             raise OverloadedError("The queue is full.")
-        self.calls.append(("submit", request.id))
+        self.calls.append(("submit_request", request.id))
 
-    def abort(self, request_id: str) -> None:
-        self.calls.append(("abort", request_id))
+    def abort_request(self, request_id: str) -> None:
+        self.calls.append(("abort_request", request_id))
 
-    def finish(self, request_id: str, index: int) -> None:
-        self.calls.append(("finish", request_id, index))
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        self.calls.append(("finish_sequence", request_id, index))
 
     def stats(self) -> EngineStats:
         raise NotImplementedError
@@ -83,14 +83,14 @@ async def test_a_slow_reader_gets_all_events_at_once(client: EngineClient) -> No
 async def test_leaving_early_aborts(client: EngineClient, recorder: _Recorder) -> None:
     async with client.open([_request()]):
         pass
-    assert recorder.calls == [("submit", "r"), ("abort", "r")]
+    assert recorder.calls == [("submit_request", "r"), ("abort_request", "r")]
 
 
 async def test_leaving_at_the_end_does_not(client: EngineClient, recorder: _Recorder) -> None:
     async with client.open([_request()]) as stream:
         client.publish([_end()])
         assert len([batch async for batch in stream]) == 1
-    assert recorder.calls == [("submit", "r")]
+    assert recorder.calls == [("submit_request", "r")]
 
 
 async def test_finished_sequences_end_the_stream(client: EngineClient, recorder: _Recorder) -> None:
@@ -98,7 +98,7 @@ async def test_finished_sequences_end_the_stream(client: EngineClient, recorder:
         stream.finish("r", 0)
         client.publish([TokenEvent("r", 0, (5,)), _end(index=1)])
         assert [event.index async for batch in stream for event in batch] == [1]
-    assert recorder.calls == [("submit", "r"), ("finish", "r", 0)]
+    assert recorder.calls == [("submit_request", "r"), ("finish_sequence", "r", 0)]
 
 
 async def test_abort_ends_each_sequence_once(client: EngineClient) -> None:
@@ -128,7 +128,7 @@ async def test_refused_request_takes_the_others_of_its_call_along() -> None:
     client.attach(recorder)  # type: ignore[arg-type]  # the stubs are narrower than the library
     with pytest.raises(OverloadedError):
         client.open([_request("a"), _request("b")])
-    assert ("abort", "a") in recorder.calls
+    assert ("abort_request", "a") in recorder.calls
 
 
 async def test_without_an_engine_there_is_an_error() -> None:

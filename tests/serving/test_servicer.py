@@ -266,7 +266,7 @@ class FakeEncoder:
 
     def check_room(self, tenant: str, num_tokens: int) -> None: ...
 
-    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         self.requests.append(request)
         self.answers.append(Future())
         return self.answers[-1]

@@ -77,7 +77,7 @@ def test_engine_says_once_who_serves(
             folder, load_format="dummy", attention_backend=backend, max_num_seqs=4, num_blocks=600
         ) as llm,
     ):
-        servers = llm.stats().attention_servers
+        servers = llm.stats().attention_providers
     assert servers == {part: {name: _NUM_LAYERS} for part, name in SERVERS[backend].items()}
     said = [line for line in caplog.messages if line.startswith("Attention:")]
     assert len(said) == len(set(said)) == len(set(SERVERS[backend].values()))

@@ -49,13 +49,13 @@ async def served() -> AsyncIterator[Served]:
     frontends = Frontends(client, tokenizer, config, host="127.0.0.1", grpc_port=0, http_port=0)
     executor = make_executor(config, lambda what, fraction: None)
     controller = Controller(config, executor, client)
-    controller.start()
+    controller.start_steps()
     client.attach(controller)
     await frontends.start()
     await frontends.set_ready()
     yield Served(frontends, controller)
     await frontends.stop(0.0)
-    controller.stop()
+    controller.stop_steps()
     executor.close()
 
 

@@ -93,7 +93,7 @@ class CallWatch:
             self._first_s = now_s
             self._observer.metrics.first_token.observe(now_s - self._arrived_s)
         else:
-            self._observer.metrics.between_tokens.add(now_s - self._last_s)
+            self._observer.metrics.between_tokens.record(now_s - self._last_s)
         self._last_s = now_s
 
     def note_end(self, outcome: str | PagedRayError) -> None:

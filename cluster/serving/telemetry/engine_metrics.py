@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from cluster.engine.duration_counts import DurationCounts
+    from cluster.engine.duration_histogram import HistogramSnapshot
     from cluster.engine.stats import EngineStats
     from cluster.serving.engine_client import EngineClient
     from pagedray.config import EngineConfig
@@ -121,13 +121,13 @@ class EngineCollector(Collector):
             "Layers by part of a step and whose attention kernels serve it",
             labels=["part", "server"],
         )
-        for part, servers in stats.attention_servers.items():
+        for part, servers in stats.attention_providers.items():
             for server, num_layers in servers.items():
                 layers.add_metric([part, server], num_layers)
         yield layers
 
 
-def duration_family(name: str, text: str, counts: DurationCounts) -> Metric:
+def duration_family(name: str, text: str, counts: HistogramSnapshot) -> Metric:
     """Return a histogram of durations."""
     bounds = [*(str(bound) for bound in counts.bounds_s), "+Inf"]
     buckets = list(zip(bounds, accumulate(counts.counts), strict=True))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from cluster.engine.duration_counts import DurationCounter
+from cluster.engine.duration_histogram import DurationHistogram
 from cluster.serving.telemetry.call_report import outcome_of
 from cluster.serving.telemetry.engine_metrics import EngineCollector, duration_family
 from cluster.serving.telemetry.router_metrics import RouterCollector
@@ -64,7 +64,7 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_BUCKETS
         )
-        self.between_tokens = DurationCounter(_TOKEN_BUCKETS)
+        self.between_tokens = DurationHistogram(_TOKEN_BUCKETS)
         """Times between two outputs of a call."""
         self._per_token = self._histogram(
             "time_per_output_token_seconds", "Between two tokens, mean of a call", _TOKEN_BUCKETS
@@ -178,7 +178,7 @@ class Metrics:
 class _GapCollector(Collector):
     """The times between tokens, which are counted too often for a histogram of the library."""
 
-    def __init__(self, counter: DurationCounter) -> None:
+    def __init__(self, counter: DurationHistogram) -> None:
         self._counter = counter
 
     def describe(self) -> list[Metric]:
@@ -188,5 +188,5 @@ class _GapCollector(Collector):
         yield duration_family(
             "inter_token_latency_seconds",
             "Between two outputs of a call, each of which has tokens",
-            self._counter.counts(),
+            self._counter.snapshot(),
         )

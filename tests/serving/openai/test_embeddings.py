@@ -29,7 +29,7 @@ HIDDEN_SIZE = 8
 class FakeEncoder(FakeEngine):
     """Makes of each text a vector that tells its first token and its length."""
 
-    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:  # type: ignore[override]  # an encoder's
+    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:  # type: ignore[override]  # an encoder's
         rows = [[ids[0], len(ids), 0.1, *[0.5] * (HIDDEN_SIZE - 3)] for ids in request.texts]
         future: Future[NDArray[np.float32]] = Future()
         future.set_result(np.array(rows, dtype=np.float32)[:, : request.size])

@@ -131,7 +131,7 @@ class FakeEncoder:
     def error(self) -> None:
         return None
 
-    def submit(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
+    def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         self.submitted.append(request)
         answer: Future[NDArray[np.float32]] = Future()
         if request.deadline_s is None:

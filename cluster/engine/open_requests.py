@@ -1,7 +1,7 @@
-"""The journal of a replica: the requests it has accepted and not yet ended.
+"""The requests that a replica has accepted and not yet ended, and the deaths each was part of.
 
-It lives in the controller's process, outside every rank, and says who must be served again
-after the death of a group. The tokens of each are in the scheduler, which lives there too.
+They live in the controller's process, outside every rank, and are served again after the death of
+a group. The tokens of each are in the scheduler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from pagedray.request import Request
 
-__all__ = ["Journal"]
+__all__ = ["OpenRequests"]
 
 _MAX_DEATHS = 2
 """Deaths of a group that a request may have been part of before it is suspected."""
@@ -29,8 +29,8 @@ class _Entry:
     num_deaths: int = 0
 
 
-class Journal:
-    """The accepted requests that have not ended."""
+class OpenRequests:
+    """Counts the unfinished sequences and the deaths of each open request."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -38,11 +38,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def accept(self, request: Request) -> None:
-        """Note a request that was accepted."""
+    def add_request(self, request: Request) -> None:
+        """Add an accepted request."""
         self._entries[request.id] = _Entry(request.sampling.n)
 
-    def note(self, event: TokenEvent) -> None:
+    def note_event(self, event: TokenEvent) -> None:
         """Note that a sequence has ended, if it has."""
         if event.finish_reason is not None:
             self.end_sequence(event.request_id)
@@ -57,9 +57,9 @@ class Journal:
             del self._entries[request_id]
 
     def note_death(self, started_ids: Iterable[str]) -> list[str]:
-        """Note that a group died under these requests; return those that have died too often.
+        """Count a death for each request that had started; return those with too many.
 
-        A request that ends its group each time would otherwise do so for ever.
+        A request that kills its group each time would otherwise do so forever.
         """
         for request_id in started_ids:
             self._entries[request_id].num_deaths += 1
