@@ -1,38 +1,44 @@
-"""What a grammar costs to compile, as far as that can be told by looking at it.
+"""Estimates what a grammar costs to compile, without compiling it.
 
-xgrammar compares each state of an automaton with the whole vocabulary. That is next to nothing
-where few tokens may follow, and tens of milliseconds where most may: those states are counted here.
-So are parts that may be left out, since each is followed by any of those behind it in a row: that
-is as many ways as the square of their number.
+xgrammar checks each state of an automaton against the whole vocabulary. That is cheap where few
+tokens may follow, and takes tens of milliseconds where most may: those states are counted here.
+So are optional parts in a row, since any of them may be followed by any later one: transitions
+grow with the square of their number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.structured.grammar.expressions import Characters, Choice, Expression, Repeat, Sequence
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Characters,
+    Concat,
+    Expression,
+    Repeat,
+)
 
-__all__ = ["MAX_COST", "MAX_SKIPS", "cost_of", "skips_of"]
+__all__ = ["MAX_COST", "MAX_OPTIONAL_RUN", "cost_of", "optional_run_of"]
 
 MAX_COST = 1024
-"""More than this takes longer than anybody waits, whatever the machine and the vocabulary."""
-MAX_SKIPS = 256
-"""Parts in a row that may be left out; these make some 30 000 ways."""
-_MOST_STATES = 192
-"""States of a repetition that is counted further than it is unrolled."""
+"""More states than this take too long to compile on any machine, with any vocabulary."""
+MAX_OPTIONAL_RUN = 256
+"""Optional parts in a row; these make some 30 000 transitions."""
+_MAX_STATES = 192
+"""States counted for one repetition: xgrammar does not unroll longer ones."""
 _NUM_WIDE_LETTERS = 16
 
 
 def cost_of(expression: Expression) -> int:
-    """Return the states of an expression in which most tokens may follow; a rule has none."""
+    """Return the number of states in which most tokens may follow; a rule counts as none."""
     match expression:
         case Characters():
             return int(_is_wide(expression))
-        case Sequence(parts) | Choice(parts):
+        case Concat(parts) | Alternation(parts):
             return sum(map(cost_of, parts))
-        case Repeat(part, fewest, most):
-            num_rounds = fewest + 1 if most is None else most
-            return min(num_rounds, _MOST_STATES) * cost_of(part)
+        case Repeat(part, minimum, maximum):
+            num_rounds = minimum + 1 if maximum is None else maximum
+            return min(num_rounds, _MAX_STATES) * cost_of(part)
     return 0
 
 
@@ -44,53 +50,55 @@ def _is_wide(characters: Characters) -> bool:
     )
 
 
-def skips_of(expression: Expression) -> int:
-    """Return how many parts in a row may be left out, at most."""
-    return _skips(expression).most
+def optional_run_of(expression: Expression) -> int:
+    """Return the length of the longest run of optional parts."""
+    return _run(expression).longest
 
 
 @dataclass(frozen=True, slots=True)
-class _Skips:
-    """Parts of an expression that may be left out."""
+class _OptionalRun:
+    """Numbers of consecutive optional parts in an expression."""
 
-    most: int = 0
-    """In a row, wherever."""
+    longest: int = 0
+    """Anywhere in the expression."""
     first: int = 0
-    """In a row from its beginning; all of them if it may be left out as a whole."""
+    """From its beginning; all of them if the whole expression is optional."""
     last: int = 0
+    """Up to its end."""
     is_whole: bool = False
-    """Whether it may be left out as a whole."""
+    """Whether the whole expression is optional."""
 
 
-def _skips(expression: Expression) -> _Skips:
+def _run(expression: Expression) -> _OptionalRun:
     match expression:
-        case Sequence(parts):
-            return _skips_of_sequence(parts)
-        case Choice(parts):
-            found = [_skips(part) for part in parts]
+        case Concat(parts):
+            return _run_of_concat(parts)
+        case Alternation(parts):
+            found = [_run(part) for part in parts]
             is_whole = any(one.is_whole for one in found)
             first = max(int(is_whole), *(one.first for one in found))
             last = max(int(is_whole), *(one.last for one in found))
-            return _Skips(max(first, last, *(one.most for one in found)), first, last, is_whole)
-        case Repeat(part, fewest, most):
-            inner = _skips(part)
-            num_rounds = fewest + 1 if most is None else most
+            longest = max(first, last, *(one.longest for one in found))
+            return _OptionalRun(longest, first, last, is_whole)
+        case Repeat(part, minimum, maximum):
+            inner = _run(part)
+            num_rounds = minimum + 1 if maximum is None else maximum
             if inner.is_whole:
                 total = max(1, num_rounds) * max(1, inner.first)
-                return _Skips(total, total, total, is_whole=True)
-            if fewest == 0:
-                return _Skips(max(1, inner.most), 1, 1, is_whole=True)
+                return _OptionalRun(total, total, total, is_whole=True)
+            if minimum == 0:
+                return _OptionalRun(max(1, inner.longest), 1, 1, is_whole=True)
             between = inner.last + inner.first if num_rounds > 1 else 0
-            return _Skips(max(inner.most, between), inner.first, inner.last)
-    return _Skips()
+            return _OptionalRun(max(inner.longest, between), inner.first, inner.last)
+    return _OptionalRun()
 
 
-def _skips_of_sequence(parts: tuple[Expression, ...]) -> _Skips:
-    most = last = 0
+def _run_of_concat(parts: tuple[Expression, ...]) -> _OptionalRun:
+    longest = last = 0
     first: int | None = None
     for part in parts:
-        inner = _skips(part)
-        most = max(most, inner.most, last + inner.first)
+        inner = _run(part)
+        longest = max(longest, inner.longest, last + inner.first)
         if inner.is_whole:
             last += inner.first
             continue
@@ -98,5 +106,5 @@ def _skips_of_sequence(parts: tuple[Expression, ...]) -> _Skips:
             first = last + inner.first
         last = inner.last
     if first is None:
-        return _Skips(max(most, last), last, last, is_whole=True)
-    return _Skips(max(most, last), first, last)
+        return _OptionalRun(max(longest, last), last, last, is_whole=True)
+    return _OptionalRun(max(longest, last), first, last)

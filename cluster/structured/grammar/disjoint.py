@@ -1,4 +1,4 @@
-"""Whether no value fits two of some schemas, as far as that is plain to see."""
+"""Whether schemas are mutually exclusive, by a conservative check."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["are_disjoint"]
 
 
 def are_disjoint(branches: Sequence[object], resolve: Callable[[object], object]) -> bool:
-    """Return whether types, values or a property's values tell all branches apart.
+    """Return whether types, constants or a required property's constants differ in all branches.
 
-    `resolve` returns what a `$ref` refers to.
+    `resolve` returns the target of a `$ref`.
     """
     schemas = [_resolved(branch, resolve) for branch in branches]
     return all(_differ(a, b) for a, b in combinations(schemas, 2))
@@ -39,7 +39,7 @@ def _differ(a: Mapping[str, object], b: Mapping[str, object]) -> bool:
     required_a, required_b = a.get("required"), b.get("required")
     if not isinstance(required_a, list) or not isinstance(required_b, list):
         return False
-    # A property that both must have and that cannot be the same in both.
+    # A property that both require and whose values differ.
     for name in properties_a:
         if name in properties_b and name in required_a and name in required_b:
             of_a, of_b = _values(properties_a[name]), _values(properties_b[name])
@@ -53,7 +53,7 @@ def _values(schema: object) -> set[str] | None:
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        # Whether two numbers are one value is a question of its own.
+        # Numbers are not compared: 1 and 1.0 are the same value.
         return None
     return {json.dumps(one) for one in values}
 

@@ -1,7 +1,7 @@
-"""What grammars are made of, and how that is written in the EBNF that xgrammar reads.
+"""The expressions that grammars consist of, and their EBNF as xgrammar reads it.
 
-xgrammar has readers of its own for regular expressions and JSON schemas, which pass over what they
-do not know. Ours refuse it, so everything that they take is in what they make.
+xgrammar has its own parsers for regular expressions and JSON schemas, which ignore unknown
+features. Ours reject them, so that everything a parser accepts is enforced.
 """
 
 from __future__ import annotations
@@ -12,99 +12,99 @@ from pagedray.errors import InvalidRequestError
 
 __all__ = [
     "MAX_SIZE",
-    "Ahead",
+    "Alternation",
     "Characters",
-    "Choice",
+    "Concat",
     "Expression",
+    "Lookahead",
     "Repeat",
     "Rule",
-    "Sequence",
     "Text",
-    "characters_but",
+    "complement",
+    "invalid_structure",
     "optional",
-    "refuse",
     "size_of",
-    "write",
+    "write_ebnf",
 ]
 
 Ranges = tuple[tuple[int, int], ...]
-"""First and last code points, ascending and apart."""
+"""First and last code points, ascending and disjoint."""
 
 MAX_SIZE = 10_000
-"""Characters, counted as often as they are repeated, of one rule or expression."""
+"""Characters of one rule or expression, with repetitions expanded."""
 _MAX_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of some ranges; surrogates are none."""
+    """One character of these ranges, which contain no surrogates."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """These characters."""
+    """A literal text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """One after another."""
+class Concat:
+    """All parts, one after another."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Any one of them."""
+class Alternation:
+    """Any one of the parts."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """So many times; `most` None is without end."""
+    """A part `minimum` to `maximum` times; None means without limit."""
 
     part: Expression
-    fewest: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a rule of the grammar says."""
+    """A reference to a rule of the grammar."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """Nothing, at the end of a rule behind which this always comes, or the end of the text.
+class Lookahead:
+    """An assertion at the end of a rule: the part, or the end of the text, always follows the rule.
 
-    It lets xgrammar tell beforehand that a token which goes on otherwise may not follow.
+    With it xgrammar can rule out tokens that span the end of the rule when it compiles.
     """
 
     part: Expression
 
 
-Expression = Characters | Text | Sequence | Choice | Repeat | Rule | Ahead
+Expression = Characters | Text | Concat | Alternation | Repeat | Rule | Lookahead
 
 
-def refuse(message: str) -> InvalidRequestError:
-    """Return the refusal of a structure."""
+def invalid_structure(message: str) -> InvalidRequestError:
+    """Return the error for a structure that is invalid or not supported."""
     return InvalidRequestError(message, param="structure")
 
 
 def optional(part: Expression) -> Repeat:
-    """Return the part or nothing."""
+    """Return the part, zero or one time."""
     return Repeat(part, 0, 1)
 
 
-def characters_but(ranges: Ranges) -> Characters:
-    """Return all characters that are in none of these ranges."""
+def complement(ranges: Ranges) -> Characters:
+    """Return all characters outside of these ranges."""
     left, first = [], 0
     for low, high in sorted((*ranges, _SURROGATES)):
         if low > first:
@@ -116,29 +116,29 @@ def characters_but(ranges: Ranges) -> Characters:
 
 
 def size_of(expression: Expression) -> int:
-    """Return the characters of an expression, counted as often as they are repeated at most.
+    """Return the number of characters of an expression with repetitions expanded.
 
-    What is repeated without end counts once more than it must be.
+    A repetition without limit counts `minimum + 1` times.
     """
     match expression:
         case Text(text):
             return len(text)
-        case Sequence(parts) | Choice(parts):
+        case Concat(parts) | Alternation(parts):
             return sum(map(size_of, parts))
-        case Repeat(part, fewest, most):
-            return max(1, fewest + 1 if most is None else most) * size_of(part)
+        case Repeat(part, minimum, maximum):
+            return max(1, minimum + 1 if maximum is None else maximum) * size_of(part)
     return 1
 
 
-def write(rules: dict[str, Expression], start: Expression) -> str:
-    """Return a grammar in EBNF. Raises InvalidRequestError if a part of it is too large."""
+def write_ebnf(rules: dict[str, Expression], start: Expression) -> str:
+    """Return a grammar in EBNF. Raises InvalidRequestError if a rule is too large."""
     lines = []
     for name, expression in {"root": start, **rules}.items():
         size = size_of(expression)
         if size > MAX_SIZE:
-            raise refuse(
-                f"structure repeats to {size} characters where {MAX_SIZE} are allowed: "
-                "a repetition counts as often as it may be repeated."
+            raise invalid_structure(
+                f"structure expands to {size} characters, more than the maximum of {MAX_SIZE}; "
+                "a repetition counts at its maximum."
             )
         lines.append(f"{name} ::= {_written(expression)}\n")
     return "".join(lines)
@@ -150,34 +150,34 @@ def _written(expression: Expression) -> str:
             return f'"{"".join(_escaped(ord(character)) for character in text)}"'
         case Characters(ranges):
             if not ranges:
-                raise refuse("structure has a set of characters that holds none.")
+                raise invalid_structure("structure has an empty character set.")
             return "[" + "".join(f"{_escaped(low)}-{_escaped(high)}" for low, high in ranges) + "]"
-        case Sequence(parts):
+        case Concat(parts):
             return " ".join(map(_grouped, parts)) or '""'
-        case Choice(parts):
+        case Alternation(parts):
             return " | ".join(map(_grouped, parts)) or '""'
-        case Repeat(part, fewest, most):
-            return _grouped(part) + _count(fewest, most)
+        case Repeat(part, minimum, maximum):
+            return _grouped(part) + _count(minimum, maximum)
         case Rule(name):
             return name
-        case Ahead(part):
+        case Lookahead(part):
             return f"(={_written(part)})"
 
 
 def _grouped(expression: Expression) -> str:
     written = _written(expression)
-    return f"({written})" if isinstance(expression, Sequence | Choice | Repeat) else written
+    return f"({written})" if isinstance(expression, Concat | Alternation | Repeat) else written
 
 
-def _count(fewest: int, most: int | None) -> str:
-    match fewest, most:
+def _count(minimum: int, maximum: int | None) -> str:
+    match minimum, maximum:
         case 0, None:
             return "*"
         case 1, None:
             return "+"
         case 0, 1:
             return "?"
-    return f"{{{fewest},{'' if most is None else most}}}"
+    return f"{{{minimum},{'' if maximum is None else maximum}}}"
 
 
 def _escaped(code_point: int) -> str:

@@ -1,11 +1,11 @@
-"""A structure as a grammar in xgrammar's EBNF."""
+"""Converts a structure to a grammar in xgrammar's EBNF."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar.expressions import Choice, Text, refuse, write
+from cluster.structured.grammar.expressions import Alternation, Text, invalid_structure, write_ebnf
 from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
@@ -21,31 +21,31 @@ _MAX_CHOICES = 1024
 
 
 def grammar_text(structure: Structure) -> str:
-    """Return the grammar of a structure, which nobody has compiled. Raises InvalidRequestError."""
+    """Return the EBNF of a structure, not compiled yet. Raises InvalidRequestError."""
     match structure.kind:
         case "json_object":
-            return write(JSON_RULES, OBJECT)
+            return write_ebnf(JSON_RULES, OBJECT)
         case "json_schema":
-            return write(*read_json_schema(structure.text))
+            return write_ebnf(*read_json_schema(structure.text))
         case "regex":
-            return write(*with_loops_as_rules(read_regex(structure.text)))
+            return write_ebnf(*with_loops_as_rules(read_regex(structure.text)))
         case "choice":
-            return write({}, _choice(structure.text))
+            return write_ebnf({}, _choice(structure.text))
         case "grammar":
             return structure.text
 
 
-def _choice(text: str) -> Choice:
+def _choice(text: str) -> Alternation:
     try:
         choices = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse("structure has choices that are no JSON list.") from error
+        raise invalid_structure("structure has invalid choices: not a JSON list.") from error
     if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
-        raise refuse("structure has choices that are not a list of strings.")
+        raise invalid_structure("structure has invalid choices: not a list of strings.")
     if not 0 < len(choices) <= _MAX_CHOICES or not all(choices):
-        raise refuse(f"structure must have 1 to {_MAX_CHOICES} choices, none of them empty.")
+        raise invalid_structure(f"structure must have 1 to {_MAX_CHOICES} non-empty choices.")
     if any(
         "\ud800" <= character <= "\udfff" or not ord(character) for character in "".join(choices)
     ):
-        raise refuse("structure has a choice with what is no character.")
-    return Choice(tuple(map(Text, dict.fromkeys(choices))))
+        raise invalid_structure("structure has a choice with NUL or a lone surrogate.")
+    return Alternation(tuple(map(Text, dict.fromkeys(choices))))

@@ -1,7 +1,7 @@
-"""JSON schemas as grammars: every text of the grammar is valid under the schema.
+"""Converts JSON schemas to grammars: every text of the grammar is valid under the schema.
 
-The other way round it need not be: properties come in the order in which they are named, and none
-are written beside those that are named. A keyword that is not enforced is refused by its name.
+The converse does not hold: properties come in the order of the schema, without any additional
+ones beside them. A keyword that cannot be enforced is rejected by its name.
 """
 
 from __future__ import annotations
@@ -11,38 +11,35 @@ from fractions import Fraction
 from typing import NoReturn, cast
 
 from cluster.structured.grammar import json_text
-from cluster.structured.grammar.compile_cost import MAX_COST, cost_of
 from cluster.structured.grammar.disjoint import are_disjoint
 from cluster.structured.grammar.expressions import (
     MAX_SIZE,
-    Choice,
+    Alternation,
+    Concat,
     Expression,
     Repeat,
     Rule,
     Text,
-    refuse,
+    invalid_structure,
     size_of,
 )
-from cluster.structured.grammar.expressions import Sequence as InOrder
-from cluster.structured.grammar.json_strings import FORMATS, limited_string, string_of_pattern
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
-from cluster.structured.grammar.loops import with_loops_as_rules
-from cluster.structured.grammar.schema_numbers import number_of
-from cluster.structured.grammar.schema_parts import key_of, leading_items, members_in_order
-from cluster.structured.grammar.schema_words import (
+from cluster.structured.grammar.schema_keywords import (
+    ANNOTATIONS,
     KEYWORDS,
     KNOWN,
-    SILENT,
-    WHOLE,
+    STANDALONE,
     Schema,
-    counts_of,
+    count_limits_of,
+    escaped_pointer,
     fail,
-    pointer_part,
     resolve,
     types_of,
     types_of_value,
 )
-from pagedray.errors import InvalidRequestError
+from cluster.structured.grammar.schema_numbers import number_of
+from cluster.structured.grammar.schema_parts import key_of, leading_items, members_in_order
+from cluster.structured.grammar.schema_strings import SchemaStrings
 
 __all__ = ["read_json_schema"]
 
@@ -50,68 +47,66 @@ _MAX_DEPTH = 64
 _MAX_NODES = 4096
 _MAX_ONE_OF = 128
 _MAX_PROPERTIES = 256
-"""Of one object. Ways to compile grow by the square of their number, and so does memory."""
+"""Of one object. The time and memory to compile grow with the square of their number."""
 _MAX_OPTIONAL = 128
-"""Properties of one object that may be missing."""
+"""Properties of one object that are not required."""
 
 
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
-    """Return the rules and the start of a schema's grammar. Raises InvalidRequestError."""
+    """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
     try:
         schema = json.loads(text, parse_constant=_refuse_constant, parse_float=Fraction)
     except ValueError as error:
-        raise refuse(f"structure is not a JSON schema: {error}.") from error
+        raise invalid_structure(f"structure is not valid JSON: {error}.") from error
     except RecursionError:
-        raise refuse("structure is a JSON schema that is too deep.") from None
-    reader = _Reader(schema, json.loads(text))
+        raise invalid_structure("structure is a JSON Schema that is nested too deeply.") from None
+    reader = _SchemaReader(schema, json.loads(text))
     start = reader.read(schema, "#", depth=0, unguarded=())
     return reader.rules, start
 
 
-class _Reader:
-    """Reads one schema and all that it refers to."""
+class _SchemaReader:
+    """Reads one schema and everything it refers to."""
 
     def __init__(self, root: object, plain_root: object) -> None:
-        """`plain_root` has floats for fractions, as they are to be written."""
+        """`root` has fractions where `plain_root` has floats, which are written as they are."""
         self.rules = dict(json_text.JSON_RULES)
+        self._strings = SchemaStrings(self.rules)
         self._root = root
         self._plain_root = plain_root
         self._rules_by_path: dict[str, Rule] = {}
-        self._patterns: dict[str, Rule] = {}
         self._num_nodes = 0
-        self._cost = 0
 
     def read(
         self, schema: object, path: str, *, depth: int, unguarded: tuple[str, ...]
     ) -> Expression:
         """Return the expression of a schema.
 
-        `unguarded` are the references that led here without a character between them.
+        `unguarded` are the references that led here without consuming a character.
         """
         self._num_nodes += 1
         if depth > _MAX_DEPTH or self._num_nodes > _MAX_NODES:
             fail(
                 path,
-                f"is beyond the {_MAX_NODES} parts that a schema may have, and the {_MAX_DEPTH} "
-                "that may be inside one another",
+                f"exceeds the maximum of {_MAX_NODES} subschemas or of {_MAX_DEPTH} nested levels",
             )
         if schema is True:
             return VALUE
         if not isinstance(schema, dict):
-            fail(path, "is a schema that allows nothing, or is none")
+            fail(path, "must be an object or true")
         for keyword in schema:
             if keyword not in KNOWN:
-                fail(f"{path}/{keyword}", "is a keyword that is not supported")
-        whole = WHOLE.intersection(schema)
+                fail(f"{path}/{keyword}", "is not a supported keyword")
+        whole = STANDALONE.intersection(schema)
         if not whole:
             return self._of_types(schema, path, depth)
-        if len(whole) > 1 or not schema.keys() <= {*whole, "type", *SILENT}:
-            fail(path, f"has {sorted(whole)[0]} beside keywords that limit it further")
+        if len(whole) > 1 or not schema.keys() <= {*whole, "type", *ANNOTATIONS}:
+            fail(path, f"combines {sorted(whole)[0]} with other keywords")
         (keyword,) = whole
         if keyword in ("const", "enum"):
             return self._values(schema, path)
         if "type" in schema:
-            fail(path, f"has {keyword} beside type")
+            fail(path, f"combines {keyword} with type")
         if keyword == "$ref":
             return self._reference(schema["$ref"], path, depth, unguarded)
         return self._branches(keyword, schema[keyword], path, depth, unguarded)
@@ -120,14 +115,14 @@ class _Reader:
         self, reference: object, path: str, depth: int, unguarded: tuple[str, ...]
     ) -> Expression:
         if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
-            fail(f"{path}/$ref", "must refer to a part of the schema, as #/$defs/name does")
+            fail(f"{path}/$ref", "must refer to a part of the schema, such as #/$defs/name")
         if reference in unguarded:
-            fail(f"{path}/$ref", "refers to itself and to nothing else")
+            fail(f"{path}/$ref", "refers to itself")
         if reference not in self._rules_by_path:
             rule = self._rules_by_path[reference] = Rule(f"part{len(self._rules_by_path)}")
             found = resolve(self._root, reference, path)
             inside = (*unguarded, reference)
-            # A part is read once, so what refers to itself in the end is not followed for ever.
+            # A part is read once, so recursive schemas end.
             self.rules[rule.name] = self.read(found, reference, depth=depth + 1, unguarded=inside)
         return self._rules_by_path[reference]
 
@@ -138,13 +133,13 @@ class _Reader:
         if not isinstance(branches, list) or not branches:
             fail(path, "must be a list of schemas")
         if keyword == "allOf" and len(branches) > 1:
-            fail(path, "may have one schema only")
+            fail(path, "must have exactly one schema")
         if keyword == "oneOf" and len(branches) > _MAX_ONE_OF:
-            # Each is compared with each.
-            fail(path, f"may have {_MAX_ONE_OF} schemas at most")
+            # All pairs are compared.
+            fail(path, f"must have at most {_MAX_ONE_OF} schemas")
         if keyword == "oneOf" and not are_disjoint(branches, lambda r: self._target(r, path)):
-            fail(path, "has schemas that one value may fit both; use anyOf")
-        return Choice(
+            fail(path, "has schemas that are not mutually exclusive; use anyOf")
+        return Alternation(
             tuple(
                 self.read(branch, f"{path}/{index}", depth=depth + 1, unguarded=unguarded)
                 for index, branch in enumerate(branches)
@@ -155,7 +150,7 @@ class _Reader:
         return resolve(self._root, reference, path) if isinstance(reference, str) else None
 
     def _values(self, schema: Schema, path: str) -> Expression:
-        # Numbers are written as the client wrote them, as far as Python keeps that.
+        # Numbers are written as the client wrote them, as far as Python preserves that.
         plain = cast("dict[str, object]", resolve(self._plain_root, path, path))
         values = plain["enum"] if "enum" in plain else [plain["const"]]
         if not isinstance(values, list):
@@ -167,15 +162,15 @@ class _Reader:
         try:
             written = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in allowed]
         except (ValueError, RecursionError):
-            fail(path, "holds a value that JSON cannot write")
+            fail(path, "has a value that cannot be written as JSON")
         if any("\ud800" <= character <= "\udfff" for text in written for character in text):
-            fail(path, "holds a lone surrogate, which is no character")
-        return Choice(tuple(map(Text, dict.fromkeys(written))))
+            fail(path, "has a lone surrogate")
+        return Alternation(tuple(map(Text, dict.fromkeys(written))))
 
     def _of_types(self, schema: Schema, path: str, depth: int) -> Expression:
         types = types_of(schema, path)
         if types is None:
-            # Keywords of a type mean that type; without any, everything is allowed.
+            # A keyword of a type implies the type; without any, all values are allowed.
             types = tuple(
                 name
                 for name, keywords in KEYWORDS.items()
@@ -183,7 +178,7 @@ class _Reader:
             )
             if not types:
                 return VALUE
-        return Choice(tuple(self._of_type(name, schema, path, depth) for name in types))
+        return Alternation(tuple(self._of_type(name, schema, path, depth) for name in types))
 
     def _of_type(self, name: str, schema: Schema, path: str, depth: int) -> Expression:
         match name:
@@ -194,73 +189,36 @@ class _Reader:
             case "integer" | "number":
                 return number_of(schema, path, is_integer=name == "integer")
             case "string":
-                return self._string(schema, path)
+                return self._strings.string_of(schema, path)
             case "array":
                 return self._array(schema, path, depth)
         return self._object(schema, path, depth)
 
-    def _string(self, schema: Schema, path: str) -> Expression:
-        limits = [key for key in ("pattern", "format", "minLength", "maxLength") if key in schema]
-        if not limits:
-            return json_text.STRING
-        keyword = limits[0]
-        if keyword in ("pattern", "format"):
-            if len(limits) > 1:
-                fail(f"{path}/{limits[1]}", f"cannot be enforced beside {keyword}")
-            return self._pattern(_pattern_of(schema, keyword, path), f"{path}/{keyword}")
-        rule, expression = limited_string(*counts_of(schema, path, "minLength", "maxLength"))
-        if rule.name not in self.rules:
-            self._pay(cost_of(expression), f"{path}/{limits[-1]}")
-            self.rules[rule.name] = expression
-        return rule
-
-    def _pattern(self, pattern: str, path: str) -> Rule:
-        if pattern not in self._patterns:
-            try:
-                expression = string_of_pattern(pattern)
-            except InvalidRequestError as error:
-                raise refuse(f"{str(error).removesuffix('.')}, in {path[:200]}.") from None
-            self._pay(cost_of(expression), path)
-            rule = self._patterns[pattern] = Rule(f"pattern{len(self._patterns)}")
-            loops, self.rules[rule.name] = with_loops_as_rules(expression, prefix=f"{rule.name}x")
-            self.rules |= loops
-        return self._patterns[pattern]
-
-    def _pay(self, cost: int, path: str) -> None:
-        """Count what a part costs to compile; refuse the part at which it becomes too much."""
-        self._cost += cost
-        if self._cost > MAX_COST:
-            fail(
-                path,
-                f"is too much: the strings up to there take {self._cost} states to compile, and at "
-                f"most {MAX_COST} are allowed",
-            )
-
     def _array(self, schema: Schema, path: str, depth: int) -> Expression:
         if schema.get("uniqueItems"):
-            fail(f"{path}/uniqueItems", "is not supported")
-        fewest, most = counts_of(schema, path, "minItems", "maxItems")
+            fail(f"{path}/uniqueItems", "is not a supported keyword")
+        minimum, maximum = count_limits_of(schema, path, "minItems", "maxItems")
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
             fail(f"{path}/prefixItems", "must be a list of schemas")
         items = schema.get("items", not prefix)
         if items is False:
-            most = len(prefix) if most is None else min(most, len(prefix))
-            if fewest > most:
-                fail(path, "asks for more items than it allows")
+            maximum = len(prefix) if maximum is None else min(maximum, len(prefix))
+            if minimum > maximum:
+                fail(path, "requires more items than it allows")
         first = [
             self.read(item, f"{path}/prefixItems/{index}", depth=depth + 1, unguarded=())
             for index, item in enumerate(prefix)
-        ][:most]
-        if len(first) == most:
-            return surrounded("[", leading_items(first, fewest, Repeat(SPACE, 0, 0)), "]")
+        ][:maximum]
+        if len(first) == maximum:
+            return surrounded("[", leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
         item = self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
         if not first:
-            return _checked(surrounded("[", separated(item, fewest, most), "]"), schema, path)
-        following = InOrder((Text(","), SPACE, item))
-        num_left = None if most is None else most - len(first)
-        more = Repeat(following, max(0, fewest - len(first)), num_left)
-        return _checked(surrounded("[", leading_items(first, fewest, more), "]"), schema, path)
+            return _checked(surrounded("[", separated(item, minimum, maximum), "]"), schema, path)
+        following = Concat((Text(","), SPACE, item))
+        num_left = None if maximum is None else maximum - len(first)
+        more = Repeat(following, max(0, minimum - len(first)), num_left)
+        return _checked(surrounded("[", leading_items(first, minimum, more), "]"), schema, path)
 
     def _object(self, schema: Schema, path: str, depth: int) -> Expression:
         properties = schema.get("properties", {})
@@ -270,81 +228,58 @@ class _Reader:
         if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
             fail(f"{path}/required", "must be a list of names")
         if missing := [name for name in required if name not in properties]:
-            fail(f"{path}/required", f"names {missing[0][:40]!r}, which is not in properties")
+            fail(f"{path}/required", f"has {missing[0][:40]!r}, which is not in properties")
         required = frozenset(required)
         if len(properties) > _MAX_PROPERTIES:
-            fail(f"{path}/properties", f"may have {_MAX_PROPERTIES} properties at most")
+            fail(f"{path}/properties", f"must have at most {_MAX_PROPERTIES} properties")
         if len(properties) - len(required) > _MAX_OPTIONAL:
             fail(
                 f"{path}/properties",
-                f"may have {_MAX_OPTIONAL} properties at most that are not required",
+                f"must have at most {_MAX_OPTIONAL} properties that are not required",
             )
-        fewest, most = counts_of(schema, path, "minProperties", "maxProperties")
+        minimum, maximum = count_limits_of(schema, path, "minProperties", "maxProperties")
         if not properties:
-            return self._map(schema, path, depth, fewest, most)
-        if fewest > len(required) or (most is not None and most < len(properties)):
-            fail(path, "has minProperties or maxProperties that its properties do not keep")
-        members = [
-            InOrder(
-                (
-                    key_of(name, path),
-                    self.read(
-                        part,
-                        f"{path}/properties/{pointer_part(name)}",
-                        depth=depth + 1,
-                        unguarded=(),
-                    ),
-                )
-            )
-            for name, part in properties.items()
-            if not (part is False and name not in required)
-        ]
-        are_required = [
-            name in required
-            for name, part in properties.items()
-            if not (part is False and name not in required)
-        ]
+            return self._map(schema, path, depth, minimum, maximum)
+        if minimum > len(required) or (maximum is not None and maximum < len(properties)):
+            fail(path, "has minProperties or maxProperties that contradict its properties")
+        members, are_required = [], []
+        for name, part in properties.items():
+            if part is not False or name in required:
+                part_path = f"{path}/properties/{escaped_pointer(name)}"
+                key = key_of(name, path)
+                value = self.read(part, part_path, depth=depth + 1, unguarded=())
+                members.append(Concat((key, value)))
+                are_required.append(name in required)
         return surrounded("{", members_in_order(members, are_required, self.rules), "}")
 
     def _map(
-        self, schema: Schema, path: str, depth: int, fewest: int, most: int | None
+        self, schema: Schema, path: str, depth: int, minimum: int, maximum: int | None
     ) -> Expression:
         given = schema.get("additionalProperties", "properties" not in schema)
         if given is False:
-            if fewest:
-                fail(path, "asks for more properties than it allows")
-            return surrounded("{", InOrder(()), "}")
-        if fewest > 1:
-            # The names may be the same.
-            fail(f"{path}/minProperties", "must be 0 or 1 where no properties are named")
+            if minimum:
+                fail(path, "requires more properties than it allows")
+            return surrounded("{", Concat(()), "}")
+        if minimum > 1:
+            # Generated names may repeat.
+            fail(f"{path}/minProperties", "must be 0 or 1 without properties")
         value = self.read(given, f"{path}/additionalProperties", depth=depth + 1, unguarded=())
-        member = InOrder((json_text.STRING, Text(":"), SPACE, value))
-        return surrounded("{", separated(member, fewest, most), "}")
-
-
-def _pattern_of(schema: Schema, keyword: str, path: str) -> str:
-    given = schema[keyword]
-    if keyword == "format":
-        if given not in FORMATS:
-            fail(f"{path}/format", f"must be one of {', '.join(FORMATS)}")
-        return FORMATS[str(given)]
-    if not isinstance(given, str):
-        fail(f"{path}/pattern", "must be a regular expression")
-    return given
+        member = Concat((json_text.STRING, Text(":"), SPACE, value))
+        return surrounded("{", separated(member, minimum, maximum), "}")
 
 
 def _checked(array: Expression, schema: Schema, path: str) -> Expression:
-    """Return an array's expression, which is repeated as a whole if it is an item itself."""
+    """Return an array's expression if it is small enough to be repeated as an item."""
     size = size_of(array)
     if size > MAX_SIZE:
         keyword = "maxItems" if "maxItems" in schema else "minItems"
         fail(
             f"{path}/{keyword}" if keyword in schema else path,
-            f"repeats to {size} characters, and at most {MAX_SIZE} are allowed: what is in an "
-            "array counts as often as it may come",
+            f"expands to {size} characters, more than the maximum of {MAX_SIZE}; an item counts as "
+            "often as it may occur",
         )
     return array
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not allowed")

@@ -1,8 +1,15 @@
-"""JSON strings whose content a pattern or a format describes."""
+"""JSON strings with a limited length, a pattern or a format."""
 
 from __future__ import annotations
 
-from cluster.structured.grammar.expressions import Choice, Expression, Repeat, Rule, Sequence, Text
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Concat,
+    Expression,
+    Repeat,
+    Rule,
+    Text,
+)
 from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_json_string
 from cluster.structured.grammar.regex import read_regex
 
@@ -15,7 +22,7 @@ _DATE = (
 _ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{_ZONE}"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-# Each character of them counts when they are compiled: not as long as they might be.
+# Each character costs time to compile, so labels and atoms are shorter than the standards allow.
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,18}[A-Za-z0-9])?"
 _ATOM = "[A-Za-z0-9_%+-]"
 _HEX = "[0-9a-fA-F]"
@@ -29,28 +36,28 @@ FORMATS = {
     "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
     "uuid": rf"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
 }
-"""Regular expressions of strings that have the format, if not of all of them."""
+"""A regular expression for each format; every match is valid, the converse need not hold."""
 
 
-def limited_string(fewest: int, most: int | None) -> tuple[Rule, Expression]:
-    """Return the rule of JSON strings of so many characters, and what it says.
+def limited_string(minimum: int, maximum: int | None) -> tuple[Rule, Expression]:
+    """Return a rule of JSON strings of `minimum` to `maximum` characters, and its expression.
 
-    It is a rule of its own, since to compile so many characters once takes long enough.
+    It is a separate rule because it is slow to compile: all strings of these limits share it.
     """
-    rule = Rule(f"string{fewest}to{'' if most is None else most}")
-    return rule, Sequence((Text('"'), Repeat(PLAIN, fewest, most), *STRING_END.parts))
+    rule = Rule(f"string{minimum}to{'' if maximum is None else maximum}")
+    return rule, Concat((Text('"'), Repeat(PLAIN, minimum, maximum), *STRING_END.parts))
 
 
 def string_of_pattern(pattern: str) -> Expression:
     """Return JSON strings in which a regular expression matches. Raises InvalidRequestError."""
     expression = read_regex(pattern)
-    # Without an anchor it may match anywhere.
+    # Without an anchor the pattern may match anywhere in the string.
     before = () if pattern.startswith("^") else (CONTENT,)
     after = () if pattern.endswith("$") else (CONTENT,)
     string = as_json_string(expression)
-    assert isinstance(string, Sequence)
+    assert isinstance(string, Concat)
     left, content, right = string.parts
-    if isinstance(expression, Choice) and (before or after) and not (before and after):
+    if isinstance(expression, Alternation) and (before or after) and not (before and after):
         # An anchor belongs to one of the alternatives only.
         before = after = ()
-    return Sequence((left, *before, content, *after, right))
+    return Concat((left, *before, content, *after, right))

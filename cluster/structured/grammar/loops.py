@@ -1,94 +1,96 @@
-"""Loops of a grammar as xgrammar follows them best.
+"""Rewrites loops into right-recursive rules, for which xgrammar makes masks fastest.
 
-Where one rule ends and another begins, xgrammar compares tokens with the grammar as they come, and
-what is repeated without end is a rule to it: the mask in a loop over words takes milliseconds. Here
-a loop becomes a rule that names itself last, with all that comes behind the loop in it. Such rules
-are one automaton, which is gone through when the grammar is compiled; a mask takes microseconds.
+xgrammar turns a loop into a rule, and checks tokens that cross the end of a rule when it makes a
+mask: in a loop over words that takes milliseconds. Here a loop becomes a right-recursive rule that
+includes everything after the loop. Such rules are one automaton, for which xgrammar precomputes the
+tokens when it compiles; a mask takes microseconds.
 """
 
 from __future__ import annotations
 
 from cluster.structured.grammar.expressions import (
+    Alternation,
     Characters,
-    Choice,
+    Concat,
     Expression,
     Repeat,
     Rule,
-    Sequence,
     Text,
     size_of,
 )
 
 __all__ = ["with_loops_as_rules"]
 
-_MOST_CHARACTERS = 256
-"""A repetition of more characters, counted as often as they may come, is left as it is."""
+_MAX_UNROLLED = 256
+"""A repetition that expands to more characters is not unrolled."""
 
 
 def with_loops_as_rules(
     expression: Expression, *, prefix: str = "loop"
 ) -> tuple[dict[str, Expression], Expression]:
-    """Return rules, named with a prefix, and an expression of them that says the same."""
-    writer = _Writer(prefix)
-    start = writer.followed(expression, Sequence(()))
+    """Return rules, named with a prefix, and an equivalent expression that refers to them."""
+    writer = _LoopRewriter(prefix)
+    start = writer.followed(expression, Concat(()))
     return writer.rules, start
 
 
-class _Writer:
-    """Writes from the end to the beginning, since what is behind a loop belongs to its rule."""
+class _LoopRewriter:
+    """Works from the end to the beginning, since the rule of a loop includes what follows it."""
 
     def __init__(self, prefix: str) -> None:
         self.rules: dict[str, Expression] = {}
         self._prefix = prefix
 
-    def followed(self, expression: Expression, behind: Expression) -> Expression:
-        """Return an expression with what is behind it."""
+    def followed(self, expression: Expression, rest: Expression) -> Expression:
+        """Return an expression followed by `rest`."""
         if not _has_loop(expression):
-            return _joined(expression, behind)
+            return _joined(expression, rest)
         match expression:
-            case Sequence(parts):
+            case Concat(parts):
                 for part in reversed(parts):
-                    behind = self.followed(part, behind)
-                return behind
-            case Choice(parts):
-                behind = self._named(behind)
-                return Choice(tuple(self.followed(part, behind) for part in parts))
-            case Repeat(part, fewest, int(most)) if most * size_of(part) <= _MOST_CHARACTERS:
-                return self._counted(part, fewest, most, behind)
-            case Repeat(part, fewest, None) if self._may_unfold(expression):
+                    rest = self.followed(part, rest)
+                return rest
+            case Alternation(parts):
+                rest = self._named(rest)
+                return Alternation(tuple(self.followed(part, rest) for part in parts))
+            case Repeat(part, minimum, int(maximum)) if maximum * size_of(part) <= _MAX_UNROLLED:
+                return self._counted(part, minimum, maximum, rest)
+            case Repeat(part, minimum, None) if self._may_unfold(expression):
                 again = self._new_rule()
                 first = self.followed(part, again)
-                if not fewest:
-                    self.rules[again.name] = Choice((first, behind))
+                if not minimum:
+                    self.rules[again.name] = Alternation((first, rest))
                     return again
-                # What is there once at least is written once.
+                # The first iteration is required.
                 loop = self._named(first)
-                self.rules[again.name] = Choice((loop, behind))
+                self.rules[again.name] = Alternation((loop, rest))
                 following: Expression = loop
-                for _ in range(fewest - 1):
+                for _ in range(minimum - 1):
                     following = self.followed(part, following)
                 return following
-        return _joined(expression, behind)
+        return _joined(expression, rest)
 
     def _may_unfold(self, loop: Repeat) -> bool:
-        # One that may go round without a character never ends.
+        # An iteration that may be empty would recurse without end.
         return not _may_be_empty(loop.part) and (
-            loop.fewest <= 1 or size_of(loop) <= _MOST_CHARACTERS
+            loop.minimum <= 1 or size_of(loop) <= _MAX_UNROLLED
         )
 
-    def _counted(self, part: Expression, fewest: int, most: int, behind: Expression) -> Expression:
-        behind = following = self._named(behind)
-        for round_ in range(most - 1, -1, -1):
+    def _counted(
+        self, part: Expression, minimum: int, maximum: int, rest: Expression
+    ) -> Expression:
+        rest = following = self._named(rest)
+        for round_ in range(maximum - 1, -1, -1):
             following = self.followed(part, following)
-            if round_ >= fewest:
-                following = Choice((following, behind))
+            if round_ >= minimum:
+                following = Alternation((following, rest))
             if round_:
                 following = self._named(following)
         return following
 
     def _named(self, expression: Expression) -> Expression:
-        """Return a rule for what is to be written more than once."""
-        if isinstance(expression, Rule | Characters | Text) or expression == Sequence(()):
+        """Return a rule for an expression that is used more than once."""
+        if isinstance(expression, Rule | Characters | Text) or expression == Concat(()):
             return expression
         rule = self._new_rule()
         self.rules[rule.name] = expression
@@ -96,26 +98,26 @@ class _Writer:
 
     def _new_rule(self) -> Rule:
         rule = Rule(f"{self._prefix}{len(self.rules)}")
-        # Its place, which nested loops must not take.
+        # Reserves the name, which nested loops must not take.
         self.rules[rule.name] = rule
         return rule
 
 
-def _joined(expression: Expression, behind: Expression) -> Expression:
-    if behind == Sequence(()):
+def _joined(expression: Expression, rest: Expression) -> Expression:
+    if rest == Concat(()):
         return expression
-    if isinstance(behind, Sequence):
-        return Sequence((expression, *behind.parts))
-    return Sequence((expression, behind))
+    if isinstance(rest, Concat):
+        return Concat((expression, *rest.parts))
+    return Concat((expression, rest))
 
 
 def _has_loop(expression: Expression) -> bool:
-    """Whether anything is repeated, other than single characters without end."""
+    """Whether anything is repeated, other than single characters without limit."""
     match expression:
-        case Sequence(parts) | Choice(parts):
+        case Concat(parts) | Alternation(parts):
             return any(map(_has_loop, parts))
-        case Repeat(part, _, most):
-            return most is not None or not isinstance(part, Characters)
+        case Repeat(part, _, maximum):
+            return maximum is not None or not isinstance(part, Characters)
     return False
 
 
@@ -123,13 +125,13 @@ def _may_be_empty(expression: Expression) -> bool:
     match expression:
         case Text(text):
             return not text
-        case Sequence(parts):
+        case Concat(parts):
             return all(map(_may_be_empty, parts))
-        case Choice(parts):
+        case Alternation(parts):
             return any(map(_may_be_empty, parts))
-        case Repeat(part, fewest, _):
-            return not fewest or _may_be_empty(part)
+        case Repeat(part, minimum, _):
+            return not minimum or _may_be_empty(part)
         case Rule():
-            # It is not known.
+            # Rules are not looked up.
             return True
     return False

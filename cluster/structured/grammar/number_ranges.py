@@ -1,4 +1,4 @@
-"""Decimal numbers between two bounds, as an expression of their digits."""
+"""Expressions for the digits of decimal numbers between two bounds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import (
+    Alternation,
     Characters,
-    Choice,
+    Concat,
     Expression,
     Repeat,
-    Sequence,
     Text,
+    invalid_structure,
     optional,
-    refuse,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def numbers_between(
     is_high_open: bool,
     is_integer: bool,
 ) -> Expression:
-    """Return the numbers of so many digits between two bounds, of which None is the largest.
+    """Return numbers of up to 15 digits and 6 decimals between two bounds; None means no bound.
 
     Raises InvalidRequestError if there are none.
     """
@@ -45,26 +45,26 @@ def numbers_between(
     first += is_low_open and first == (low or 0) * scale and low is not None
     last -= is_high_open and last == (high or 0) * scale and high is not None
     if first > last:
-        raise refuse(
-            f"structure asks for a number of at most {_NUM_INTEGER_DIGITS} digits and "
-            f"{num_decimals} decimals between bounds that have none between them."
+        raise invalid_structure(
+            f"structure has numeric bounds that allow no number of up to {_NUM_INTEGER_DIGITS} "
+            f"digits and {num_decimals} decimals."
         )
     parts: list[Expression] = []
     if first < 0:
         # Zero has no sign.
         parts += (
-            Sequence((Text("-"), part))
+            Concat((Text("-"), part))
             for part in _magnitudes(max(1, -min(last, -1)), -first, num_decimals)
         )
     if last >= 0:
         parts += _magnitudes(max(first, 0), last, num_decimals)
-    return Choice(tuple(parts))
+    return Alternation(tuple(parts))
 
 
 def _magnitudes(first: int, last: int, num_decimals: int) -> list[Expression]:
     """Return expressions of the numbers `first` to `last` in units of the last decimal."""
     parts: list[Expression] = []
-    # Numbers with as many digits before the point as one another; 0.5 has one.
+    # One group for each number of digits before the point; 0.5 has one digit there.
     for num_digits in range(num_decimals + 1, max(len(str(last)), num_decimals + 1) + 1):
         lowest = 0 if num_digits == num_decimals + 1 else 10 ** (num_digits - 1)
         low, high = max(first, lowest), min(last, 10**num_digits - 1)
@@ -74,7 +74,7 @@ def _magnitudes(first: int, last: int, num_decimals: int) -> list[Expression]:
 
 
 def _of_length(low: str, high: str, num_decimals: int) -> list[Expression]:
-    """Return expressions of the digits from `low` to `high`, which are as long as one another."""
+    """Return expressions of the digits from `low` to `high`, which have the same length."""
     same = 0
     while same < len(low) and low[same] == high[same]:
         same += 1
@@ -82,10 +82,10 @@ def _of_length(low: str, high: str, num_decimals: int) -> list[Expression]:
         return [_number(low, None, num_decimals, len(low))]
     parts: list[Expression] = []
     length = len(low)
-    # Where anything may follow a first other digit, it belongs to those between.
+    # A bound whose remaining digits are unrestricted is merged into the middle range.
     is_low_whole = set(low[same + 1 :]) <= {"0"}
     is_high_whole = set(high[same + 1 :]) <= {"9"}
-    # Above `low` behind ever shorter beginnings of it, below `high` likewise, and between.
+    # Numbers that share a prefix with `low`, or with `high`, and the middle range.
     for at in range(length - 1, same, -1):
         if low[at] < "9" and not is_low_whole:
             parts.append(_number(low[:at], (int(low[at]) + 1, 9), num_decimals, length))
@@ -102,10 +102,10 @@ def _of_length(low: str, high: str, num_decimals: int) -> list[Expression]:
 
 
 def _number(head: str, digit: tuple[int, int] | None, num_decimals: int, length: int) -> Expression:
-    """Return numbers that begin with `head` and a digit, if any, and go on with any digits.
+    """Return numbers that start with `head` and an optional digit, followed by any digits.
 
-    Of `length` digits the last `num_decimals` are behind the point; zeros at the end may be left
-    out there, which any digits may be.
+    Of `length` digits the last `num_decimals` are decimals; trailing decimals that are zero or
+    arbitrary may be omitted.
     """
     num_whole = length - num_decimals
     given: list[Expression] = [Text(character) for character in head]
@@ -117,13 +117,13 @@ def _number(head: str, digit: tuple[int, int] | None, num_decimals: int, length:
         count = num_whole - len(whole)
         whole.append(Repeat(any_digit, count, count))
     decimals = given[num_whole:]
-    # Of fixed digits, the zeros at the end say nothing.
+    # Trailing zeros of fixed decimals are omitted.
     while digit is None and decimals and decimals[-1] == Text("0"):
         decimals.pop()
     num_free = 0 if digit is None else min(length - len(given), num_decimals)
     if not decimals and not num_free:
-        return Sequence(tuple(whole))
+        return Concat(tuple(whole))
     if not decimals:
-        return Sequence((*whole, optional(Sequence((Text("."), Repeat(any_digit, 1, num_free))))))
+        return Concat((*whole, optional(Concat((Text("."), Repeat(any_digit, 1, num_free))))))
     free = (Repeat(any_digit, 0, num_free),) if num_free else ()
-    return Sequence((*whole, Text("."), *decimals, *free))
+    return Concat((*whole, Text("."), *decimals, *free))

@@ -1,4 +1,4 @@
-"""Numbers of a JSON schema."""
+"""The numbers that a JSON schema allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.number_ranges import numbers_between
-from cluster.structured.grammar.schema_words import KEYWORDS, Schema, fail
+from cluster.structured.grammar.schema_keywords import KEYWORDS, Schema, fail
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ def number_of(schema: Schema, path: str, *, is_integer: bool) -> Expression:
             fail(f"{path}/{keyword}", "must be a number")
         bound = Fraction(value)
         if abs(bound) > 10**15 or bound.denominator > 10**15:
-            fail(f"{path}/{keyword}", "must have at most 15 digits before and behind the point")
+            fail(f"{path}/{keyword}", "must have at most 15 digits before and after the point")
         bounds[keyword] = bound
     if not bounds:
         return json_text.INTEGER if is_integer else json_text.NUMBER

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar.expressions import refuse
+from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
 from cluster.structured.processes.compiler_process import Died, Limits, Refused
 from cluster.structured.processes.mask_maker import CompiledGrammar, MaskMaker
@@ -98,7 +98,7 @@ class StructureCompiler:
         Raises RequestError, or EngineError if there is none.
         """
         if len(structure.text) > MAX_TEXT_LENGTH:
-            raise refuse(
+            raise invalid_structure(
                 f"structure has {len(structure.text)} characters; "
                 f"at most {MAX_TEXT_LENGTH} are allowed."
             )
@@ -155,7 +155,7 @@ class StructureCompiler:
     def _compile(self, tenant: str, structure: Structure) -> _Loaded:
         answer = self._process.compile(structure)
         if isinstance(answer, Refused):
-            raise refuse(answer.message)
+            raise invalid_structure(answer.message)
         if isinstance(answer, Died):
             raise self._refusal_of(answer)
         grammar, num_bytes = self._masks().grammar(answer.text, tenant=tenant)
@@ -165,7 +165,7 @@ class StructureCompiler:
     def _refusal_of(self, death: Died) -> Exception:
         match death.signal:
             case signal.SIGPROF:
-                return refuse(
+                return invalid_structure(
                     f"structure takes more than {self._limits.compile_s:g} s of CPU time to "
                     "compile."
                 )
@@ -176,7 +176,7 @@ class StructureCompiler:
                 )
         name = signal.strsignal(death.signal) or f"signal {death.signal}"
         if death.signal in _DEFECTS:
-            return refuse(f"structure cannot be compiled: it ended what compiles it ({name}).")
+            return invalid_structure(f"structure cannot be compiled: the compiler died ({name}).")
         return EngineError(f"The process that compiled the structure was ended: {name}.")
 
     def _masks(self) -> MaskMaker:

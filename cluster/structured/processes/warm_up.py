@@ -11,7 +11,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from cluster.structured.grammar.expressions import write
+from cluster.structured.grammar.expressions import write_ebnf
 from cluster.structured.grammar.json_strings import limited_string
 
 if TYPE_CHECKING:
@@ -56,4 +56,4 @@ class IdleLearning:
     def _grammars(self) -> Iterator[str]:
         for length in range(_STEP, _MAX_LENGTH + 1, _STEP):
             name, rule = limited_string(0, length)
-            yield write({name.name: rule}, name)
+            yield write_ebnf({name.name: rule}, name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from cluster.structured.grammar.expressions import (
+    Alternation,
     Characters,
-    Choice,
+    Concat,
     Expression,
     Repeat,
-    Sequence,
     Text,
 )
 
@@ -21,9 +21,9 @@ def as_regex(expression: Expression) -> str:
             return re.escape(text)
         case Characters(ranges):
             return "[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges) + "]"
-        case Sequence(parts):
+        case Concat(parts):
             return "".join(map(as_regex, parts))
-        case Choice(parts):
+        case Alternation(parts):
             return "(?:" + "|".join(map(as_regex, parts)) + ")"
         case Repeat(part, fewest, most):
             return f"(?:{as_regex(part)}){{{fewest},{'' if most is None else most}}}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.structured.grammar.expressions import write
+from cluster.structured.grammar.expressions import write_ebnf
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
@@ -59,4 +59,4 @@ def test_the_same_texts_match(
 @pytest.mark.parametrize("mark", ["*", "+", "?", "{1,2}"])
 def test_nested_loops_do_not_multiply(mark: str) -> None:
     expression = read_regex("(?:" * 12 + "a" + f"){mark}" * 12)
-    assert len(write(*with_loops_as_rules(expression))) < 20_000
+    assert len(write_ebnf(*with_loops_as_rules(expression))) < 20_000

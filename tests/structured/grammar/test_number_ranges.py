@@ -61,8 +61,8 @@ def test_numbers_are_in_the_range_exactly_if_they_match(seed: int) -> None:
             assert is_in
 
 
-def test_a_range_without_a_number_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="none between them"):
+def test_a_range_without_a_number_is_rejected() -> None:
+    with pytest.raises(InvalidRequestError, match="bounds that allow no number"):
         between(Fraction(1, 10**9), Fraction(2, 10**9))
-    with pytest.raises(InvalidRequestError, match="none between them"):
+    with pytest.raises(InvalidRequestError, match="bounds that allow no number"):
         between(Fraction(3), Fraction(4), is_low_open=True, is_high_open=True, is_integer=True)

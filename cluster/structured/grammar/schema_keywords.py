@@ -1,33 +1,33 @@
-"""The words of JSON schemas: which are known, and how the simplest of them are read."""
+"""The supported keywords of JSON Schema, and how the simplest of them are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NoReturn, cast
 
-from cluster.structured.grammar.expressions import refuse
+from cluster.structured.grammar.expressions import invalid_structure
 
 __all__ = [
+    "ANNOTATIONS",
     "KEYWORDS",
     "KNOWN",
-    "SILENT",
-    "WHOLE",
+    "STANDALONE",
     "Schema",
-    "counts_of",
+    "count_limits_of",
+    "escaped_pointer",
     "fail",
-    "pointer_part",
     "resolve",
     "types_of",
     "types_of_value",
 ]
 
 MAX_COUNT = 4096
-"""Characters of a string, or items of an array, that a schema may count to."""
+"""The largest minLength, maxLength, minItems, maxItems, minProperties and maxProperties."""
 
 Schema = Mapping[str, object]
 
-# Words about a schema that say nothing of its values.
-SILENT = frozenset(
+# Keywords that do not restrict values.
+ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "$comment", "$schema", "$id"),
         *("deprecated", "readOnly", "writeOnly", "discriminator", "$defs", "definitions"),
@@ -44,31 +44,31 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
         ("properties", "required", "additionalProperties", "minProperties", "maxProperties")
     ),
 }
-WHOLE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
-"""Keywords that say all there is to say of a value."""
-KNOWN = frozenset(("type",)).union(SILENT, WHOLE, *KEYWORDS.values())
+STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
+"""Keywords that define a schema on their own and cannot be combined with others."""
+KNOWN = frozenset(("type",)).union(ANNOTATIONS, STANDALONE, *KEYWORDS.values())
 
 
 def fail(path: str, what: str) -> NoReturn:
-    """Refuse a part of a schema, by its place. Raises InvalidRequestError."""
-    raise refuse(f"structure has a JSON schema whose {path[:200]} {what}.")
+    """Raise InvalidRequestError for the part of a schema at a JSON pointer."""
+    raise invalid_structure(f"structure has an unsupported JSON Schema: {path[:200]} {what}.")
 
 
-def counts_of(schema: Schema, path: str, low: str, high: str) -> tuple[int, int | None]:
-    """Return the least and the most of something that two keywords limit."""
+def count_limits_of(schema: Schema, path: str, low: str, high: str) -> tuple[int, int | None]:
+    """Return the minimum and the maximum that two keywords set."""
     for keyword in (low, high):
         value = schema.get(keyword, 0)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
             fail(f"{path}/{keyword}", f"must be an integer from 0 to {MAX_COUNT}")
-    fewest = cast("int", schema.get(low, 0))
-    most = cast("int | None", schema.get(high))
-    if most is not None and most < fewest:
+    minimum = cast("int", schema.get(low, 0))
+    maximum = cast("int | None", schema.get(high))
+    if maximum is not None and maximum < minimum:
         fail(path, f"has {high} below {low}")
-    return fewest, most
+    return minimum, maximum
 
 
 def types_of(schema: Schema, path: str) -> tuple[str, ...] | None:
-    """Return the types that a schema names, or None."""
+    """Return the types that `type` lists, or None without `type`."""
     given = schema.get("type")
     if given is None and "type" not in schema:
         return None
@@ -78,12 +78,12 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...] | None:
         or not types
         or not all(isinstance(name, str) and name in KEYWORDS for name in types)
     ):
-        fail(f"{path}/type", f"must be of {', '.join(KEYWORDS)}")
+        fail(f"{path}/type", f"must be one or several of {', '.join(KEYWORDS)}")
     return tuple(dict.fromkeys(types))
 
 
 def types_of_value(value: object) -> set[str]:
-    """Return the types that a value is of."""
+    """Return the JSON Schema types of a value."""
     match value:
         case None:
             return {"null"}
@@ -100,13 +100,13 @@ def types_of_value(value: object) -> set[str]:
     return {"object"}
 
 
-def pointer_part(name: str) -> str:
-    """Return a name as it is written in a JSON pointer."""
+def escaped_pointer(name: str) -> str:
+    """Return a name escaped for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def resolve(root: object, pointer: str, path: str) -> object:
-    """Return what a JSON pointer behind a # points at."""
+    """Return the target of a JSON pointer. Raises InvalidRequestError."""
     found = root
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -115,5 +115,5 @@ def resolve(root: object, pointer: str, path: str) -> object:
         elif isinstance(found, list) and key.isdigit() and len(key) < 6 and int(key) < len(found):
             found = found[int(key)]
         else:
-            fail(f"{path}/$ref", "refers to what is not there")
+            fail(f"{path}/$ref", "refers to a missing definition")
     return found
