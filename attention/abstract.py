@@ -100,15 +100,15 @@ class AttentionMetadataBuilder(ABC):
         """Return the metadata of one step; the one built before is no longer valid."""
 
     @abstractmethod
-    def servers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers whose kernels serve, by part of a step and server."""
+    def providers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers each provider of kernels serves, by part of a step."""
 
-    def servers_in_words(self) -> list[str]:
-        """Return a sentence for each part of a step and server, for a worker's log."""
+    def provider_sentences(self) -> list[str]:
+        """Return a sentence for each part of a step and provider, for a worker's log."""
         return [
-            f"{server} serves {part} of {count} layers."
-            for part, counts in self.servers().items()
-            for server, count in counts.items()
+            f"{provider} serves {part} of {count} layers."
+            for part, counts in self.providers().items()
+            for provider, count in counts.items()
         ]
 
 

@@ -50,7 +50,7 @@ class AttentionParams:
 
     num_heads: int
     num_kv_heads: int
-    """Query head `h` reads KV head `h // group_size`."""
+    """Query head `h` reads KV head `h // num_queries_per_kv`."""
     head_size: int
     scale: float
     sliding_window: int | None = None
@@ -68,7 +68,7 @@ class AttentionParams:
     attention_type: AttentionType = AttentionType.DECODER
 
     @property
-    def group_size(self) -> int:
+    def num_queries_per_kv(self) -> int:
         """Return the number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 

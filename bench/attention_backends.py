@@ -6,7 +6,7 @@ As a script it would hide the package of its name.
 
 32 query heads, 8 KV heads, head size 128, bfloat16. `decode` is one token for each of 64
 sequences of 2048, in TB/s of keys and values read. `paged prefill` is 8 chunks of 2048 tokens
-behind a cached block each, read through the cache; `fresh prefill` is 8 prompts of 2048 over their
+behind a cached block each, read through the cache; `ragged prefill` is 8 prompts of 2048 over their
 own keys; both in TFLOP/s, 4 x visible pairs of query and key x heads x head size.
 
 Times are the attention's alone, planned by the backend's builder, of a CUDA graph with one call for
@@ -58,7 +58,7 @@ TARGETS = {
     ("decode", "torch_sdpa"): 2.8,
     ("decode", "shared kernel"): 3.0,
     ("paged prefill", "flashinfer"): 400.0,
-    ("fresh prefill", "flashinfer"): 480.0,
+    ("ragged prefill", "flashinfer"): 480.0,
 }
 
 
@@ -154,9 +154,9 @@ class Bench:
             layer_us=self._timed(self._replayed(batch, query, key, value, out)),
         )
 
-    def prefill(self, *, is_fresh: bool) -> Row:
+    def prefill(self, *, has_no_context: bool) -> Row:
         """Measure prefills, over their own keys or through the cache."""
-        context = 0 if is_fresh else self._spec.block_size
+        context = 0 if has_no_context else self._spec.block_size
         batch = self._batch(NUM_PREFILLS, NUM_PREFILLS, SEQ_LEN, context + SEQ_LEN)
         builder = self._backend.make_metadata_builder(self._spec)
         assert isinstance(builder, GpuMetadataBuilder)
@@ -168,8 +168,10 @@ class Bench:
         def attend() -> None:
             for i in range(NUM_LAYERS):
                 group = builder.layer(i)[1]
-                if is_fresh:
-                    group.fresh(rows, _heads(query), _heads(key), _heads(value), _heads(out))
+                if has_no_context:
+                    group.prefill_ragged(
+                        rows, _heads(query), _heads(key), _heads(value), _heads(out)
+                    )
                 else:
                     cache = builder.layer_cache(i, self._cache)
                     group.prefill(rows, _heads(query), cache, _heads(out))
@@ -181,7 +183,7 @@ class Bench:
         attention_us = self._timed(_captured(attend))
         pairs = NUM_PREFILLS * (context * SEQ_LEN + SEQ_LEN * (SEQ_LEN + 1) // 2)
         num_operations = 4 * pairs * PARAMS.num_heads * PARAMS.head_size
-        workload = "fresh prefill" if is_fresh else "paged prefill"
+        workload = "ragged prefill" if has_no_context else "paged prefill"
         return Row(
             workload=workload,
             backend=self._backend.get_name(),
@@ -292,7 +294,11 @@ def _measure(backend: type[AttentionBackend], block_sizes: list[int], num_rounds
             print(f"{backend.get_name()}: {'; '.join(refusals)}", file=sys.stderr)
             continue
         bench = Bench(backend, spec, num_rounds=num_rounds)
-        rows += [bench.decode(), bench.prefill(is_fresh=False), bench.prefill(is_fresh=True)]
+        rows += [
+            bench.decode(),
+            bench.prefill(has_no_context=False),
+            bench.prefill(has_no_context=True),
+        ]
         for row in rows[-3:]:
             print(f"{row.backend} {row.workload} {row.rate:.2f}", file=sys.stderr, flush=True)
     return rows

@@ -71,7 +71,7 @@ def defaults(workload: Workload) -> PagedAttentionTuning:
         num_multiprocessors=properties.multi_processor_count,
     )
     return default_decode_tuning(
-        group_size=workload.num_heads // workload.num_kv_heads,
+        num_queries_per_kv=workload.num_heads // workload.num_kv_heads,
         head_size=workload.head_size,
         dtype=torch.bfloat16,
         num_splits=num_splits,

@@ -82,14 +82,14 @@ class EmbeddingWorker:
         return 0, 0
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate nothing; return how many layers whose attention kernels serve."""
+        """Allocate nothing; return how many layers each provider of attention kernels serves."""
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
         if self._group.rank == 0:
             # The layers of all ranks are alike.
-            for sentence in self._builder.servers_in_words():
+            for sentence in self._builder.provider_sentences():
                 logger.info("Attention: %s", sentence)
-        return self._builder.servers()
+        return self._builder.providers()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
         """Carry out one plan, which for an encoder is always to embed."""

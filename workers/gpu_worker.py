@@ -64,7 +64,7 @@ class GpuWorker:
         return self._thread.submit(self._load, address, host).result()
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate both pools; return how many layers whose attention kernels serve."""
+        """Allocate both pools; return how many layers each provider of attention kernels serves."""
         assert self._worker is not None
         allocate = self._worker.allocate_cache
         return self._thread.submit(allocate, num_blocks, num_cpu_blocks).result()

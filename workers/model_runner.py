@@ -114,14 +114,14 @@ class ModelRunner:
         self._sampler = sampler
 
     @property
-    def attention_servers(self) -> dict[str, dict[str, int]]:
-        """How many layers whose attention kernels serve, by part of a step and server."""
-        return self._builder.servers()
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        """Layers that each provider of attention kernels serves, by part of a step."""
+        return self._builder.providers()
 
     @property
-    def attention_servers_in_words(self) -> list[str]:
+    def attention_provider_sentences(self) -> list[str]:
         """Who serves which layers, and why, in sentences."""
-        return self._builder.servers_in_words()
+        return self._builder.provider_sentences()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:

@@ -92,14 +92,14 @@ class Worker:
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         """Allocate both pools; steps may be launched from then on.
 
-        Return how many layers whose attention kernels serve, by part of a step and server.
+        Return how many layers each provider of attention kernels serves, by part of a step.
         """
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
         if self._group.rank == 0:
             # The layers of all ranks are alike.
-            for sentence in self._runner.attention_servers_in_words:
+            for sentence in self._runner.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
-        return self._runner.attention_servers
+        return self._runner.attention_providers
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
         """Carry out one plan, which for a decoder is never to embed."""

@@ -47,7 +47,7 @@ class AnyWorker(Protocol):
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         """Allocate both pools; steps may be launched from then on.
 
-        Return how many layers whose attention kernels serve, by part of a step and server.
+        Return how many layers each provider of attention kernels serves, by part of a step.
         """
 
     def launch(self, plan: StepPlan | EmbedPlan) -> Pending:

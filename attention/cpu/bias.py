@@ -50,7 +50,7 @@ class Staircase:
         self.decode_dtype = torch.float32 if is_float else torch.bool
         self._slopes: npt.NDArray[np.float32] | None = None
         if params.alibi_slopes is not None:
-            shape = (params.num_kv_heads, params.group_size, 1)
+            shape = (params.num_kv_heads, params.num_queries_per_kv, 1)
             self._slopes = np.array(params.alibi_slopes, dtype=np.float32).reshape(shape)
         self._is_nil = (
             not params.is_causal and params.sliding_window is None and self._slopes is None
@@ -83,7 +83,7 @@ class Staircase:
         """Return the shape of the bias of decodes, whose query rows are the heads of a group."""
         if self._slopes is None:
             return (num_sequences, 1, 1, num_keys)
-        return (num_sequences, self._params.num_kv_heads, self._params.group_size, num_keys)
+        return (num_sequences, self._params.num_kv_heads, self._params.num_queries_per_kv, num_keys)
 
     def fill_decode_bias(
         self,
@@ -132,9 +132,9 @@ class Staircase:
 def _make_alibi_bias(
     slopes: npt.NDArray[np.float32], distances: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """Return `-slope * |distance|`, `[num_kv_heads, group_size, *distances]`.
+    """Return `-slope * |distance|`, `[num_kv_heads, num_queries_per_kv, *distances]`.
 
-    `slopes` is `[num_kv_heads, group_size, 1]` (Press, Smith and Lewis, 2022).
+    `slopes` is `[num_kv_heads, num_queries_per_kv, 1]` (Press, Smith and Lewis, 2022).
     """
     bias: npt.NDArray[np.float32] = -slopes[..., None] * np.abs(distances).astype(np.float32)
     return bias

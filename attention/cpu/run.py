@@ -31,7 +31,7 @@ class LayerRunner:
         self._scale = params.scale * params.k_scale if is_fp8 else params.scale
         self._value_scale = params.v_scale if is_fp8 else 1.0
         self._may_need_scores = params.soft_cap is not None or params.alibi_slopes is not None
-        self._rows_shape = (-1, params.num_kv_heads, params.group_size, params.head_size)
+        self._rows_shape = (-1, params.num_kv_heads, params.num_queries_per_kv, params.head_size)
         self._kv_shape = (-1, params.num_kv_heads, params.head_size)
 
     def run_chunks(

@@ -141,14 +141,14 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
             masks.reset()
         return TorchSDPAMetadata(batch, self)
 
-    def servers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers whose kernels serve, by part of a step and server."""
+    def providers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers each provider of kernels serves, by part of a step."""
         num_layers = len(self._spec.layers)
         num_ours = sum(kernel is not None for kernel in self.kernels)
         decode = {"native": num_ours, "torch": num_layers - num_ours}
         return {
             "prefill": {"torch": num_layers},
-            "decode": {server: count for server, count in decode.items() if count},
+            "decode": {provider: count for provider, count in decode.items() if count},
         }
 
     def alike(self) -> "TorchSDPAMetadataBuilder":

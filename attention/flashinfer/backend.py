@@ -48,7 +48,9 @@ class FlashInferMetadataBuilder(GpuMetadataBuilder):
 
     def _lacks(self, params: AttentionParams) -> dict[str, str]:
         reason = reason_for_shared(params)
-        return {} if reason is None else dict.fromkeys(("prefill", "fresh", "decode"), reason)
+        return (
+            {} if reason is None else dict.fromkeys(("prefill", "prefill_ragged", "decode"), reason)
+        )
 
     def _make_group(self, params: AttentionParams, *, is_graph: bool) -> GpuGroup:
         # Imported where they are used: one needs Triton, and the other the library.

@@ -28,9 +28,9 @@ class HybridGroup(PromptGroup):
         self._shared = SharedGroup(params, spec, is_graph=is_graph)
 
     @property
-    def servers(self) -> dict[str, str]:
-        """Return who computes "prefill", "fresh" and "decode"."""
-        return {"prefill": "flashinfer", "fresh": "flashinfer", "decode": "shared"}
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step."""
+        return {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "shared"}
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""

@@ -19,7 +19,7 @@ def reason_for_shared(params: AttentionParams) -> str | None:
     """Return why the shared kernels must compute these layers, None if the library can."""
     if params.alibi_slopes is not None:
         # It makes its own from the number of heads, wrong for some models and for every rank.
-        return "FlashInfer takes no ALiBi slopes"
+        return "FlashInfer does not support ALiBi slopes"
     if params.head_size not in HEAD_SIZES:
         allowed = ", ".join(map(str, HEAD_SIZES))
         return f"FlashInfer has heads of {allowed} and not of {params.head_size}"

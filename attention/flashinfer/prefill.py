@@ -115,7 +115,7 @@ class RaggedPrefill(FlashInferPrefill):
         super().__init__(params, spec, spec.dtype)
 
     def plan(self, rows: Rows) -> None:
-        """Plan for fresh sequences of a step; waits for nothing."""
+        """Plan the sequences of a step that have no context; waits for nothing."""
         starts = self._query_starts(rows)
         self._plan(rows, qo_indptr=starts, kv_indptr=starts)
 

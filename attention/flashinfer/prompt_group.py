@@ -28,15 +28,15 @@ class PromptGroup(GpuGroup):
         self._is_cross = params.attention_type is AttentionType.ENCODER_DECODER
         self._is_encoder = params.attention_type is AttentionType.ENCODER
         self._prefill = PagedPrefill(params, spec)
-        self._fresh = RaggedPrefill(params, spec)
+        self._ragged_prefill = RaggedPrefill(params, spec)
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
         prefills, _ = batch.rows_of(self.params.attention_type)
         if not self.params.is_cached:
-            fresh = batch.encoders if self._is_encoder else prefills
-            if fresh is not None:
-                self._fresh.plan(fresh)
+            ragged = batch.encoders if self._is_encoder else prefills
+            if ragged is not None:
+                self._ragged_prefill.plan(ragged)
         elif prefills is not None:
             self._plan_prefills(prefills)
 
@@ -48,7 +48,7 @@ class PromptGroup(GpuGroup):
             self._prefill.plan(rows, self._uploader.pages_of(rows))
         self._prefill.run(query, cache, out)
 
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,
@@ -57,13 +57,13 @@ class PromptGroup(GpuGroup):
         out: torch.Tensor,
     ) -> None:
         """Attend for sequences whose keys are those of their own tokens."""
-        if self._fresh.planned is not rows:
-            self._fresh.plan(rows)
-        self._fresh.run(query, key, value, out)
+        if self._ragged_prefill.planned is not rows:
+            self._ragged_prefill.plan(rows)
+        self._ragged_prefill.run(query, key, value, out)
 
     def _plan_prefills(self, rows: Rows) -> None:
-        if rows.is_fresh and not self._is_cross and self.spec.cache_dtype == self.spec.dtype:
-            self._fresh.plan(rows)
+        if rows.has_no_context and not self._is_cross and self.spec.cache_dtype == self.spec.dtype:
+            self._ragged_prefill.plan(rows)
         elif self._has_blocks(rows):
             self._prefill.plan(rows, self._uploader.pages_of(rows))
 

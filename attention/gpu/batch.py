@@ -43,7 +43,7 @@ class Rows:
     max_query_len: int
     max_seq_len: int
     """No sequence is longer, now or when a graph is replayed."""
-    is_fresh: bool
+    has_no_context: bool
     """Whether nobody has keys but those of its own query."""
 
     @property
@@ -134,7 +134,7 @@ class GpuBatchUploader:
             host_seq_lens=batch.seq_lens,
             max_seq_len=self._max_seq_len or longest,
             # Whoever is a token further has keys of before.
-            is_fresh=False,
+            has_no_context=False,
         )
         self._latest = replace(after, decodes=decodes)
         return self._latest
@@ -154,7 +154,7 @@ class GpuBatchUploader:
             block_tables=tables,
             max_query_len=int(part.query_lens.max(initial=0)),
             max_seq_len=self._max_seq_len or max_seq_len,
-            is_fresh=bool((part.query_lens == part.seq_lens).all()),
+            has_no_context=bool((part.query_lens == part.seq_lens).all()),
         )
 
     def _copy(self, arrays: Sequence[_Array]) -> list[torch.Tensor]:

@@ -40,8 +40,8 @@ class GpuGroup(ABC):
 
     @property
     @abstractmethod
-    def servers(self) -> dict[str, str]:
-        """Return who computes "prefill", "fresh" and "decode": a library's name, or "shared"."""
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step: the name of a library, or "shared"."""
 
     @abstractmethod
     def plan(self, batch: GpuBatch) -> None:
@@ -54,7 +54,7 @@ class GpuGroup(ABC):
         """Attend for queries of several tokens over cached keys."""
 
     @abstractmethod
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,

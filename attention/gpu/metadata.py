@@ -93,7 +93,7 @@ class GpuMetadata(AttentionMetadata):
         else:
             assert key is not None
             assert value is not None
-            self._attend_fresh(params, group, batch, query, key, value, out)
+            self._attend_ragged(params, group, batch, query, key, value, out)
         if batch.num_padding and params.attention_type is not AttentionType.ENCODER:
             out[-batch.num_padding :].zero_()
 
@@ -127,16 +127,18 @@ class GpuMetadata(AttentionMetadata):
         if prefills is not None:
             tokens = prefills.tokens
             # What an fp8 cache gives back is not what was put in: chunks must not differ by it.
-            if prefills.is_fresh and not is_cross and cache.blocks.dtype == query.dtype:
+            if prefills.has_no_context and not is_cross and cache.blocks.dtype == query.dtype:
                 assert key is not None
                 assert value is not None
-                group.fresh(prefills, query[tokens], key[tokens], value[tokens], out[tokens])
+                group.prefill_ragged(
+                    prefills, query[tokens], key[tokens], value[tokens], out[tokens]
+                )
             else:
                 group.prefill(prefills, query[tokens], cache, out[tokens])
         if decodes is not None:
             group.decode(decodes, query[decodes.tokens], cache, out[decodes.tokens])
 
-    def _attend_fresh(
+    def _attend_ragged(
         self,
         params: AttentionParams,
         group: GpuGroup,
@@ -152,7 +154,7 @@ class GpuMetadata(AttentionMetadata):
         for rows in parts:
             if rows is not None:
                 tokens = rows.tokens
-                group.fresh(rows, query[tokens], key[tokens], value[tokens], out[tokens])
+                group.prefill_ragged(rows, query[tokens], key[tokens], value[tokens], out[tokens])
 
 
 class GpuMetadataBuilder(AttentionMetadataBuilder):
@@ -221,28 +223,30 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
             group.plan(gpu_batch)
         return gpu_batch
 
-    def servers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers whose kernels serve, by part of a step and server."""
+    def providers(self) -> dict[str, dict[str, int]]:
+        """Return how many layers each provider of kernels serves, by part of a step."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for _, group in self._layers:
-            for part, server in group.servers.items():
-                counts[part][server] += 1
-        return {part: dict(servers) for part, servers in counts.items()}
+            for part, provider in group.providers.items():
+                counts[part][provider] += 1
+        return {part: dict(providers) for part, providers in counts.items()}
 
-    def servers_in_words(self) -> list[str]:
-        """Return a sentence for each server of some layers, with why it is not the library."""
+    def provider_sentences(self) -> list[str]:
+        """Return a sentence for each provider of some layers, with why it is not the library."""
         sentences = []
         for group in self._groups:
             layers = [i for i, (_, other) in enumerate(self._layers) if other is group]
             lacks = self._lacks(group.params)
             parts: dict[tuple[str, str | None], list[str]] = defaultdict(list)
-            for part, server in group.servers.items():
-                # Without a cache all is fresh.
-                if group.params.is_cached or part == "fresh":
-                    parts[server, lacks.get(part)].append(part)
-            for (server, reason), names in parts.items():
+            for part, provider in group.providers.items():
+                # Without a cache every prefill is ragged.
+                if group.params.is_cached or part == "prefill_ragged":
+                    parts[provider, lacks.get(part)].append(part)
+            for (provider, reason), names in parts.items():
                 because = "" if reason is None else f": {reason}"
-                sentences.append(f"{server} serves {', '.join(names)} of layers {layers}{because}.")
+                sentences.append(
+                    f"{provider} serves {', '.join(names)} of layers {layers}{because}."
+                )
         return sentences
 
     def _lacks(self, params: AttentionParams) -> dict[str, str]:

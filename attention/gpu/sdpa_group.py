@@ -26,10 +26,10 @@ class TorchSDPAGpuGroup(GpuGroup):
         self._uses_torch = _serves(params, spec)
 
     @property
-    def servers(self) -> dict[str, str]:
-        """Return who computes "prefill", "fresh" and "decode"."""
-        fresh = "torch" if self._uses_torch else "shared"
-        return {"prefill": "shared", "fresh": fresh, "decode": "shared"}
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step."""
+        ragged = "torch" if self._uses_torch else "shared"
+        return {"prefill": "shared", "prefill_ragged": ragged, "decode": "shared"}
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
@@ -41,7 +41,7 @@ class TorchSDPAGpuGroup(GpuGroup):
         """Attend for queries of several tokens over cached keys."""
         self._shared.prefill(rows, query, cache, out)
 
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,
@@ -54,7 +54,7 @@ class TorchSDPAGpuGroup(GpuGroup):
         is_even = length * len(rows.query_lens) == rows.num_tokens
         is_cut = self.params.sliding_window is not None and length > self.params.sliding_window
         if not self._uses_torch or not is_even or is_cut:
-            self._shared.fresh(rows, query, key, value, out)
+            self._shared.prefill_ragged(rows, query, key, value, out)
             return
         query, key, value = (
             t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value)
@@ -65,7 +65,7 @@ class TorchSDPAGpuGroup(GpuGroup):
             value,
             is_causal=self.params.is_causal,
             scale=self.params.scale,
-            enable_gqa=self.params.group_size > 1,
+            enable_gqa=self.params.num_queries_per_kv > 1,
         )
         out.copy_(result.transpose(1, 2).flatten(0, 1))
 
@@ -78,6 +78,6 @@ def _serves(params: AttentionParams, spec: AttentionSpec) -> bool:
     """Return whether torch has a kernel for these layers that holds no score of all pairs."""
     has_bias = params.soft_cap is not None or params.alibi_slopes is not None
     # Heads that share keys are for kernels of 16 bits only.
-    has_kernel = spec.dtype != torch.float32 or params.group_size == 1
+    has_kernel = spec.dtype != torch.float32 or params.num_queries_per_kv == 1
     fits = params.head_size <= _LARGEST_HEAD and params.head_size % _HEAD_STEP == 0
     return has_kernel and fits and not has_bias

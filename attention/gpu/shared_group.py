@@ -43,9 +43,9 @@ class SharedGroup(GpuGroup):
         self._scratch = torch.empty(0, dtype=torch.float32, device=spec.device)
 
     @property
-    def servers(self) -> dict[str, str]:
-        """Return who computes "prefill", "fresh" and "decode"."""
-        return {"prefill": "shared", "fresh": "shared", "decode": "shared"}
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step."""
+        return {"prefill": "shared", "prefill_ragged": "shared", "decode": "shared"}
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
@@ -69,7 +69,7 @@ class SharedGroup(GpuGroup):
             out=out,
         )
 
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,
@@ -120,7 +120,7 @@ class SharedGroup(GpuGroup):
         )
         # Every number of splits is a kernel that must be compiled, so there are few of them.
         self._tuning = default_decode_tuning(
-            group_size=params.group_size,
+            num_queries_per_kv=params.num_queries_per_kv,
             head_size=params.head_size,
             dtype=self.spec.dtype,
             num_splits=next_power_of_two(num_splits),

@@ -34,7 +34,7 @@ class XFormersMetadataBuilder(GpuMetadataBuilder):
     def _lacks(self, params: AttentionParams) -> dict[str, str]:
         prefill = why_prefill_is_shared(params)
         decode = why_decode_is_shared(params, self._spec)
-        reasons = {"prefill": prefill, "fresh": prefill, "decode": decode}
+        reasons = {"prefill": prefill, "prefill_ragged": prefill, "decode": decode}
         return {
             part: f"xFormers lacks {reason}"
             for part, reason in reasons.items()

@@ -41,11 +41,11 @@ class XFormersGroup(GpuGroup):
             self._shared = SharedGroup(params, spec, is_graph=is_graph)
 
     @property
-    def servers(self) -> dict[str, str]:
-        """Return who computes "prefill", "fresh" and "decode"."""
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step."""
         ragged = "shared" if self._ragged is None else "xformers"
         decode = "shared" if self._decodes is None else "xformers"
-        return {"prefill": ragged, "fresh": ragged, "decode": decode}
+        return {"prefill": ragged, "prefill_ragged": ragged, "decode": decode}
 
     def plan(self, batch: GpuBatch) -> None:
         """Plan a step; the one before ends. Waits for nothing that the device does."""
@@ -64,7 +64,7 @@ class XFormersGroup(GpuGroup):
         """Attend for queries of several tokens over cached keys."""
         (self._ragged or self._ours).prefill(rows, query, cache, out)
 
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,
@@ -73,7 +73,7 @@ class XFormersGroup(GpuGroup):
         out: torch.Tensor,
     ) -> None:
         """Attend for sequences whose keys are those of their own tokens."""
-        (self._ragged or self._ours).fresh(rows, query, key, value, out)
+        (self._ragged or self._ours).prefill_ragged(rows, query, key, value, out)
 
     def decode(self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
         """Attend for one query token of each sequence over cached keys."""

@@ -110,11 +110,13 @@ def attend(
     `key` and `value` are `[num_rows, num_kv_heads, head_size]`. Rows may be strided.
     """
     num_kv_heads = key.shape[1]
-    group_size = query.shape[1] // num_kv_heads
+    num_queries_per_kv = query.shape[1] // num_kv_heads
     # The heads of a group share keys without a copy: their axis has a stride of 0.
-    key, value = (t[None, :, :, None].expand(-1, -1, -1, group_size, -1) for t in (key, value))
+    key, value = (
+        t[None, :, :, None].expand(-1, -1, -1, num_queries_per_kv, -1) for t in (key, value)
+    )
     inputs = Inputs(
-        query=query.unflatten(1, (num_kv_heads, group_size))[None],
+        query=query.unflatten(1, (num_kv_heads, num_queries_per_kv))[None],
         key=key,
         value=value,
         attn_bias=mask,

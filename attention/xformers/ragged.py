@@ -1,4 +1,4 @@
-"""Prefills, fresh prompts and encoders by FlashAttention 2, over keys and values in rows."""
+"""Prefills and encoders by FlashAttention 2, over contiguous keys and values."""
 
 from typing import Any, NamedTuple
 
@@ -32,15 +32,15 @@ class RaggedAttention:
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
-        self._fresh: dict[Rows, Any] = {}  # Any: xFormers declares no types
+        self._masks: dict[Rows, Any] = {}  # Any: xFormers declares no types
         self._gathers: dict[Rows, _Gather] = {}
 
     def forget_step(self) -> None:
         """Forget what was made for the rows of the step before."""
-        self._fresh.clear()
+        self._masks.clear()
         self._gathers.clear()
 
-    def fresh(
+    def prefill_ragged(
         self,
         rows: Rows,
         query: torch.Tensor,
@@ -49,11 +49,11 @@ class RaggedAttention:
         out: torch.Tensor,
     ) -> None:
         """Attend for sequences whose keys are those of their own tokens."""
-        if rows not in self._fresh:
+        if rows not in self._masks:
             info = _lengths_info(rows.query_starts, rows.query_lens)
-            self._fresh[rows] = self._mask(info, info)
+            self._masks[rows] = self._mask(info, info)
         scale = self._params.scale
-        out.copy_(attend(RAGGED_OP, query, key, value, mask=self._fresh[rows], scale=scale))
+        out.copy_(attend(RAGGED_OP, query, key, value, mask=self._masks[rows], scale=scale))
 
     def prefill(
         self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor

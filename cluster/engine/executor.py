@@ -35,7 +35,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def attention_providers(self) -> dict[str, dict[str, int]]:
-        """How many layers whose attention kernels serve, by part of a step and server."""
+        """Layers that each provider of attention kernels serves, by part of a step."""
 
     @property
     @abstractmethod

@@ -89,8 +89,8 @@ class LocalExecutor(Executor):
         worker = make_worker(self._config, SoloGroup())
         worker.load(self._report_loading)
         cache_size = CacheSize(*worker.fitting_blocks())
-        servers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
-        return worker, cache_size, servers
+        providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        return worker, cache_size, providers
 
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:

@@ -160,9 +160,9 @@ class RayRanks:
             actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
             for actor in self._actors
         ]
-        servers = self._results(allocating, "Allocating the KV cache", lambda: 0.0)
+        providers = self._results(allocating, "Allocating the KV cache", lambda: 0.0)
         # All ranks have the same backend and layers.
-        return cache_size, servers[0]
+        return cache_size, providers[0]
 
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
         """Return what the actors return; a text is a refusal.

@@ -21,7 +21,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     attention_providers: dict[str, dict[str, int]]
-    """How many layers whose attention kernels serve, by part of a step and server."""
+    """Layers that each provider of attention kernels serves, by part of a step."""
     num_replacements: int = 0
     """Times that all ranks were replaced because one of them died."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)

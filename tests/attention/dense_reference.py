@@ -18,7 +18,9 @@ def dense_attention(
     num_queries, num_keys = len(query), len(key)
     if not num_keys:
         return query.double() * 0
-    key, value = (t.double().repeat_interleave(params.group_size, dim=1) for t in (key, value))
+    key, value = (
+        t.double().repeat_interleave(params.num_queries_per_kv, dim=1) for t in (key, value)
+    )
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * params.scale
     if params.soft_cap is not None:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)

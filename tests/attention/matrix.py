@@ -143,7 +143,7 @@ def _result(cell: Cell, name: str) -> str:
         cell.run(rig)
     except (AssertionError, RuntimeError, ValueError) as error:
         return f"FAILED {str(error).partition(chr(10))[0][:80]}"
-    return f"{_servers(rig)}, {rig.worst_error:.1e}"
+    return f"{_providers(rig)}, {rig.worst_error:.1e}"
 
 
 def _replayed(cell: Cell, backend: type[AttentionBackend]) -> str:
@@ -158,18 +158,18 @@ def _backend(cell: Cell, name: str) -> type[AttentionBackend]:
     return select_backend(name, rig_spec)
 
 
-def _servers(rig: Rig) -> str:
+def _providers(rig: Rig) -> str:
     """Return who computed, and what, where it was not one alone."""
     parts: dict[str, dict[str, None]] = {}
     for group in rig.builder.groups:
-        for part, server in group.servers.items():
-            # Without a cache all is fresh, and with one of fp8 nothing is.
-            has_part = group.params.kv_cache_dtype == "auto" or part != "fresh"
-            if has_part if group.params.is_cached else part == "fresh":
-                parts.setdefault(server, {})[part] = None
+        for part, provider in group.providers.items():
+            # Without a cache every prefill is ragged, and with an fp8 cache none is.
+            has_part = group.params.kv_cache_dtype == "auto" or part != "prefill_ragged"
+            if has_part if group.params.is_cached else part == "prefill_ragged":
+                parts.setdefault(provider, {})[part] = None
     if len(parts) == 1:
         return next(iter(parts))
-    return ", ".join(f"{server} ({'+'.join(names)})" for server, names in parts.items())
+    return ", ".join(f"{provider} ({'+'.join(names)})" for provider, names in parts.items())
 
 
 def _table_head() -> list[str]:
@@ -185,7 +185,7 @@ def _preamble(num_failed: int) -> list[str]:
         "Written by `python -m tests.attention.matrix --output docs/attention-matrix.md` on",
         f"{datetime.now(UTC).date()}: {torch.cuda.get_device_name()}, {_versions()}. {verdict}",
         "",
-        "A cell runs fresh prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
+        "A cell runs whole prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
         "compares every sequence of every step with a float64 softmax over what the cache holds.",
         "It names who computed it, the library or the shared kernels (`attention/kernels/triton`),",
         "and the largest error: the norm of the difference over the norm of the reference.",

@@ -40,7 +40,7 @@ def rows_of(seq_lens: list[int], tables: list[list[int]]) -> Rows:
         block_tables=torch.tensor(tables, dtype=torch.int32),
         max_query_len=1,
         max_seq_len=max(seq_lens),
-        is_fresh=False,
+        has_no_context=False,
     )
 
 

@@ -138,15 +138,16 @@ def test_hybrid_plans_prompts_alone() -> None:
 
 def test_groups_say_who_serves_them() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"]).builder
-    assert [group.servers["decode"] for group in builder.groups] == ["flashinfer", "shared"]
+    assert [group.providers["decode"] for group in builder.groups] == ["flashinfer", "shared"]
 
 
 def test_hybrid_says_who_serves_and_why() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"], backend=HybridBackend).builder
-    assert builder.servers_in_words() == [
-        "flashinfer serves prefill, fresh of layers [0].",
+    assert builder.provider_sentences() == [
+        "flashinfer serves prefill, prefill_ragged of layers [0].",
         "shared serves decode of layers [0]: it reads the cache faster than FlashInfer.",
-        "shared serves prefill, fresh, decode of layers [1]: FlashInfer takes no ALiBi slopes.",
+        "shared serves prefill, prefill_ragged, decode of layers [1]: "
+        "FlashInfer does not support ALiBi slopes.",
     ]
 
 

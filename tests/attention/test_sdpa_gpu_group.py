@@ -81,7 +81,7 @@ def test_even_encoders_go_to_torch(calls: list[torch.Size]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "dtype", "server"),
+    ("params", "dtype", "provider"),
     [
         (params_of(), torch.bfloat16, "torch"),
         (params_of(), torch.float32, "shared"),
@@ -91,10 +91,10 @@ def test_even_encoders_go_to_torch(calls: list[torch.Size]) -> None:
         (params_of(4, 2, 264), torch.bfloat16, "shared"),
     ],
 )
-def test_servers_are_named(params: AttentionParams, dtype: torch.dtype, server: str) -> None:
+def test_providers_are_named(params: AttentionParams, dtype: torch.dtype, provider: str) -> None:
     spec = AttentionSpec(layers=(params,), dtype=dtype, device=torch.device("cpu"), block_size=16)
     (group,) = TorchSDPAGpuMetadataBuilder(spec).groups
-    assert group.servers == {"prefill": "shared", "fresh": server, "decode": "shared"}
+    assert group.providers == {"prefill": "shared", "prefill_ragged": provider, "decode": "shared"}
 
 
 def test_selector_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,10 @@ def assert_same_step(step: AttentionMetadata, expected: AttentionMetadata) -> No
         assert rows.seq_lens.tolist() == others.seq_lens.tolist()
         assert rows.host_seq_lens.tolist() == others.host_seq_lens.tolist()
         assert rows.block_tables.tolist() == others.block_tables.tolist()
-        assert (rows.max_seq_len, rows.is_fresh) == (others.max_seq_len, others.is_fresh)
+        assert (rows.max_seq_len, rows.has_no_context) == (
+            others.max_seq_len,
+            others.has_no_context,
+        )
 
 
 def test_sequence_beyond_the_graph_is_refused() -> None:
@@ -216,5 +219,5 @@ def test_sequence_beyond_the_graph_is_refused() -> None:
 def test_builder_tells_who_serves_its_layers() -> None:
     layers = params_of(), params_of(soft_cap=2.0), params_of()
     spec = Rig.spec_of(*layers, dtype=torch.float32, block_size=4, device="cpu")
-    servers = SharedBackend.make_metadata_builder(spec).servers()
-    assert servers == {part: {"shared": 3} for part in ("prefill", "fresh", "decode")}
+    providers = SharedBackend.make_metadata_builder(spec).providers()
+    assert providers == {part: {"shared": 3} for part in ("prefill", "prefill_ragged", "decode")}

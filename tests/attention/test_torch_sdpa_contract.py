@@ -340,6 +340,6 @@ def test_cache_of_another_shape_is_refused() -> None:
 
 def test_builder_tells_who_serves_its_layers() -> None:
     rig = Rig(params_of(), params_of(sliding_window=3))
-    servers = rig.builder.servers()
-    assert servers["prefill"] == {"torch": 2}
-    assert servers["decode"] == {"native" if rig.builder.kernels[0] else "torch": 2}
+    providers = rig.builder.providers()
+    assert providers["prefill"] == {"torch": 2}
+    assert providers["decode"] == {"native" if rig.builder.kernels[0] else "torch": 2}

@@ -98,9 +98,10 @@ class Groups(SimpleNamespace):
     """Stands for the groups of layers, which need the library."""
 
     def __init__(self, params: AttentionParams, *, is_graph: bool) -> None:
-        server = "xformers" if params.soft_cap is None else "shared"
+        provider = "xformers" if params.soft_cap is None else "shared"
         super().__init__(
-            params=params, servers=dict.fromkeys(("prefill", "fresh", "decode"), server)
+            params=params,
+            providers=dict.fromkeys(("prefill", "prefill_ragged", "decode"), provider),
         )
 
 
@@ -109,8 +110,8 @@ def test_builder_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> Non
     encoder = replace(PLAIN, soft_cap=2.0, attention_type=AttentionType.ENCODER)
     layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5), encoder
     builder = XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
-    assert builder.servers_in_words() == [
-        "xformers serves prefill, fresh, decode of layers [0, 2].",
-        "shared serves prefill, fresh, decode of layers [1]: xFormers lacks a soft cap.",
-        "shared serves fresh of layers [3]: xFormers lacks a soft cap.",
+    assert builder.provider_sentences() == [
+        "xformers serves prefill, prefill_ragged, decode of layers [0, 2].",
+        "shared serves prefill, prefill_ragged, decode of layers [1]: xFormers lacks a soft cap.",
+        "shared serves prefill_ragged of layers [3]: xFormers lacks a soft cap.",
     ]

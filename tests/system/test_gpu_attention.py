@@ -40,10 +40,10 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 SERVERS = {
-    "flashinfer": {"prefill": "flashinfer", "fresh": "flashinfer", "decode": "flashinfer"},
-    "xformers": {"prefill": "xformers", "fresh": "xformers", "decode": "xformers"},
-    "torch_sdpa": {"prefill": "shared", "fresh": "torch", "decode": "shared"},
-    "hybrid": {"prefill": "flashinfer", "fresh": "flashinfer", "decode": "shared"},
+    "flashinfer": {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "flashinfer"},
+    "xformers": {"prefill": "xformers", "prefill_ragged": "xformers", "decode": "xformers"},
+    "torch_sdpa": {"prefill": "shared", "prefill_ragged": "torch", "decode": "shared"},
+    "hybrid": {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "shared"},
 }
 LIBRARIES = {"flashinfer": "flashinfer", "xformers": "xformers", "hybrid": "flashinfer"}
 
@@ -77,8 +77,8 @@ def test_engine_says_once_who_serves(
             folder, load_format="dummy", attention_backend=backend, max_num_seqs=4, num_blocks=600
         ) as llm,
     ):
-        servers = llm.stats().attention_providers
-    assert servers == {part: {name: _NUM_LAYERS} for part, name in SERVERS[backend].items()}
+        providers = llm.stats().attention_providers
+    assert providers == {part: {name: _NUM_LAYERS} for part, name in SERVERS[backend].items()}
     said = [line for line in caplog.messages if line.startswith("Attention:")]
     assert len(said) == len(set(said)) == len(set(SERVERS[backend].values()))
 

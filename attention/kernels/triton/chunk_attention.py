@@ -82,14 +82,14 @@ def _attend_chunks(
     has_lse: tl.constexpr,
     operand_type: tl.constexpr,
     stride_unit: tl.constexpr,
-    group_size: tl.constexpr,
+    num_queries_per_kv: tl.constexpr,
     block_size: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    tile_queries: tl.constexpr = tile_rows // group_size
+    tile_queries: tl.constexpr = tile_rows // num_queries_per_kv
     block_stride, token_stride, head_stride = wide_strides(
         block_stride, token_stride, head_stride, stride_unit
     )
@@ -111,9 +111,9 @@ def _attend_chunks(
         sequence_offset = 0
 
     rows = tl.arange(0, tile_rows)
-    queries = first_query + rows // group_size
-    heads = kv_head * group_size + rows % group_size
-    is_row = (rows < tile_queries * group_size) & (queries < num_queries)
+    queries = first_query + rows // num_queries_per_kv
+    heads = kv_head * num_queries_per_kv + rows % num_queries_per_kv
+    is_row = (rows < tile_queries * num_queries_per_kv) & (queries < num_queries)
     tokens = (query_start + queries).to(tl.int64)
     q = load_rows(
         query,
@@ -231,19 +231,19 @@ def attend_chunks(
     """Launch the kernel; shapes are those of `paged_attention` and `ragged_attention`."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads = rows.keys.shape[-2]
-    group_size = num_heads // num_kv_heads
+    num_queries_per_kv = num_heads // num_kv_heads
     num_sequences = len(query_starts) - 1
     assert query_starts.dtype == torch.int32
-    assert num_heads == group_size * num_kv_heads
+    assert num_heads == num_queries_per_kv * num_kv_heads
     assert query.stride(2) == out.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
-    assert tuning.tile_rows >= group_size
+    assert tuning.tile_rows >= num_queries_per_kv
     if not num_sequences or not max_query_len:
         return
     tables = rows.block_tables
     slopes = options.alibi_slopes
     unit = stride_unit(rows.keys)
-    num_tiles = triton.cdiv(max_query_len, tuning.tile_rows // group_size)
+    num_tiles = triton.cdiv(max_query_len, tuning.tile_rows // num_queries_per_kv)
     _attend_chunks[(num_tiles, num_kv_heads, num_sequences)](
         query,
         rows.keys,
@@ -275,7 +275,7 @@ def attend_chunks(
         has_lse=lse is not None,
         operand_type=dot_type(query),
         stride_unit=unit,
-        group_size=group_size,
+        num_queries_per_kv=num_queries_per_kv,
         block_size=0 if tables is None else rows.keys.shape[1],
         head_size=head_size,
         padded_size=max(16, next_power_of_two(head_size)),

@@ -54,7 +54,7 @@ def paged_attention(
         options=options,
         tuning=tuning
         or default_chunk_tuning(
-            group_size=query.shape[1] // layer_cache.shape[3],
+            num_queries_per_kv=query.shape[1] // layer_cache.shape[3],
             head_size=query.shape[2],
             dtype=query.dtype,
             max_query_len=max_query_len,

@@ -62,7 +62,7 @@ def _attend_split(
     has_lse: tl.constexpr,
     operand_type: tl.constexpr,
     stride_unit: tl.constexpr,
-    group_size: tl.constexpr,
+    num_queries_per_kv: tl.constexpr,
     block_size: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
@@ -89,8 +89,8 @@ def _attend_split(
     end = min(start + split_tiles * tile_keys, num_keys)
 
     rows = tl.arange(0, tile_rows)
-    heads = kv_head * group_size + rows
-    is_row = rows < group_size
+    heads = kv_head * num_queries_per_kv + rows
+    is_row = rows < num_queries_per_kv
     q = load_rows(
         query,
         sequence.to(tl.int64) * query_token_stride + heads * query_head_stride,
@@ -220,10 +220,10 @@ def paged_decode(
     """
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads = layer_cache.shape[3]
-    group_size = num_heads // num_kv_heads
+    num_queries_per_kv = num_heads // num_kv_heads
     num_splits = tuning.num_splits
     num_parts = num_sequences * num_splits * num_heads
-    assert num_heads == group_size * num_kv_heads <= tuning.tile_rows * num_kv_heads
+    assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_rows * num_kv_heads
     assert seq_lens.dtype == block_tables.dtype == torch.int32
     assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
@@ -266,7 +266,7 @@ def paged_decode(
         has_lse=part_lse is not None,
         operand_type=dot_type(query),
         stride_unit=unit,
-        group_size=group_size,
+        num_queries_per_kv=num_queries_per_kv,
         block_size=layer_cache.shape[2],
         head_size=head_size,
         padded_size=padded_size,

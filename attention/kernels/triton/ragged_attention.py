@@ -43,7 +43,7 @@ def ragged_attention(
         options=options,
         tuning=tuning
         or default_chunk_tuning(
-            group_size=query.shape[1] // key.shape[1],
+            num_queries_per_kv=query.shape[1] // key.shape[1],
             head_size=query.shape[2],
             dtype=query.dtype,
             max_query_len=max_query_len,

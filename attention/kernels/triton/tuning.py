@@ -41,7 +41,7 @@ def next_power_of_two(number: int) -> int:
 
 
 def default_chunk_tuning(
-    *, group_size: int, head_size: int, dtype: torch.dtype, max_query_len: int
+    *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype, max_query_len: int
 ) -> PagedAttentionTuning:
     """Return the tuning of chunks and prefills; `dtype` is that of the queries."""
     is_wide = head_size > 128
@@ -52,8 +52,8 @@ def default_chunk_tuning(
         most_rows, tile_keys, num_stages = 128, 32, 3
     else:
         most_rows, tile_keys, num_stages = 128, 32, 2
-    wanted = next_power_of_two(max_query_len * group_size)
-    tile_rows = max(min(most_rows, wanted), _fewest_rows(group_size))
+    wanted = next_power_of_two(max_query_len * num_queries_per_kv)
+    tile_rows = max(min(most_rows, wanted), _fewest_rows(num_queries_per_kv))
     return PagedAttentionTuning(
         tile_rows=tile_rows,
         tile_keys=tile_keys,
@@ -63,10 +63,10 @@ def default_chunk_tuning(
 
 
 def default_decode_tuning(
-    *, group_size: int, head_size: int, dtype: torch.dtype, num_splits: int
+    *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype, num_splits: int
 ) -> PagedAttentionTuning:
     """Return the tuning of decodes; `dtype` is that of the queries."""
-    tile_rows = _fewest_rows(group_size)
+    tile_rows = _fewest_rows(num_queries_per_kv)
     tile_keys = 64 if head_size <= 128 else 32
     return PagedAttentionTuning(
         tile_rows=tile_rows,
@@ -90,5 +90,5 @@ def default_num_splits(
     return max(1, min(wanted, useful, 64))
 
 
-def _fewest_rows(group_size: int) -> int:
-    return max(_MIN_ROWS, next_power_of_two(group_size))
+def _fewest_rows(num_queries_per_kv: int) -> int:
+    return max(_MIN_ROWS, next_power_of_two(num_queries_per_kv))

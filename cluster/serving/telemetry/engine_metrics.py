@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineCollector", "duration_family"]
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# Values of the label `part` where they differ from the engine's names; queries select by them.
+_PART_LABELS = {"prefill_ragged": "fresh"}
 
 
 class EngineCollector(Collector):
@@ -118,12 +120,12 @@ class EngineCollector(Collector):
         )
         layers = GaugeMetricFamily(
             "pagedray_attention_layers",
-            "Layers by part of a step and whose attention kernels serve it",
+            "Layers by part of a step and provider of its attention kernels",
             labels=["part", "server"],
         )
-        for part, servers in stats.attention_providers.items():
-            for server, num_layers in servers.items():
-                layers.add_metric([part, server], num_layers)
+        for part, providers in stats.attention_providers.items():
+            for provider, num_layers in providers.items():
+                layers.add_metric([_PART_LABELS.get(part, part), provider], num_layers)
         yield layers
 
 

@@ -185,7 +185,7 @@ class PagedCase:
         num_rows = len(self.seq_lens)
         query, _, out, lse = self._inputs([1] * num_rows)
         tuning = default_decode_tuning(
-            group_size=shape.num_heads // shape.num_kv_heads,
+            num_queries_per_kv=shape.num_heads // shape.num_kv_heads,
             head_size=shape.head_size,
             dtype=shape.dtype,
             num_splits=num_splits,

@@ -97,7 +97,7 @@ def test_captured_decode_follows_other_lengths(num_splits: int) -> None:
     seq_lens = torch.ones(5, dtype=torch.int32, device="cuda")
     tables = case.tables.cuda()
     tuning = default_decode_tuning(
-        group_size=4, head_size=128, dtype=torch.bfloat16, num_splits=num_splits
+        num_queries_per_kv=4, head_size=128, dtype=torch.bfloat16, num_splits=num_splits
     )
     num_elements = num_scratch_elements(
         num_sequences=5, num_heads=8, head_size=128, num_splits=num_splits
@@ -136,7 +136,9 @@ def test_blocks_may_lie_beyond_the_reach_of_32_bits() -> None:
     assert far.numel() > 2**31
     far[-4:] = content
     query = torch.randn(1, 8, 128, dtype=torch.bfloat16, device="cuda")
-    tuning = default_decode_tuning(group_size=1, head_size=128, dtype=torch.bfloat16, num_splits=1)
+    tuning = default_decode_tuning(
+        num_queries_per_kv=1, head_size=128, dtype=torch.bfloat16, num_splits=1
+    )
     outs = []
     for cache, first in ((content, 0), (far, num_blocks - 4)):
         outs.append(torch.empty_like(query))

@@ -15,8 +15,8 @@ def two_sided_attention(
     The scales of the cache are not applied: `key` and `value` are what the cache means.
     """
     num_queries, num_keys = len(query), len(key)
-    group_size = query.shape[1] // key.shape[1]
-    key, value = (t.double().repeat_interleave(group_size, dim=1) for t in (key, value))
+    num_queries_per_kv = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(num_queries_per_kv, dim=1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
