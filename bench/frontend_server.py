@@ -173,10 +173,10 @@ async def _serve(counter: TokenCounter) -> None:
     loop = asyncio.get_running_loop()
     client = EngineClient(loop)
     engine = PacedEngine(client, counter)
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     tokenizer = Tokenizer.from_folder(MODEL)
     frontends = Frontends(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
-    await frontends.start()
+    await frontends.start_servers()
     await frontends.set_ready()
     engine.start()
     _say({"grpc_port": frontends.grpc_port, "http_port": frontends.http_port})
@@ -193,7 +193,7 @@ async def _serve(counter: TokenCounter) -> None:
             _say({"cpu_s": time.process_time(), "engine_cpu_s": engine.cpu_s})
     finally:
         engine.stop()
-        await frontends.stop(0.0)
+        await frontends.stop_servers(0.0)
 
 
 def _say(what: object) -> None:

@@ -99,12 +99,12 @@ class Server:
             tool_format=self._tool_format,
         )
         # The ports are taken first: a busy one is told before a model is loaded.
-        await frontends.start()
+        await frontends.start_servers()
         frontends.servicer.warm_up()
         try:
             return await self._run_engine(client, frontends)
         finally:
-            await frontends.stop(0.0)
+            await frontends.stop_servers(0.0)
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
 
@@ -187,14 +187,14 @@ class Server:
         num_open_calls = frontends.servicer.num_open_calls
         if num_open_calls:
             logger.info("Draining %d calls for %g s at most.", num_open_calls, self._drain_s)
-        draining = asyncio.create_task(frontends.stop(self._drain_s))
+        draining = asyncio.create_task(frontends.stop_servers(self._drain_s))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
         if not draining.done():
             draining.cancel()
             await asyncio.wait((draining,))
-            await frontends.stop(0.0)
+            await frontends.stop_servers(0.0)
 
 
 class _StoppedError(StartupError):

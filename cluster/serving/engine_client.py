@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from cluster.engine.stats import EngineStats
     from pagedray.errors import PagedRayError
 
-__all__ = ["Encoder", "Engine", "EngineClient", "EngineStream", "Replica"]
+__all__ = ["EmbeddingEngine", "Engine", "EngineClient", "EngineStream", "GenerationEngine"]
 
 
-class Replica(Protocol):
+class Engine(Protocol):
     """What the frontends need of a replica, whatever its model does; any thread may call it."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
@@ -51,7 +51,7 @@ class Replica(Protocol):
         ...
 
 
-class Encoder(Replica, Protocol):
+class EmbeddingEngine(Engine, Protocol):
     """A replica whose model makes vectors of texts."""
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
@@ -59,7 +59,7 @@ class Encoder(Replica, Protocol):
         ...
 
 
-class Engine(Replica, Protocol):
+class GenerationEngine(Engine, Protocol):
     """A replica whose model generates."""
 
     def submit_request(self, request: Request) -> None:
@@ -80,61 +80,61 @@ class EngineClient:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._replica: Replica | None = None
         self._engine: Engine | None = None
-        self._encoder: Encoder | None = None
+        self._generation_engine: GenerationEngine | None = None
+        self._embedding_engine: EmbeddingEngine | None = None
         self._streams: dict[str, EngineStream] = {}
 
     def attach_engine(self, engine: Controller | Embedder) -> None:
         """Send requests to an engine that publishes here, or texts to an encoder."""
         if isinstance(engine, Embedder):
-            self.attach_encoder(engine)
+            self.attach_embedding_engine(engine)
         else:
-            self.attach(engine)
+            self.attach_generation_engine(engine)
 
-    def attach(self, engine: Engine) -> None:
+    def attach_generation_engine(self, engine: GenerationEngine) -> None:
         """Send requests to `engine`, which publishes here."""
-        self._replica = self._engine = engine
+        self._engine = self._generation_engine = engine
 
-    def attach_encoder(self, encoder: Encoder) -> None:
+    def attach_embedding_engine(self, encoder: EmbeddingEngine) -> None:
         """Send texts to `encoder`, which answers each by itself."""
-        self._replica = self._encoder = encoder
+        self._engine = self._embedding_engine = encoder
 
     @property
     def is_attached(self) -> bool:
         """Whether there is an engine or an encoder."""
-        return self._replica is not None
-
-    @property
-    def replica(self) -> Replica:
-        """The engine or encoder. Raises EngineError while there is none."""
-        if self._replica is None:
-            raise EngineError("The model is not loaded yet.")
-        return self._replica
-
-    @property
-    def encoder(self) -> Encoder:
-        """The encoder. Raises EngineError while there is none."""
-        if self._encoder is None:
-            raise EngineError("The model is not loaded yet.")
-        return self._encoder
+        return self._engine is not None
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises EngineError while there is none."""
+        """The engine or encoder. Raises EngineError while there is none."""
         if self._engine is None:
             raise EngineError("The model is not loaded yet.")
         return self._engine
 
     @property
+    def embedding_engine(self) -> EmbeddingEngine:
+        """The encoder. Raises EngineError while there is none."""
+        if self._embedding_engine is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._embedding_engine
+
+    @property
+    def generation_engine(self) -> GenerationEngine:
+        """The engine. Raises EngineError while there is none."""
+        if self._generation_engine is None:
+            raise EngineError("The model is not loaded yet.")
+        return self._generation_engine
+
+    @property
     def is_healthy(self) -> bool:
         """Whether there is an engine or an encoder, and it makes progress."""
-        return self._replica is not None and self._replica.is_healthy
+        return self._engine is not None and self._engine.is_healthy
 
     @property
     def has_failed(self) -> bool:
         """Whether there was an engine or an encoder, and it has ended for good."""
-        return self._replica is not None and self._replica.error is not None
+        return self._engine is not None and self._engine.error is not None
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Hand on the events of one step."""
@@ -144,12 +144,12 @@ class EngineClient:
         """End every open stream with `error`."""
         self._call(lambda: self._fail(error))
 
-    def open(self, requests: Sequence[Request]) -> EngineStream:
+    def open_stream(self, requests: Sequence[Request]) -> EngineStream:
         """Submit requests and return the stream of their events.
 
         Raises CapacityError, OverloadedError or EngineError; then none of them runs.
         """
-        engine = self.engine
+        engine = self.generation_engine
         stream = EngineStream(self, engine, requests)
         try:
             for request in requests:
@@ -177,7 +177,7 @@ class EngineClient:
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is not None:
-                stream.put(event)
+                stream.put_event(event)
 
     def _fail(self, error: EngineError) -> None:
         for stream in set(self._streams.values()):
@@ -191,7 +191,9 @@ class EngineStream:
     what is not finished.
     """
 
-    def __init__(self, client: EngineClient, engine: Engine, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, client: EngineClient, engine: GenerationEngine, requests: Sequence[Request]
+    ) -> None:
         self._client = client
         self._engine = engine
         self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
@@ -251,7 +253,7 @@ class EngineStream:
         for request_id in unfinished:
             self._engine.abort_request(request_id)
 
-    def put(self, event: TokenEvent) -> None:
+    def put_event(self, event: TokenEvent) -> None:
         """Take an event from the engine."""
         if event.index not in self._unfinished.get(event.request_id, ()):
             return

@@ -85,7 +85,7 @@ class Frontends:
         """The port that HTTP is bound to."""
         return None if self._http is None else self._http.port
 
-    async def start(self) -> None:
+    async def start_servers(self) -> None:
         """Bind the ports and answer; requests are refused until `set_ready`.
 
         Raises DeviceError if a port is not to be had; then none is bound.
@@ -94,7 +94,7 @@ class Frontends:
             if self._grpc is not None:
                 await self._grpc.start()
             if self._http is not None:
-                await self._http.start()
+                await self._http.start_server()
         except BaseException:
             await self._close()
             raise
@@ -106,12 +106,12 @@ class Frontends:
             await self._grpc.set_serving(self.servicer.is_ready)
             self._health_task = asyncio.create_task(self._follow_health(self._grpc))
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop_servers(self, grace_s: float) -> None:
         """Say so, let running requests end for `grace_s`, then close the ports.
 
         May be called again, with less patience, when it was cancelled.
         """
-        self.servicer.stop_taking()
+        self.servicer.stop_accepting()
         if self._health_task is not None:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -127,7 +127,7 @@ class Frontends:
         if self._grpc is not None:
             await self._grpc.stop(_CLOSE_GRACE_S)
         if self._http is not None:
-            await self._http.stop()
+            await self._http.stop_server()
 
     async def _follow_health(self, server: GrpcServer) -> None:
         was_ready = self.servicer.is_ready

@@ -1,10 +1,19 @@
-"""What a server tells of itself, in no protocol's words."""
+"""What a server reports of itself, independent of any protocol."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["CallInfo", "ServerInfo", "ServerLoads"]
+from pagedray.version import __version__
+
+if TYPE_CHECKING:
+    from cluster.engine.stats import EngineStats
+    from pagedray.config import EngineConfig
+
+__all__ = ["CallInfo", "ServerInfo", "ServerLoads", "own_loads", "server_info", "server_loads"]
+
+_TOLD_TO_ALL = frozenset(("is_ready", "uptime_s", "num_blocks", "num_cpu_blocks", "calls"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +88,71 @@ class ServerLoads:
     num_preemptions: int
     calls: tuple[CallInfo, ...]
     """The asking tenant's running calls, an admin's are everybody's, oldest first, 100 at most."""
+
+
+def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
+    """Return what does not change while a server runs."""
+    model = config.model
+    kv_cache_dtype = config.cache.kv_cache_dtype
+    return ServerInfo(
+        version=__version__,
+        model=model.name,
+        architecture=model.architecture,
+        is_encoder=model.is_encoder,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        context_length=config.max_model_len,
+        dtype=model.dtype,
+        kv_cache_dtype=model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+        attention_backend=config.attention_backend,
+        num_ranks=config.parallel.tensor_parallel_size,
+        block_size=config.cache.block_size,
+        num_blocks=stats.scheduler.num_blocks,
+        num_cpu_blocks=stats.scheduler.num_cpu_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_queued_requests=config.scheduler.max_queued_requests,
+    )
+
+
+def server_loads(
+    stats: EngineStats, *, is_ready: bool, uptime_s: float, calls: tuple[CallInfo, ...]
+) -> ServerLoads:
+    """Return what a server has to do at this moment."""
+    scheduler = stats.scheduler
+    return ServerLoads(
+        is_ready=is_ready,
+        uptime_s=uptime_s,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_swapped=scheduler.num_swapped,
+        num_queued_requests=scheduler.num_queued_requests,
+        num_queued_tokens=scheduler.num_queued_tokens,
+        num_blocks=scheduler.num_blocks,
+        num_free_blocks=scheduler.num_free_blocks,
+        num_cached_blocks=scheduler.num_cached_blocks,
+        num_cpu_blocks=scheduler.num_cpu_blocks,
+        num_free_cpu_blocks=scheduler.num_free_cpu_blocks,
+        num_steps=stats.num_steps,
+        last_step_s=stats.last_step_s,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_generated_tokens=stats.num_generated_tokens,
+        num_queried_tokens=scheduler.num_queried_tokens,
+        num_hit_tokens=scheduler.num_hit_tokens,
+        num_preemptions=scheduler.num_swap_preemptions + scheduler.num_recompute_preemptions,
+        calls=calls,
+    )
+
+
+def own_loads(loads: ServerLoads) -> ServerLoads:
+    """Return what one tenant of several may know, as if nobody had sent anything but its calls.
+
+    Sums tell how long a prompt of another was, and when it came.
+    """
+    # Any: fields of two types of numbers.
+    none: dict[str, Any] = {
+        field.name: 0 for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL
+    }
+    none["num_free_blocks"] = loads.num_blocks
+    none["num_free_cpu_blocks"] = loads.num_cpu_blocks
+    return replace(loads, **none)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.calls import Call, Calls
-from cluster.serving.embedding import Embedding, EmbeddingOutput
+from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
-from cluster.serving.generation import Generation, GenerationOutput, Usage
-from cluster.serving.server_report import own_loads, server_info, server_loads
+from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
+from cluster.serving.open_calls import OpenCall, OpenCalls
+from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
 from cluster.serving.telemetry.metrics import Metrics
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 
-__all__ = ["EmbeddingOutput", "Generation", "GenerationOutput", "Servicer", "Usage"]
+__all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
 
 _IDLE_POLL_S = 0.02
 _MANY_TOKENS = 1024
@@ -101,7 +101,7 @@ class Servicer:
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self._phase = _Phase.STARTING
-        self._calls = Calls()
+        self._calls = OpenCalls()
         self._started_s = time.monotonic()
 
     @property
@@ -124,13 +124,13 @@ class Servicer:
         if self._phase is _Phase.STARTING:
             self._phase = _Phase.READY
 
-    def stop_taking(self) -> None:
+    def stop_accepting(self) -> None:
         """Take no more requests, and be ready no more."""
         self._phase = _Phase.DRAINING
 
     async def drain(self, grace_s: float) -> None:
         """Take no more requests, and end those that run longer than `grace_s`."""
-        self.stop_taking()
+        self.stop_accepting()
         deadline_s = time.monotonic() + grace_s
         while len(self._calls) and time.monotonic() < deadline_s:
             await asyncio.sleep(_IDLE_POLL_S)
@@ -151,32 +151,32 @@ class Servicer:
         return self.authenticator.authenticate(authorization)
 
     def check_room(self, arrival: Arrival) -> None:
-        """Raise OverloadedError, which ends the call, while no call more may wait.
+        """Raise OverloadedError, which ends the call, while the queue is full.
 
-        Frontends ask before they read what the call says: to refuse is what a server does most when
-        it can least afford it. A server that is not ready says so to `start` and `embed`.
+        Frontends call it before they read a message, so that an overloaded server spends little on
+        what it refuses. A server that is not ready is reported by `start_generation` and `embed`.
         """
         if self._phase is not _Phase.READY:
             return
         try:
-            self.client.replica.check_room(arrival.tenant, 0)
+            self.client.engine.check_room(arrival.tenant, 0)
         except OverloadedError as error:
             self.observer.watch_call(arrival).note_end(error)
             raise
 
-    async def start(self, given: GenerationInput) -> Generation:
+    async def start_generation(self, given: GenerationInput) -> GenerationCall:
         """Validate a call and hand it to the engine; the caller closes what is returned.
 
         Raises RequestError or EngineError; then nothing was started.
         """
         watch = self.observer.watch_call(given.arrival)
-        call: Call | None = None
+        call: OpenCall | None = None
         try:
             self._check_kind(is_encoder=False)
-            tenant = self._let_in(given)
+            tenant = self._admit(given)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 needs the key of an admin.")
-            call = self._calls.open(tenant)
+            call = self._calls.open_call(tenant)
             requests = await self.validator.validate(given)
             return self._open(given, requests, call, watch)
         except BaseException as error:
@@ -191,18 +191,20 @@ class Servicer:
         Raises RequestError or EngineError.
         """
         watch = self.observer.watch_call(given.arrival)
-        call: Call | None = None
+        call: OpenCall | None = None
         try:
             self._check_kind(is_encoder=True)
-            tenant = self._let_in(given)
-            call = self._calls.open(tenant)
+            tenant = self._admit(given)
+            call = self._calls.open_call(tenant)
             request = await self._embedding_validator.validate(given)
             watch.note_validated(request.num_tokens)
-            call.reserve(num_prompt_tokens=request.num_tokens, num_tokens=request.num_tokens)
+            call.reserve_tokens(num_prompt_tokens=request.num_tokens, num_tokens=request.num_tokens)
             # Tokenizing took time, in which a drain may have begun.
             self._check_phase()
-            running = self.client.encoder.submit_request(replace(request, weight=tenant.weight))
-            call.task = embedding = Embedding(running)
+            running = self.client.embedding_engine.submit_request(
+                replace(request, weight=tenant.weight)
+            )
+            call.task = embedding = EmbeddingCall(running)
             watch.note_open("")
             vectors = await embedding.vectors(given.deadline_s)
             watch.note_end("stop")
@@ -241,9 +243,9 @@ class Servicer:
             decode, token_ids, skip_special_tokens=skip_special_tokens
         )
 
-    def abort(self, tenant_name: str, client_id: str) -> None:
+    def abort_call(self, tenant_name: str, client_id: str) -> None:
         """End a tenant's call with this id; without one, do nothing."""
-        call = self._calls.find(tenant_name, client_id)
+        call = self._calls.find_call(tenant_name, client_id)
         if call is not None and call.task is not None:
             call.task.abort()
 
@@ -252,7 +254,7 @@ class Servicer:
 
         Raises EngineError before the model is loaded.
         """
-        return server_info(self.config, self.client.replica.stats())
+        return server_info(self.config, self.client.engine.stats())
 
     def loads(self, tenant: Tenant) -> ServerLoads:
         """Return what there is to do, as far as a tenant may know of it.
@@ -260,7 +262,7 @@ class Servicer:
         Raises EngineError before the model is loaded.
         """
         loads = server_loads(
-            self.client.replica.stats(),
+            self.client.engine.stats(),
             is_ready=self.is_ready,
             uptime_s=time.monotonic() - self._started_s,
             calls=self._calls.infos(tenant),
@@ -283,18 +285,22 @@ class Servicer:
         if self._phase is _Phase.DRAINING:
             raise ShuttingDownError
 
-    def _let_in(self, given: GenerationInput | EmbeddingInput) -> Tenant:
+    def _admit(self, given: GenerationInput | EmbeddingInput) -> Tenant:
         """Return whose call it is, unless it can be refused before its texts are looked at."""
         self._check_phase()
         tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
             raise DeadlineError("The deadline passed before the request arrived.")
-        self.client.replica.check_room(tenant.name, 0)
+        self.client.engine.check_room(tenant.name, 0)
         return tenant
 
     def _open(
-        self, given: GenerationInput, requests: tuple[Request, ...], call: Call, watch: CallWatch
-    ) -> Generation:
+        self,
+        given: GenerationInput,
+        requests: tuple[Request, ...],
+        call: OpenCall,
+        watch: CallWatch,
+    ) -> GenerationCall:
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         num_new_tokens = sum(
             request.sampling.n * request.sampling.max_tokens for request in requests
@@ -302,12 +308,12 @@ class Servicer:
         watch.note_validated(num_prompt_tokens, requests)
         # Tokenizing took time, in which a drain may have begun.
         self._check_phase()
-        call.name(requests[0].id if given.client_id is None else given.client_id)
-        call.reserve(
+        call.set_id(requests[0].id if given.client_id is None else given.client_id)
+        call.reserve_tokens(
             num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
         )
         weight = call.tenant.weight
-        generation = Generation(
+        generation = GenerationCall(
             given,
             tuple(msgspec.structs.replace(request, weight=weight) for request in requests),
             call=call,

@@ -77,7 +77,7 @@ class Server:
     def attach(self) -> None:
         """Start the fake engine and have the frontends use it."""
         self.engine = FakeEngine(self.client, self.script)
-        self.client.attach(self.engine)
+        self.client.attach_generation_engine(self.engine)
 
     def script(self, request: Request, index: int) -> list[int]:
         """Return the tokens of the test's text, rotated by words for other sequences."""
@@ -88,11 +88,11 @@ class Server:
 
     def start(self) -> None:
         self._thread.start()
-        self._run(self.frontends.start())
+        self._run(self.frontends.start_servers())
         self._run(self.frontends.set_ready())
 
     def stop(self) -> None:
-        self._run(self.frontends.stop(0.5))
+        self._run(self.frontends.stop_servers(0.5))
         self.engine.stop()
         self._run(self.loop.shutdown_asyncgens())
         self._run(self.loop.shutdown_default_executor())

@@ -57,7 +57,7 @@ async def grpc_frontend(
     """Serve until the context is left."""
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config(), authenticator=authenticator)
     server = GrpcServer(servicer, host="127.0.0.1", port=0, certificates=certificates)
     await server.start()

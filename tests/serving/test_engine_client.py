@@ -52,7 +52,7 @@ def recorder() -> _Recorder:
 @pytest.fixture
 async def client(recorder: _Recorder) -> EngineClient:
     client = EngineClient(asyncio.get_running_loop())
-    client.attach(recorder)  # type: ignore[arg-type]  # the stubs are narrower than the library
+    client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
     return client
 
 
@@ -65,14 +65,14 @@ def _end(name: str = "r", index: int = 0) -> TokenEvent:
 
 
 async def test_events_from_a_thread_reach_their_stream(client: EngineClient) -> None:
-    stream = client.open([_request()])
+    stream = client.open_stream([_request()])
     events = [TokenEvent("r", 0, (5,)), TokenEvent("other", 0, (6,)), _end()]
     threading.Thread(target=client.publish, args=(events,)).start()
     assert [event async for batch in stream for event in batch] == [events[0], events[2]]
 
 
 async def test_a_slow_reader_gets_all_events_at_once(client: EngineClient) -> None:
-    stream = client.open([_request()])
+    stream = client.open_stream([_request()])
     for token_id in range(5):
         client.publish([TokenEvent("r", 0, (token_id,))])
     await asyncio.sleep(0)
@@ -81,20 +81,20 @@ async def test_a_slow_reader_gets_all_events_at_once(client: EngineClient) -> No
 
 
 async def test_leaving_early_aborts(client: EngineClient, recorder: _Recorder) -> None:
-    async with client.open([_request()]):
+    async with client.open_stream([_request()]):
         pass
     assert recorder.calls == [("submit_request", "r"), ("abort_request", "r")]
 
 
 async def test_leaving_at_the_end_does_not(client: EngineClient, recorder: _Recorder) -> None:
-    async with client.open([_request()]) as stream:
+    async with client.open_stream([_request()]) as stream:
         client.publish([_end()])
         assert len([batch async for batch in stream]) == 1
     assert recorder.calls == [("submit_request", "r")]
 
 
 async def test_finished_sequences_end_the_stream(client: EngineClient, recorder: _Recorder) -> None:
-    async with client.open([_request(n=2)]) as stream:
+    async with client.open_stream([_request(n=2)]) as stream:
         stream.finish("r", 0)
         client.publish([TokenEvent("r", 0, (5,)), _end(index=1)])
         assert [event.index async for batch in stream for event in batch] == [1]
@@ -102,7 +102,7 @@ async def test_finished_sequences_end_the_stream(client: EngineClient, recorder:
 
 
 async def test_abort_ends_each_sequence_once(client: EngineClient) -> None:
-    stream = client.open([_request(n=2)])
+    stream = client.open_stream([_request(n=2)])
     stream.abort()
     client.publish([_end()])
     events = [event async for batch in stream for event in batch]
@@ -113,7 +113,7 @@ async def test_abort_ends_each_sequence_once(client: EngineClient) -> None:
 
 
 async def test_failure_reaches_every_stream_after_its_tokens(client: EngineClient) -> None:
-    stream = client.open([_request()])
+    stream = client.open_stream([_request()])
     client.publish([TokenEvent("r", 0, (5,))])
     client.fail_all(WorkerError("A rank died."))
     await asyncio.sleep(0)
@@ -125,15 +125,15 @@ async def test_failure_reaches_every_stream_after_its_tokens(client: EngineClien
 async def test_refused_request_takes_the_others_of_its_call_along() -> None:
     recorder = _Recorder(room=1)
     client = EngineClient(asyncio.get_running_loop())
-    client.attach(recorder)  # type: ignore[arg-type]  # the stubs are narrower than the library
+    client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library
     with pytest.raises(OverloadedError):
-        client.open([_request("a"), _request("b")])
+        client.open_stream([_request("a"), _request("b")])
     assert ("abort_request", "a") in recorder.calls
 
 
 async def test_without_an_engine_there_is_an_error() -> None:
     with pytest.raises(EngineError, match="not loaded"):
-        EngineClient(asyncio.get_running_loop()).open([_request()])
+        EngineClient(asyncio.get_running_loop()).open_stream([_request()])
 
 
 @contextlib.contextmanager

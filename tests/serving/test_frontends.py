@@ -44,9 +44,9 @@ async def engine(client: EngineClient) -> AsyncIterator[FakeEngine]:
 @pytest.fixture
 async def frontends(client: EngineClient, tokenizer: Tokenizer) -> AsyncIterator[Frontends]:
     frontends = _frontends(client, tokenizer)
-    await frontends.start()
+    await frontends.start_servers()
     yield frontends
-    await frontends.stop(0)
+    await frontends.stop_servers(0)
 
 
 def _frontends(
@@ -80,13 +80,13 @@ async def test_health_is_red_until_ready_and_when_draining(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     await frontends.set_ready()
     assert await _health(frontends) == (STATUS.SERVING, 200)
-    generation = await frontends.servicer.start(GenerationInput(prompts=("x",)))
+    generation = await frontends.servicer.start_generation(GenerationInput(prompts=("x",)))
     engine.is_paused = True
-    stopping = asyncio.create_task(frontends.stop(5))
+    stopping = asyncio.create_task(frontends.stop_servers(5))
     await asyncio.sleep(0.05)
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)
     generation.close()
@@ -98,19 +98,19 @@ async def test_requests_are_refused_until_ready_and_when_draining(
 ) -> None:
     given = GenerationInput(prompts=("x",))
     with pytest.raises(EngineError, match="not loaded yet"):
-        await frontends.servicer.start(given)
-    client.attach(engine)
+        await frontends.servicer.start_generation(given)
+    client.attach_generation_engine(engine)
     await frontends.set_ready()
-    await frontends.stop(0)
+    await frontends.stop_servers(0)
     with pytest.raises(ShuttingDownError):
-        await frontends.servicer.start(given)
+        await frontends.servicer.start_generation(given)
     assert engine.log.submitted == []
 
 
 async def test_drain_lets_running_requests_end(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     await frontends.set_ready()
     engine.step_s = 0.005
     async with grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel:
@@ -119,7 +119,7 @@ async def test_drain_lets_running_requests_end(
         )
         reader = aiter(call)
         await anext(reader)
-        stopping = asyncio.create_task(frontends.stop(5))
+        stopping = asyncio.create_task(frontends.stop_servers(5))
         messages = [message async for message in reader]
         await stopping
     assert messages[-1].usage.num_generated_tokens == 40
@@ -128,7 +128,7 @@ async def test_drain_lets_running_requests_end(
 async def test_drain_ends_what_runs_too_long(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     await frontends.set_ready()
     engine.is_paused = True
     body = {"model": "tiny", "prompt": "x"}
@@ -136,7 +136,7 @@ async def test_drain_ends_what_runs_too_long(
         posting = asyncio.create_task(http.post("/v1/completions", json=body))
         while not engine.log.submitted:
             await asyncio.sleep(0.005)
-        await frontends.stop(0.1)
+        await frontends.stop_servers(0.1)
         answer = await posting
     assert answer.status_code == 503
     assert "shut down before" in answer.json()["error"]["message"]
@@ -151,7 +151,7 @@ async def test_busy_port_is_named_in_one_line(
         port = taken.getsockname()[1]
         frontends = _frontends(client, tokenizer, **{frontend: port})
         with pytest.raises(DeviceError) as caught:
-            await frontends.start()
+            await frontends.start_servers()
     assert str(port) in str(caught.value)
     assert "\n" not in str(caught.value)
 

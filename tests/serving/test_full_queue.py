@@ -150,7 +150,7 @@ async def test_grpc_answers_what_needs_no_room(frontend: GrpcFrontend) -> None:
 
 
 async def test_server_that_drains_says_so_whatever_waits(frontend: GrpcFrontend) -> None:
-    frontend.servicer.stop_taking()
+    frontend.servicer.stop_accepting()
     async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
         call = frontend.stub(channel).Generate(pb.GenerateRequest(text="x"), metadata=metadata)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.stats import EngineStats
-    from cluster.serving.generation import Generation
+    from cluster.serving.generation_call import GenerationCall
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -66,7 +66,7 @@ class Opened:
     def __init__(self, tokenizer: Tokenizer, keys: Authenticator | None) -> None:
         self.client = EngineClient(asyncio.get_running_loop())
         self.engine = FakeEngine(self.client, lambda request, index: [100])
-        self.client.attach(self.engine)
+        self.client.attach_generation_engine(self.engine)
         self.servicer = Servicer(self.client, tokenizer, engine_config(), authenticator=keys)
         self.servicer.set_ready()
 
@@ -114,7 +114,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def ended(generation: Generation) -> FinishReason | None:
+async def ended(generation: GenerationCall) -> FinishReason | None:
     async for output in generation.outputs():
         reason = output.sequences[-1].finish_reason
     generation.close()
@@ -122,13 +122,13 @@ async def ended(generation: Generation) -> FinishReason | None:
 
 
 async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
-    calls = [await servicer.start(given()) for _ in range(2)]
+    calls = [await servicer.start_generation(given()) for _ in range(2)]
     with pytest.raises(OverloadedError, match="2 calls of this key's tenant are open") as caught:
-        await servicer.start(given())
+        await servicer.start_generation(given())
     assert 0.1 <= caught.value.retry_after_s <= 60
-    others = [await servicer.start(given("ben")) for _ in range(4)]
+    others = [await servicer.start_generation(given("ben")) for _ in range(4)]
     calls[0].close()
-    calls.append(await servicer.start(given()))
+    calls.append(await servicer.start_generation(given()))
     for call in (*calls, *others):
         call.close()
     assert servicer.num_open_calls == 0
@@ -136,41 +136,43 @@ async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
 
 async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
     with pytest.raises(InvalidRequestError, match="may take 103 tokens, but") as refused:
-        await servicer.start(given(max_tokens=100))
+        await servicer.start_generation(given(max_tokens=100))
     assert refused.value.param == "max_tokens"
-    call = await servicer.start(given(max_tokens=60))
+    call = await servicer.start_generation(given(max_tokens=60))
     with pytest.raises(OverloadedError, match="pass its limit of 100"):
-        await servicer.start(given(max_tokens=60))
+        await servicer.start_generation(given(max_tokens=60))
     call.close()
-    (await servicer.start(given(max_tokens=60))).close()
+    (await servicer.start_generation(given(max_tokens=60))).close()
 
 
 async def test_refused_calls_hold_nothing(servicer: Servicer) -> None:
     for _ in range(5):
         with pytest.raises(InvalidRequestError):
-            await servicer.start(given(prompts=((10**6,),)))
-    calls = [await servicer.start(given()) for _ in range(2)]
+            await servicer.start_generation(given(prompts=((10**6,),)))
+    calls = [await servicer.start_generation(given()) for _ in range(2)]
     for call in calls:
         call.close()
 
 
 async def test_read_end_frees_id_and_limits_at_once(opened: Opened) -> None:
     opened.engine.is_paused = False
-    generations = [await opened.servicer.start(given(client_id=f"c{i}")) for i in range(2)]
+    generations = [
+        await opened.servicer.start_generation(given(client_id=f"c{i}")) for i in range(2)
+    ]
     for generation in generations:
         async for output in generation.outputs():
             if output.is_last:
-                (await opened.servicer.start(given(client_id=generation.id))).close()
+                (await opened.servicer.start_generation(given(client_id=generation.id))).close()
         generation.close()
 
 
 async def test_tenants_neither_see_nor_end_nor_block_each_others_calls(opened: Opened) -> None:
     servicer = opened.servicer
-    anns = await servicer.start(given("ann", client_id="mine"))
-    bens = await servicer.start(given("ben", client_id="mine"))
-    servicer.abort("root", "mine")
-    servicer.abort("ben", "other")
-    servicer.abort("ben", "mine")
+    anns = await servicer.start_generation(given("ann", client_id="mine"))
+    bens = await servicer.start_generation(given("ben", client_id="mine"))
+    servicer.abort_call("root", "mine")
+    servicer.abort_call("ben", "other")
+    servicer.abort_call("ben", "mine")
     assert await ended(bens) is FinishReason.ABORT
     assert opened.engine.num_sequences == 1
     who = {name: servicer.authenticate(f"Bearer {name}") for name in ("ann", "ben", "root")}
@@ -182,32 +184,32 @@ async def test_tenants_neither_see_nor_end_nor_block_each_others_calls(opened: O
 
 
 async def test_weights_reach_the_engine_and_an_unknown_tenant_does_not(opened: Opened) -> None:
-    (await opened.servicer.start(given("ben"))).close()
+    (await opened.servicer.start_generation(given("ben"))).close()
     (request,) = opened.engine.log.submitted
     assert (request.tenant, request.weight) == ("ben", 3.0)
     for name in ("", "nobody"):
         with pytest.raises(AuthenticationError):
-            await opened.servicer.start(given(name))
+            await opened.servicer.start_generation(given(name))
 
 
 async def test_only_an_admin_may_overtake(servicer: Servicer) -> None:
     with pytest.raises(ForbiddenError, match="priority below 0"):
-        await servicer.start(given(priority=-1))
-    (await servicer.start(given(priority=1))).close()
-    (await servicer.start(given("root", priority=-1))).close()
+        await servicer.start_generation(given(priority=-1))
+    (await servicer.start_generation(given(priority=1))).close()
+    (await servicer.start_generation(given("root", priority=-1))).close()
 
 
 async def test_full_queue_and_late_call_are_refused_before_texts_are_read(opened: Opened) -> None:
     late = given(deadline_s=time.monotonic(), prompts=((10**6,),))
     with pytest.raises(DeadlineError, match="before the request arrived"):
-        await opened.servicer.start(late)
+        await opened.servicer.start_generation(late)
     opened.engine.refusal = OverloadedError("The queue is full.")
     with pytest.raises(OverloadedError):
-        await opened.servicer.start(given(prompts=((10**6,),)))
+        await opened.servicer.start_generation(given(prompts=((10**6,),)))
 
 
 async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: Opened) -> None:
-    call = await opened.servicer.start(given(deadline_s=time.monotonic() + 0.1))
+    call = await opened.servicer.start_generation(given(deadline_s=time.monotonic() + 0.1))
     with pytest.raises(DeadlineError, match="passed before the request was finished"):
         await ended(call)
     assert opened.engine.num_sequences == 0
@@ -223,7 +225,7 @@ async def test_encoder_generates_nothing_and_decoder_embeds_nothing(
     encoder = Servicer(opened.client, tokenizer, encoder_config())
     encoder.set_ready()
     with pytest.raises(InvalidRequestError, match="tiny is an encoder, which makes vectors"):
-        await encoder.start(given(""))
+        await encoder.start_generation(given(""))
     await encoder.close()
 
 
@@ -242,12 +244,12 @@ async def test_tokens_become_text_again(servicer: Servicer) -> None:
 
 
 async def test_draining_server_takes_nothing_and_ends_the_rest(opened: Opened) -> None:
-    call = await opened.servicer.start(given())
+    call = await opened.servicer.start_generation(given())
     draining = asyncio.create_task(opened.servicer.drain(0.05))
     await asyncio.sleep(0)
     assert not opened.servicer.is_ready
     with pytest.raises(ShuttingDownError):
-        await opened.servicer.start(given())
+        await opened.servicer.start_generation(given())
     with pytest.raises(EngineError, match="shut down before"):
         await ended(call)
     call.close()
@@ -286,7 +288,7 @@ async def encoder(
 ) -> AsyncIterator[tuple[Servicer, FakeEncoder]]:
     client = EngineClient(asyncio.get_running_loop())
     fake = FakeEncoder()
-    client.attach_encoder(fake)
+    client.attach_embedding_engine(fake)
     servicer = Servicer(client, tokenizer, encoder_config(), authenticator=keys)
     servicer.set_ready()
     yield servicer, fake

@@ -190,7 +190,7 @@ async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -
         http_port=0,
         certificates=certificates,
     )
-    await frontends.start()
+    await frontends.start_servers()
     try:
         trusting = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
         for name in ("server", "renewed"):
@@ -205,4 +205,4 @@ async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -
             with pytest.raises(httpx.TransportError):
                 await http.get(f"http://127.0.0.1:{frontends.http_port}/health")
     finally:
-        await frontends.stop(0)
+        await frontends.stop_servers(0)

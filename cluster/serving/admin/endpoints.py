@@ -28,25 +28,25 @@ __all__ = ["server_endpoints"]
 
 def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     """Return the endpoints that tell of the server, and the files of its page."""
-    answers = _Answers(servicer)
+    handlers = _ServerHandlers(servicer)
     everybody, admins = Access.EVERYBODY, Access.ADMINS
     return (
-        Endpoint(method="GET", path="/health", answer=answers.health, access=everybody),
-        Endpoint(method="GET", path="/ready", answer=answers.ready, access=everybody),
-        Endpoint(method="GET", path="/metrics", answer=answers.metrics, access=admins),
-        Endpoint(method="GET", path="/loads", answer=answers.loads),
-        Endpoint(method="POST", path="/tokenize", answer=answers.tokenize),
-        Endpoint(method="POST", path="/detokenize", answer=answers.detokenize),
-        Endpoint(method="GET", path="/openapi.json", answer=answers.openapi),
-        Endpoint(method="GET", path="/docs", answer=answers.docs),
+        Endpoint(method="GET", path="/health", handler=handlers.health, access=everybody),
+        Endpoint(method="GET", path="/ready", handler=handlers.ready, access=everybody),
+        Endpoint(method="GET", path="/metrics", handler=handlers.metrics, access=admins),
+        Endpoint(method="GET", path="/loads", handler=handlers.loads),
+        Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize),
+        Endpoint(method="POST", path="/detokenize", handler=handlers.detokenize),
+        Endpoint(method="GET", path="/openapi.json", handler=handlers.openapi),
+        Endpoint(method="GET", path="/docs", handler=handlers.docs),
         *(
-            Endpoint(method="GET", path=route.path, answer=_file(route.endpoint), access=everybody)
+            Endpoint(method="GET", path=route.path, handler=_file(route.endpoint), access=everybody)
             for route in page_routes()
         ),
     )
 
 
-class _Answers:
+class _ServerHandlers:
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
         self._document = openapi_document()

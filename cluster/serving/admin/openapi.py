@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.admin.openapi_answers import ANSWER_SCHEMAS
 from cluster.serving.admin.openapi_operations import OPERATIONS, Operation
+from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
@@ -143,7 +143,7 @@ def _schemas() -> Json:
                 "enum": [*values, None],
                 "description": "Not supported; only what would happen anyway.",
             }
-    return {**dict(sorted(schemas.items())), **ANSWER_SCHEMAS}
+    return {**dict(sorted(schemas.items())), **RESPONSE_SCHEMAS}
 
 
 def _cleaned(schema: Json, *, has_nulls: bool) -> Json:

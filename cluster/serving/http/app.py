@@ -87,7 +87,7 @@ class HttpApp:
     async def _answer_known(self, request: Request) -> Response:
         methods, rest = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
-        tenant = self._let_in(request, endpoint)
+        tenant = self._authorize(request, endpoint)
         if not methods:
             raise HTTPException(404, "There is no such endpoint.")
         if endpoint is None:
@@ -102,7 +102,7 @@ class HttpApp:
         )
         if endpoint.operation is not None:
             self._check_room(call, endpoint.operation)
-        return await endpoint.answer(call)
+        return await endpoint.handler(call)
 
     def _check_room(self, call: HttpCall, operation: Operation) -> None:
         """Raise OverloadedError if the call could not wait, before its body is looked at."""
@@ -114,7 +114,7 @@ class HttpApp:
         )
         self._servicer.check_room(arrival)
 
-    def _let_in(self, request: Request, endpoint: Endpoint | None) -> Tenant:
+    def _authorize(self, request: Request, endpoint: Endpoint | None) -> Tenant:
         """Return whose request it is. Raises AuthenticationError or ForbiddenError."""
         if endpoint is not None and endpoint.access is Access.EVERYBODY:
             return ANONYMOUS

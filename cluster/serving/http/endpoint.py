@@ -74,7 +74,7 @@ class Endpoint:
     method: str
     path: str
     """A path that ends with a name in braces takes whatever follows."""
-    answer: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
+    handler: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """What its calls wait for the engine to do; None if they do not."""

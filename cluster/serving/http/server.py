@@ -43,7 +43,7 @@ class HttpServer:
         self.port = 0
         """The port that is bound, once it is."""
 
-    async def start(self) -> None:
+    async def start_server(self) -> None:
         """Bind the port and answer. Raises DeviceError if the port is not to be had."""
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
@@ -66,7 +66,7 @@ class HttpServer:
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
 
-    async def stop(self) -> None:
+    async def stop_server(self) -> None:
         """Take no more connections and end those that are idle, then the others."""
         if self._server is None or self._task is None:
             return

@@ -115,13 +115,13 @@ class ChatBody(GenerationBody):
         )
 
     def _structure(self, tools: ToolUse) -> object:
-        wanted = self.wanted_structure()
-        if wanted.structure is not None and tools.is_read:
+        requested = self.requested_structure()
+        if requested.structure is not None and tools.is_read:
             raise InvalidRequestError(
-                f"{wanted.param} and tools contradict each other; tool_choice may be none.",
-                param=wanted.param,
+                f"{requested.param} and tools contradict each other; tool_choice may be none.",
+                param=requested.param,
             )
-        return wanted.structure if tools.structure is None else tools.structure
+        return requested.structure if tools.structure is None else tools.structure
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:

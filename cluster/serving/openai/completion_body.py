@@ -48,7 +48,7 @@ class CompletionBody(GenerationBody):
     def to_input(self, client_id: str | None) -> GenerationInput:
         """Return what is asked for. Raises InvalidRequestError."""
         sampling = self.sampling()
-        structure = self.wanted_structure().structure
+        structure = self.requested_structure().structure
         if structure is not None:
             sampling["structure"] = structure
         return GenerationInput(

@@ -14,20 +14,20 @@ from starlette.responses import Response
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
-from cluster.serving.openai.chat_answer import ChatAnswer
 from cluster.serving.openai.chat_body import ChatBody
-from cluster.serving.openai.completion_answer import CompletionAnswer
+from cluster.serving.openai.chat_response import ChatCompletionResponse
 from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.completion_response import CompletionResponse
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.event_stream import EventStream, unless_disconnected
-from cluster.serving.openai.stream import Answer, AnswerOptions
+from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.openai.generation_body import GenerationBody
-    from cluster.serving.servicer import EmbeddingOutput, Generation, Servicer
+    from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
 
 __all__ = ["openai_endpoints"]
 
@@ -39,24 +39,26 @@ _encode = msgspec.json.Encoder().encode
 
 def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     """Return the endpoints that OpenAI's clients call."""
-    answers = _Answers(servicer)
+    handlers = _OpenAIHandlers(servicer)
     return (
-        Endpoint(method="GET", path="/v1/models", answer=answers.models),
-        Endpoint(method="GET", path="/v1/models/{model}", answer=answers.model),
+        Endpoint(method="GET", path="/v1/models", handler=handlers.models),
+        Endpoint(method="GET", path="/v1/models/{model}", handler=handlers.model),
         Endpoint(
             method="POST",
             path="/v1/completions",
-            answer=answers.completion,
+            handler=handlers.completion,
             operation="text_completion",
         ),
-        Endpoint(method="POST", path="/v1/chat/completions", answer=answers.chat, operation="chat"),
         Endpoint(
-            method="POST", path="/v1/embeddings", answer=answers.embedding, operation="embeddings"
+            method="POST", path="/v1/chat/completions", handler=handlers.chat, operation="chat"
+        ),
+        Endpoint(
+            method="POST", path="/v1/embeddings", handler=handlers.embedding, operation="embeddings"
         ),
     )
 
 
-class _Answers:
+class _OpenAIHandlers:
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
         self._model = servicer.config.model.name
@@ -73,10 +75,10 @@ class _Answers:
         body = await call.body(CompletionBody)
         with call.metrics.counting_refusals("http"):
             given = body.to_input(call.client_id)
-            param = body.wanted_structure().param
+            param = body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        answer = CompletionAnswer(generation, token_bytes, self._options(body))
+        answer = CompletionResponse(generation, token_bytes, self._options(body))
         return await _answer(call, body, generation, answer)
 
     async def chat(self, call: HttpCall) -> Response:
@@ -84,10 +86,10 @@ class _Answers:
         with call.metrics.counting_refusals("http"):
             tools = body.tool_use(self._servicer.tool_format)
             given = body.to_input(call.client_id, tools)
-            param = "tools" if tools.is_forced else body.wanted_structure().param
+            param = "tools" if tools.is_forced else body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        answer = ChatAnswer(generation, token_bytes, self._options(body), tools)
+        answer = ChatCompletionResponse(generation, token_bytes, self._options(body), tools)
         return await _answer(call, body, generation, answer)
 
     async def embedding(self, call: HttpCall) -> Response:
@@ -108,16 +110,18 @@ class _Answers:
         )
         return Response(whole, media_type=JSON_TYPE)
 
-    async def _start(self, call: HttpCall, given: GenerationInput, param: str | None) -> Generation:
+    async def _start(
+        self, call: HttpCall, given: GenerationInput, param: str | None
+    ) -> GenerationCall:
         try:
-            return await self._servicer.start(
+            return await self._servicer.start_generation(
                 replace(given, tenant=call.tenant.name, origin=call.origin)
             )
         except InvalidRequestError as error:
             raise renamed(error, {} if param is None else {"structure": param}) from error
 
-    def _options(self, body: GenerationBody) -> AnswerOptions:
-        return AnswerOptions(
+    def _options(self, body: GenerationBody) -> ResponseOptions:
+        return ResponseOptions(
             model=self._model,
             created_s=int(time.time()),
             num_per_prompt=body.n,
@@ -136,7 +140,7 @@ class _Answers:
 
 
 async def _answer(
-    call: HttpCall, body: GenerationBody, generation: Generation, answer: Answer
+    call: HttpCall, body: GenerationBody, generation: GenerationCall, answer: GenerationResponse
 ) -> Response:
     if body.stream:
         return EventStream(generation, answer)

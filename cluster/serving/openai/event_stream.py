@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.serving.openai.stream import Answer
-    from cluster.serving.servicer import Generation
+    from cluster.serving.openai.generation_response import GenerationResponse
+    from cluster.serving.servicer import GenerationCall
 
 __all__ = ["EventStream", "unless_disconnected"]
 
@@ -27,7 +27,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer) -> None:
+    def __init__(self, generation: GenerationCall, answer: GenerationResponse) -> None:
         super().__init__(
             headers={
                 "x-request-id": generation.id,

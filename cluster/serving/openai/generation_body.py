@@ -10,8 +10,8 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.openai.structure import (
+    RequestedStructure,
     StructuredOutputs,
-    WantedStructure,
     read_response_format,
 )
 from pagedray.errors import InvalidRequestError
@@ -167,23 +167,23 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream = true.", param="stream_options")
 
-    def wanted_structure(self) -> WantedStructure:
+    def requested_structure(self) -> RequestedStructure:
         """Return what continuations must look like. Raises InvalidRequestError."""
-        wanted = WantedStructure()
+        requested = RequestedStructure()
         if self.response_format is not None:
-            read_response_format(self.response_format, wanted)
+            read_response_format(self.response_format, requested)
         if self.structured_outputs is not None:
             outputs = read_part(StructuredOutputs, self.structured_outputs, "structured_outputs")
-            wanted.add_outputs(outputs, "structured_outputs")
+            requested.add_outputs(outputs, "structured_outputs")
         if self.guided_json is not None:
-            wanted.add_schema(self.guided_json, "guided_json")
+            requested.add_schema(self.guided_json, "guided_json")
         if self.guided_regex is not None:
-            wanted.add("regex", self.guided_regex, "guided_regex")
+            requested.add("regex", self.guided_regex, "guided_regex")
         if self.guided_choice is not None:
-            wanted.add_choices(self.guided_choice, "guided_choice")
+            requested.add_choices(self.guided_choice, "guided_choice")
         if self.guided_grammar is not None:
-            wanted.add("grammar", self.guided_grammar, "guided_grammar")
-        return wanted
+            requested.add("grammar", self.guided_grammar, "guided_grammar")
+        return requested
 
     def sampling(self) -> dict[str, object]:
         """Return the fields of SamplingParams that are set."""

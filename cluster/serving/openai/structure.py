@@ -13,9 +13,9 @@ from pagedray.request import Structure, StructureKind
 
 __all__ = [
     "JsonSchemaFormat",
+    "RequestedStructure",
     "ResponseFormat",
     "StructuredOutputs",
-    "WantedStructure",
     "read_response_format",
 ]
 
@@ -59,7 +59,7 @@ class ResponseFormat(BodyPart):
     )
 
 
-class WantedStructure:
+class RequestedStructure:
     """Collects the parameters that ask for a structure, of which there may be one."""
 
     def __init__(self) -> None:
@@ -104,20 +104,20 @@ class WantedStructure:
             )
 
 
-def read_response_format(given: object, wanted: WantedStructure) -> None:
+def read_response_format(given: object, requested: RequestedStructure) -> None:
     """Ask for what OpenAI's `response_format` says."""
     param = "response_format"
     read = read_part(ResponseFormat, given, param)
     if read.type == "json_schema":
         schema = read_part(JsonSchemaFormat, read.json_schema or {}, f"{param}.json_schema")
-        wanted.add_schema(schema.schema_, f"{param}.json_schema.schema")
+        requested.add_schema(schema.schema_, f"{param}.json_schema.schema")
         return
     if read.json_schema is not None:
         raise InvalidRequestError(
             f"{param}.json_schema needs type = json_schema.", param=f"{param}.json_schema"
         )
     if read.type == "json_object":
-        wanted.add("json_object", "", param)
+        requested.add("json_object", "", param)
 
 
 def _to_json(value: object, param: str) -> str:

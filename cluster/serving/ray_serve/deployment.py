@@ -220,7 +220,7 @@ class PagedRay:
     async def abort_here(self, tenant_name: str, request_ids: Sequence[str]) -> None:
         """End requests that run in this replica."""
         for request_id in request_ids:
-            self._replica.servicer.abort(tenant_name, request_id)
+            self._replica.servicer.abort_call(tenant_name, request_id)
 
     async def renew(self, call_ids: Sequence[str]) -> None:
         """Let calls of this replica run on, by the ids that Serve gave them."""

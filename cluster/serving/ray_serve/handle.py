@@ -64,7 +64,7 @@ class ServeHandle:
                 tenant=tenant.name,
                 origin=_ORIGIN,
             )
-        generation = await servicer.start(given)
+        generation = await servicer.start_generation(given)
         try:
             with self._pace.stream() as stream:
                 async with aclosing(generation.outputs()) as outputs:

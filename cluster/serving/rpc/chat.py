@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.auth.tenant import Tenant
-    from cluster.serving.generation import GenerationOutput
+    from cluster.serving.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput

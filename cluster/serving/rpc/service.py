@@ -52,7 +52,7 @@ class GrpcService:
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_generation(message, call, tenant)
-        generation = await self._servicer.start(given)
+        generation = await self._servicer.start_generation(given)
         # A cancelled call ends its request even while this coroutine waits for flow control.
         call.add_done_callback(generation.close)
         try:
@@ -70,7 +70,7 @@ class GrpcService:
         with self._servicer.metrics.counting_refusals(call.frontend):
             chat = grpc_chat.Chat(message, tool_format=self._tool_format)
             given = chat.to_input(call, tenant)
-        generation = await self._servicer.start(given)
+        generation = await self._servicer.start_generation(given)
         call.add_done_callback(generation.close)
         try:
             async with aclosing(generation.outputs()) as outputs:
@@ -112,7 +112,7 @@ class GrpcService:
         tenant = self._tenant(call)
         grpc_requests.check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
         for client_id in message.request_ids:
-            self._servicer.abort(tenant.name, client_id)
+            self._servicer.abort_call(tenant.name, client_id)
         return pb.AbortResponse()
 
     async def list_models(

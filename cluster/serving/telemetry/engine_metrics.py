@@ -43,7 +43,7 @@ class EngineCollector(Collector):
         is_healthy = self._client.is_healthy
         yield _gauge("healthy", "Whether the engine makes progress", is_healthy)
         if self._client.is_attached:
-            stats = self._client.replica.stats()
+            stats = self._client.engine.stats()
             yield from self._scheduler_families(stats)
             yield from self._step_families(stats)
 

@@ -54,7 +54,7 @@ class RouterCollector(Collector):
                 yield self._renamed(family, _HISTOGRAMS[family.name])
         if not self._client.is_attached:
             return
-        stats = self._client.replica.stats()
+        stats = self._client.engine.stats()
         scheduler = stats.scheduler
         num_blocks = scheduler.num_blocks
         used = (num_blocks - scheduler.num_free_blocks) / num_blocks if num_blocks else 0.0

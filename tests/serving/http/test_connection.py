@@ -104,7 +104,7 @@ async def slow_server(tokenizer: Tokenizer) -> HttpServer:
 
 
 async def test_body_that_does_not_come_is_waited_for_a_while(slow_server: HttpServer) -> None:
-    await slow_server.start()
+    await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(post(b'{"model"', num_declared=100))
     async with asyncio.timeout(2.0):
@@ -112,24 +112,24 @@ async def test_body_that_does_not_come_is_waited_for_a_while(slow_server: HttpSe
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"type":"invalid_request_error"' in received
     writer.close()
-    await slow_server.stop()
+    await slow_server.stop_server()
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"])
 async def test_head_that_does_not_come_is_waited_for_a_while(
     slow_server: HttpServer, begun: bytes
 ) -> None:
-    await slow_server.start()
+    await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(begun)
     async with asyncio.timeout(2.0):
         assert await reader.read() == b""
     writer.close()
-    await slow_server.stop()
+    await slow_server.stop_server()
 
 
 async def test_second_head_is_waited_for_no_longer(slow_server: HttpServer) -> None:
-    await slow_server.start()
+    await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
     await reader.readuntil(b"]}")
@@ -137,19 +137,19 @@ async def test_second_head_is_waited_for_no_longer(slow_server: HttpServer) -> N
     async with asyncio.timeout(2.0):
         assert await reader.read() == b""
     writer.close()
-    await slow_server.stop()
+    await slow_server.stop_server()
 
 
 async def test_stop_while_a_body_is_half_sent_is_quiet_and_quick(
     slow_server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    await slow_server.start()
+    await slow_server.start_server()
     _, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(post(b'{"model"', num_declared=100))
     await asyncio.sleep(0.05)
     started_s = time.monotonic()
-    await slow_server.stop()
+    await slow_server.stop_server()
     assert time.monotonic() - started_s < 10.0
     writer.close()
     assert [record.getMessage() for record in caplog.records] == []

@@ -46,7 +46,7 @@ class EncoderServer(Server):
 
     def attach(self) -> None:
         self.engine = FakeEncoder(self.client, self.script)
-        self.client.attach_encoder(self.engine)
+        self.client.attach_embedding_engine(self.engine)
 
 
 @pytest.fixture(scope="module")

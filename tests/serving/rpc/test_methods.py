@@ -150,7 +150,7 @@ def encoder() -> FakeEncoder:
 async def encoder_stub(tokenizer: Tokenizer, encoder: FakeEncoder) -> AsyncIterator[Any]:
     # Any: the generated stub is not async to mypy
     client = EngineClient(asyncio.get_running_loop())
-    client.attach_encoder(encoder)
+    client.attach_embedding_engine(encoder)
     config = engine_config()
     config = replace(config, model=replace(config.model, num_token_types=2))
     servicer = Servicer(client, tokenizer, config)

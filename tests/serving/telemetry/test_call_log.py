@@ -33,7 +33,7 @@ NASTY = 'a\nlevel=ERROR fake\r\x1b[2J\u2028"\x00'
 async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config())
     servicer.set_ready()
     yield servicer
@@ -49,7 +49,7 @@ async def logged(servicer: Servicer, form: LogFormat, **given: object) -> list[s
             "sampling": {"max_tokens": 3},
             "client_id": "call-1",
         }
-        generation = await servicer.start(GenerationInput(**fields | given))  # type: ignore[arg-type]  # the test's
+        generation = await servicer.start_generation(GenerationInput(**fields | given))  # type: ignore[arg-type]  # the test's
         async for _ in generation.outputs():
             pass
         generation.close()
@@ -78,7 +78,7 @@ async def test_line_of_a_refused_id_is_no_longer_than_others(servicer: Servicer)
     stream = io.StringIO()
     given = GenerationInput(prompts=("x",), client_id="\x85" * 2**20)
     with logging_to(stream, form="text"), pytest.raises(InvalidRequestError):
-        await servicer.start(given)
+        await servicer.start_generation(given)
     assert "id=" in stream.getvalue()
     assert len(stream.getvalue()) < 2**11
 

@@ -31,7 +31,7 @@ DOCUMENT = Path("docs/observability.md")
 async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config())
     servicer.set_ready()
     yield servicer
@@ -41,7 +41,7 @@ async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
 
 async def run(servicer: Servicer, **given: object) -> None:
     fields: dict[str, object] = {"prompts": ("hello",), "sampling": {"max_tokens": 5}} | given
-    generation = await servicer.start(GenerationInput(**fields))  # type: ignore[arg-type]  # checked by the test
+    generation = await servicer.start_generation(GenerationInput(**fields))  # type: ignore[arg-type]  # checked by the test
     try:
         async for _ in generation.outputs():
             pass
@@ -110,7 +110,7 @@ async def test_call_is_counted_with_its_times_and_tokens(servicer: Servicer) -> 
 
 async def test_tokens_in_flight_are_those_of_open_calls(servicer: Servicer) -> None:
     given = GenerationInput(prompts=("hello",), sampling={"max_tokens": 200, "n": 2})
-    generation = await servicer.start(given)
+    generation = await servicer.start_generation(given)
     num_prompt_tokens = len(servicer.tokenizer.encode("hello"))
     in_flight = value(servicer, "pagedray_tokens_in_flight")
     assert in_flight == num_prompt_tokens + 2 * 200

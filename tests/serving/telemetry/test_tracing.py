@@ -47,7 +47,7 @@ async def servicer(tokenizer: Tokenizer, exporter: InMemorySpanExporter) -> Asyn
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config(), tracer=Tracer(provider))
     servicer.set_ready()
     yield servicer
@@ -57,7 +57,7 @@ async def servicer(tokenizer: Tokenizer, exporter: InMemorySpanExporter) -> Asyn
 
 
 async def run(servicer: Servicer, given: GenerationInput) -> None:
-    generation = await servicer.start(given)
+    generation = await servicer.start_generation(given)
     try:
         async for _ in generation.outputs():
             pass

@@ -85,7 +85,7 @@ async def test_closed_pool_refuses_what_waits(pool: TextPool) -> None:
 async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer) -> None:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
-    client.attach(engine)
+    client.attach_generation_engine(engine)
     pool = TextPool(num_threads=1, max_waiting=1)
     frontends = Frontends(
         client,
@@ -96,7 +96,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokeniz
         http_port=0,
         text_pool=pool,
     )
-    await frontends.start()
+    await frontends.start_servers()
     await frontends.set_ready()
     gate = threading.Event()
     works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(2)]
@@ -115,7 +115,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokeniz
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     gate.set()
     await asyncio.gather(*works)
-    await frontends.stop(0)
+    await frontends.stop_servers(0)
     engine.stop()
     await wait_until(
         lambda: not any(one.name.startswith("pagedray-text") for one in threading.enumerate())

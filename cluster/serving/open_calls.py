@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from pagedray.errors import PagedRayError
 
-__all__ = ["Call", "Calls"]
+__all__ = ["OpenCall", "OpenCalls"]
 
 _MAX_SHOWN = 100
 _MIN_RETRY_S = 0.1
@@ -37,10 +37,10 @@ class _Task(Protocol):
         """End it with an error."""
 
 
-class Call:
+class OpenCall:
     """One open call of a tenant."""
 
-    def __init__(self, calls: Calls, tenant: Tenant) -> None:
+    def __init__(self, calls: OpenCalls, tenant: Tenant) -> None:
         self._calls = calls
         self.tenant = tenant
         self.started_s = time.monotonic()
@@ -52,18 +52,18 @@ class Call:
         self.num_reserved_tokens = 0
         """Prompt tokens and tokens that may be generated, once they are known."""
 
-    def name(self, call_id: str) -> None:
+    def set_id(self, call_id: str) -> None:
         """Give it an id. Raises InvalidRequestError if an open call of its tenant has it."""
-        self._calls.name(self, call_id)
+        self._calls.set_id(self, call_id)
 
-    def reserve(self, *, num_prompt_tokens: int, num_tokens: int) -> None:
+    def reserve_tokens(self, *, num_prompt_tokens: int, num_tokens: int) -> None:
         """Count its tokens. Raises OverloadedError beyond the tenant's limit."""
-        self._calls.reserve(self, num_tokens)
+        self._calls.reserve_tokens(self, num_tokens)
         self.num_prompt_tokens = num_prompt_tokens
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Let its id and its part of the tenant's limits be used again."""
-        self._calls.end(self)
+        self._calls.release(self)
 
     def close(self) -> None:
         """End it, and forget it."""
@@ -96,23 +96,23 @@ class _Account:
         return _within_bounds(self.mean_duration_s / max(self.num_calls, 1))
 
 
-class Calls:
+class OpenCalls:
     """Keeps every open call, and each tenant within its limits."""
 
     def __init__(self) -> None:
         # In the order in which they came.
-        self._open: dict[Call, None] = {}
-        self._counted: set[Call] = set()
-        self._by_id: dict[tuple[str, str], Call] = {}
+        self._open: dict[OpenCall, None] = {}
+        self._counted: set[OpenCall] = set()
+        self._by_id: dict[tuple[str, str], OpenCall] = {}
         self._accounts: dict[str, _Account] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
 
-    def open(self, tenant: Tenant) -> Call:
+    def open_call(self, tenant: Tenant) -> OpenCall:
         """Return a call that arrives. Raises OverloadedError beyond the tenant's limit."""
         account = self._accounts.setdefault(tenant.name, _Account())
         if tenant.max_requests is not None and account.num_calls >= tenant.max_requests:
@@ -121,13 +121,13 @@ class Calls:
                 "may have.",
                 retry_after_s=account.retry_after_s,
             )
-        call = Call(self, tenant)
+        call = OpenCall(self, tenant)
         account.num_calls += 1
         self._open[call] = None
         self._counted.add(call)
         return call
 
-    def find(self, tenant_name: str, call_id: str) -> Call | None:
+    def find_call(self, tenant_name: str, call_id: str) -> OpenCall | None:
         """Return a tenant's call of this id; what is another's is not found."""
         return self._by_id.get((tenant_name, call_id))
 
@@ -136,7 +136,7 @@ class Calls:
         shown = (call for call in self._open if tenant.is_admin or call.tenant.name == tenant.name)
         return tuple(call.info() for call, _ in zip(shown, range(_MAX_SHOWN), strict=False))
 
-    def name(self, call: Call, call_id: str) -> None:
+    def set_id(self, call: OpenCall, call_id: str) -> None:
         """Give a call an id that no other of its tenant has."""
         key = (call.tenant.name, call_id)
         if key in self._by_id:
@@ -147,7 +147,7 @@ class Calls:
         self._by_id[key] = call
         call.id = call_id
 
-    def reserve(self, call: Call, num_tokens: int) -> None:
+    def reserve_tokens(self, call: OpenCall, num_tokens: int) -> None:
         """Count the tokens of a call, within its tenant's limit."""
         account = self._accounts[call.tenant.name]
         limit = call.tenant.max_tokens
@@ -166,7 +166,7 @@ class Calls:
         account.num_tokens += num_tokens
         call.num_reserved_tokens = num_tokens
 
-    def end(self, call: Call) -> None:
+    def release(self, call: OpenCall) -> None:
         """Take what a call holds from it; twice is harmless."""
         if call not in self._counted:
             return
@@ -179,9 +179,9 @@ class Calls:
         age_s = time.monotonic() - call.started_s
         account.mean_duration_s += _WEIGHT_OF_NEWS * (age_s - account.mean_duration_s)
 
-    def close(self, call: Call) -> None:
+    def close(self, call: OpenCall) -> None:
         """End a call, and forget it; twice is harmless."""
-        self.end(call)
+        self.release(call)
         self._open.pop(call, None)
 
 

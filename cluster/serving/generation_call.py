@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.serving.calls import Call
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
+    from cluster.serving.open_calls import OpenCall
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.request import Request
 
-__all__ = ["Generation", "GenerationOutput", "Usage"]
+__all__ = ["GenerationCall", "GenerationOutput", "Usage"]
 
 
 # These are made for every token, and hold nothing that could lead back to them.
@@ -43,7 +43,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_last: bool
 
 
-class Generation:
+class GenerationCall:
     """One running call. It ends itself at its deadline."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Generation:
         given: GenerationInput,
         requests: Sequence[Request],
         *,
-        call: Call,
+        call: OpenCall,
         watch: CallWatch,
         client: EngineClient,
         token_bytes: TokenBytes,
@@ -77,7 +77,7 @@ class Generation:
         self._is_closed = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine unless all of the above went well.
-        self._stream = client.open(requests)
+        self._stream = client.open_stream(requests)
         watch.note_open(call.id)
         self._start_timer()
 
@@ -141,7 +141,7 @@ class Generation:
         if is_last:
             # Whoever reads the end may use the id again at once.
             self._stop_timer()
-            self._call.end()
+            self._call.release()
             self._watch.note_end(sequences[-1].finish_reason or "stop")
         return GenerationOutput(
             sequences=tuple(sequences),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.stream import Answer, Choice, finite
+from cluster.serving.openai.generation_response import GenerationResponse, ResponseChoice, finite
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["CompletionAnswer"]
+__all__ = ["CompletionResponse"]
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(GenerationResponse):
     """An answer of /v1/completions."""
 
     id_prefix = "cmpl"
@@ -23,16 +23,18 @@ class CompletionAnswer(Answer):
     bare_begin = b',"text":'
     bare_end = b""
 
-    def _content(self, text: str, choice: Choice) -> Json:
+    def _content(self, text: str, choice: ResponseChoice) -> Json:
         return {"text": text}
 
-    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+    def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
         return {"text": sequence.text} if sequence.text else {}
 
     def _wrapped(self, delta: Json) -> Json:
         return delta or {"text": ""}
 
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
+    def _token_logprobs(
+        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
+    ) -> Json:
         texts = [self._token_bytes.text_of(token_id) for token_id, _ in tokens]
         offsets = []
         for text in texts:

@@ -11,7 +11,7 @@ from cluster.serving.server_info import ServerLoads
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
 
-__all__ = ["ANSWER_SCHEMAS"]
+__all__ = ["RESPONSE_SCHEMAS"]
 
 _STRING: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
@@ -50,7 +50,7 @@ _LOADS = msgspec.json.schema_components((ServerLoads,), ref_template="#/componen
     1
 ]
 
-ANSWER_SCHEMAS: Json = {
+RESPONSE_SCHEMAS: Json = {
     "Anything": _ANY_OBJECT,
     "ChatChoice": _object(
         index=_COUNT,

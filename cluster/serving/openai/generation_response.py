@@ -21,11 +21,11 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from cluster.serving.servicer import Generation, GenerationOutput, Usage
+    from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["Answer", "AnswerOptions", "Choice", "finite"]
+__all__ = ["GenerationResponse", "ResponseChoice", "ResponseOptions", "finite"]
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
@@ -35,7 +35,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
+class ResponseOptions:
     """What a call wants told beside the text."""
 
     model: str
@@ -46,7 +46,7 @@ class AnswerOptions:
 
 
 @dataclass(slots=True)
-class Choice:
+class ResponseChoice:
     """One sequence of an answer, while it grows."""
 
     index: int
@@ -61,7 +61,7 @@ class Choice:
     """What finds tool calls in its text."""
 
 
-class Answer(ABC):
+class GenerationResponse(ABC):
     """The answer to one call, in the words of one endpoint."""
 
     id_prefix: ClassVar[str]
@@ -72,12 +72,12 @@ class Answer(ABC):
     bare_end: ClassVar[bytes]
 
     def __init__(
-        self, generation: Generation, token_bytes: TokenBytes, options: AnswerOptions
+        self, generation: GenerationCall, token_bytes: TokenBytes, options: ResponseOptions
     ) -> None:
         self._generation = generation
         self._token_bytes = token_bytes
         self._options = options
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ResponseChoice] = {}
         chunk_head = _encode(self._head(self.chunk_kind))[:-1]
         self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
         self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
@@ -136,7 +136,7 @@ class Answer(ABC):
             head = _encode(self._head(self.chunk_kind))[:-1]
             yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
 
-    def _full_event(self, sequence: SequenceOutput, choice: Choice) -> bytes:
+    def _full_event(self, sequence: SequenceOutput, choice: ResponseChoice) -> bytes:
         delta = self._delta(sequence, choice)
         reason = self._reason(sequence, choice)
         if not (delta or choice.is_new or reason or sequence.logprobs):
@@ -151,15 +151,15 @@ class Answer(ABC):
         # The first brace is that of the choice, which begins with its index.
         return self._begin + b"%d," % choice.index + _encode(told)[1:] + b"]" + self._end
 
-    def _choice(self, sequence: SequenceOutput) -> Choice:
+    def _choice(self, sequence: SequenceOutput) -> ResponseChoice:
         index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
         choice = self._choices.get(index)
         if choice is None:
             bare_begin = self._begin + b"%d" % index + self.bare_begin
-            choice = self._choices[index] = Choice(index, bare_begin, reader=self._reader())
+            choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
         return choice
 
-    def _whole_choice(self, choice: Choice) -> Json:
+    def _whole_choice(self, choice: ResponseChoice) -> Json:
         last = choice.outputs[-1]
         return {
             "index": choice.index,
@@ -169,7 +169,7 @@ class Answer(ABC):
             "stop_reason": last.stop_reason,
         }
 
-    def _logprobs(self, outputs: list[SequenceOutput], choice: Choice) -> Json | None:
+    def _logprobs(self, outputs: list[SequenceOutput], choice: ResponseChoice) -> Json | None:
         if not self._options.has_logprobs:
             return None
         return self._token_logprobs(
@@ -184,15 +184,15 @@ class Answer(ABC):
     def _reader(self) -> TurnReader | None:
         return None
 
-    def _reason(self, sequence: SequenceOutput, choice: Choice) -> str | None:
+    def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
         return None if sequence.finish_reason is None else sequence.finish_reason.value
 
     @abstractmethod
-    def _content(self, text: str, choice: Choice) -> Json:
+    def _content(self, text: str, choice: ResponseChoice) -> Json:
         """Return the part of a whole choice that holds its text."""
 
     @abstractmethod
-    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+    def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
         """Return what a streamed choice gained; nothing if that is nothing."""
 
     @abstractmethod
@@ -200,7 +200,9 @@ class Answer(ABC):
         """Return the part of a streamed choice that holds what it gained."""
 
     @abstractmethod
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
+    def _token_logprobs(
+        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
+    ) -> Json:
         """Return log-probabilities in the endpoint's shape."""
 
 

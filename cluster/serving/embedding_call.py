@@ -16,7 +16,7 @@ from pagedray.errors import DeadlineError, EngineError, PagedRayError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Embedding", "EmbeddingOutput"]
+__all__ = ["EmbeddingCall", "EmbeddingOutput"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class EmbeddingOutput:
     num_prompt_tokens: int
 
 
-class Embedding:
+class EmbeddingCall:
     """One running call."""
 
     def __init__(self, running: Future[NDArray[np.float32]]) -> None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.stream import Answer, AnswerOptions, Choice, finite
+from cluster.serving.openai.generation_response import (
+    GenerationResponse,
+    ResponseChoice,
+    ResponseOptions,
+    finite,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.servicer import Generation
+    from cluster.serving.servicer import GenerationCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
     from cluster.serving.tools.tool_choice import ToolUse
     from cluster.serving.tools.turn_reader import ToolCallDelta, TurnReader
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["ChatAnswer"]
+__all__ = ["ChatCompletionResponse"]
 
 
-class ChatAnswer(Answer):
+class ChatCompletionResponse(GenerationResponse):
     """An answer of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
@@ -31,9 +36,9 @@ class ChatAnswer(Answer):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: GenerationCall,
         token_bytes: TokenBytes,
-        options: AnswerOptions,
+        options: ResponseOptions,
         tools: ToolUse,
     ) -> None:
         super().__init__(generation, token_bytes, options)
@@ -42,14 +47,14 @@ class ChatAnswer(Answer):
     def _reader(self) -> TurnReader | None:
         return self._tools.reader() if self._tools.is_read else None
 
-    def _reason(self, sequence: SequenceOutput, choice: Choice) -> str | None:
+    def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
         reason = super()._reason(sequence, choice)
         has_calls = choice.reader is not None and choice.reader.num_calls
         if reason == "stop" and has_calls and not self._tools.ends_as_text:
             return "tool_calls"
         return reason
 
-    def _content(self, text: str, choice: Choice) -> Json:
+    def _content(self, text: str, choice: ResponseChoice) -> Json:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if choice.reader is not None:
             read, rest = choice.reader.read_piece(text), choice.reader.flush()
@@ -60,7 +65,7 @@ class ChatAnswer(Answer):
                 message["content"] = message["content"] or None
         return {"message": message}
 
-    def _delta(self, sequence: SequenceOutput, choice: Choice) -> Json:
+    def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
         content = sequence.text
         calls: tuple[ToolCallDelta, ...] = ()
         if choice.reader is not None:
@@ -75,7 +80,9 @@ class ChatAnswer(Answer):
     def _wrapped(self, delta: Json) -> Json:
         return {"delta": delta}
 
-    def _token_logprobs(self, tokens: list[tuple[int, TokenLogprobs]], choice: Choice) -> Json:
+    def _token_logprobs(
+        self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
+    ) -> Json:
         return {"content": [self._entry(*token) for token in tokens], "refusal": None}
 
     def _entry(self, token_id: int, logprobs: TokenLogprobs) -> Json:
