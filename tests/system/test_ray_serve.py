@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-DEATH_TEXT = "The replica that served the request has ended; another try may reach another one."
+DEATH_TEXT = "The replica that served the request died; retry the request."
 PROMPT = "def read_config(path):\n"
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 LEASE_S = 6.0

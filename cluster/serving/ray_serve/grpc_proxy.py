@@ -16,9 +16,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.ray_serve.affinity import prefix_key
+from cluster.serving.ray_serve.errors import ReplicaDiedError
 from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
-from pagedray.errors import EngineError, InvalidRequestError
+from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["TIMEOUT_KEY", "add_services"]
 TIMEOUT_KEY = "pagedray-timeout-ms"
 """The metadata that tells a replica how long its call may take."""
 _SESSION_KEY = "session_id"
-_DEATH_TEXT = "The replica that served the request has ended; another try may reach another one."
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
@@ -128,7 +128,7 @@ class _ProxiedContext:
         if code is grpc.StatusCode.INTERNAL and DETAILS_KEY not in dict(self._trailing):
             # Every error that a replica tells of has details: Serve itself says this, when an
             # actor has died, with a trace that is none of the client's business.
-            await _abort(self._context, status_of(EngineError(_DEATH_TEXT)))
+            await _abort(self._context, status_of(ReplicaDiedError()))
         await self._context.abort(code, self._details, self._trailing)
 
 

@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 
 from cluster.serving.ray_serve.affinity import prefix_key
-from pagedray.errors import EngineError
+from cluster.serving.ray_serve.errors import ReplicaDiedError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +24,6 @@ __all__ = ["ReplicaGuard", "middlewares"]
 SESSION_HEADER = "x-session-id"
 _MOST_READ_BYTES = 256 * 2**10
 """A longer body is routed by load alone: reading it here would hold up other requests."""
-_DEATH_TEXT = "The replica that served the request has ended; another try may reach another one."
 
 
 def middlewares() -> list[Middleware]:
@@ -76,7 +75,7 @@ class _Answer:
             await self._send(
                 {
                     "type": "http.response.start",
-                    "status": EngineError.http_status,
+                    "status": ReplicaDiedError.http_status,
                     "headers": headers,
                 }
             )
@@ -127,6 +126,6 @@ def _key_of(body: bytes) -> str | None:
 
 
 def _error() -> bytes:
-    error = EngineError(_DEATH_TEXT)
+    error = ReplicaDiedError()
     body = {"message": str(error), "type": error.openai_type, "param": None, "code": None}
     return msgspec.json.encode({"error": body})

@@ -1,8 +1,8 @@
 """PagedRay inside `ray.serve.llm`: `LLMConfig(server_cls="pagedray:PagedRayLLM")`.
 
-`engine_kwargs` of the configuration are the arguments of our own application, `model_source` is the
-folder of the checkpoint. Requests go through the same HTTP application as everywhere else, so that
-this module knows none of their fields. The library is an extra: nothing else needs it.
+`engine_kwargs` of the configuration are the arguments of our own application, and `model_source` is
+the folder of the checkpoint. Requests go through the same HTTP application as everywhere else, so
+this module knows none of their fields. The library is optional.
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ from contextlib import aclosing
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ray import serve
-
-from cluster.engine.open_engine import make_executor
 from cluster.serving.http_app import build_http_app
 from cluster.serving.ray_serve.deployment import deployment_options
-from cluster.serving.ray_serve.leases import Leases
 from cluster.serving.ray_serve.options import read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
-from cluster.serving.ray_serve.ray_metrics import RayMetrics
-from cluster.serving.ray_serve.replica_calls import current_call_id
-from cluster.serving.ray_serve.replica_engine import ReplicaEngine
+from cluster.serving.ray_serve.served_replica import ServedReplica
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping
 
     from starlette.types import ASGIApp, Message, Scope
 
@@ -36,31 +30,21 @@ __all__ = ["LLMAnswers", "PagedRayLLM", "post"]
 
 _MODELS = "ray.serve.llm.openai_api_models"
 _HEADERS = ("authorization", "traceparent", "tracestate", "x-request-id")
-"""Those that our application reads of a request, beside those of its body."""
+"""Headers that our application reads, besides those of the body."""
 
 
-class PagedRayLLM:
-    """The server of one model, as the library's ingress calls it."""
+class PagedRayLLM(ServedReplica):
+    """The LLM server class that the library's ingress calls."""
 
     # Any: the configuration and the requests are the library's, which need not be installed.
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._llm_config = llm_config
-        arguments = _arguments(llm_config)
-        self._leases = Leases(arguments.serve.lease_s)
-        self._replica = await ReplicaEngine.started(arguments, make_executor)
-        self._is_stopped = False
-        context = serve.get_replica_context()
-        self._metrics = RayMetrics(
-            self._replica.servicer.metrics,
-            {"deployment": context.deployment, "replica": context.replica_tag},
-        )
-        self._metrics.start_reports()
-        app = build_http_app(self._replica.servicer)
-        self._answers = LLMAnswers(app, Pace(MESSAGES_PER_S))
+        await super().__init__(_arguments(llm_config))
+        self._answers = LLMAnswers(build_http_app(self._replica.servicer), Pace(MESSAGES_PER_S))
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:  # Any: see above.
-        """Return how a replica is placed; the library names it for its model."""
+        """Return the options of the deployment, without its name, which the library chooses."""
         options = deployment_options(_arguments(llm_config))
         return {name: value for name, value in options.items() if name != "name"}
 
@@ -69,56 +53,28 @@ class PagedRayLLM:
         request: Any,  # Any: see above.
         raw_request_info: Any = None,  # Any: see above.
     ) -> AsyncGenerator[Any]:
-        """Yield server-sent events, or one answer."""
-        answers = self._answers.chat(request, raw_request_info)
-        with self._leases.held(current_call_id()):
-            async with aclosing(answers):
-                async for answer in answers:
-                    yield answer
+        """Yield server-sent events, or one response."""
+        async with self._leased(self._answers.chat(request, raw_request_info)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def completions(
         self,
         request: Any,  # Any: see above.
         raw_request_info: Any = None,  # Any: see above.
     ) -> AsyncGenerator[Any]:
-        """Yield server-sent events, or one answer."""
-        answers = self._answers.completions(request, raw_request_info)
-        with self._leases.held(current_call_id()):
-            async with aclosing(answers):
-                async for answer in answers:
-                    yield answer
+        """Yield server-sent events, or one response."""
+        async with self._leased(self._answers.completions(request, raw_request_info)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def llm_config(self) -> Any:  # Any: see above.
         """Return the configuration."""
         return self._llm_config
 
-    # These are coroutines for Serve to run them on the servicer's event loop.
-    async def check_health(self) -> None:
-        """Raise EngineError unless the engine makes progress or has none to make."""
-        self._replica.check_progress()
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what TokensPolicy decides by."""
-        return self._replica.current_load().metrics()
-
-    async def record_routing_stats(self) -> dict[str, float]:
-        """Return what AffinityRouter decides by."""
-        return self._replica.routing_stats()
-
-    async def renew(self, call_ids: Sequence[str]) -> None:
-        """Let calls of this replica run on, by the ids that Serve gave them."""
-        self._leases.renew(frozenset(call_ids))
-
-    async def __del__(self) -> None:
-        """End the engine."""
-        if hasattr(self, "_replica") and not self._is_stopped:
-            self._is_stopped = True
-            await self._metrics.stop_reports()
-            await self._replica.close()
-
 
 class LLMAnswers:
-    """What an application answers, as the library's ingress takes it."""
+    """Responses of the HTTP application, as the library's ingress takes them."""
 
     def __init__(self, app: ASGIApp, pace: Pace) -> None:
         self._app = app
@@ -126,12 +82,12 @@ class LLMAnswers:
 
     # Any: the library's own, as above.
     def chat(self, request: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
-        """Return the events of a conversation's next turn, or one answer."""
+        """Return the events of a chat completion, or one response."""
         return self._to("/v1/chat/completions", request, raw_request_info, "ChatCompletion")
 
     # Any: the library's own, as above.
     def completions(self, request: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
-        """Return the events of a text that goes on, or one answer."""
+        """Return the events of a text completion, or one response."""
         return self._to("/v1/completions", request, raw_request_info, "Completion")
 
     async def _to(
@@ -167,9 +123,9 @@ class LLMAnswers:
 async def post(
     app: ASGIApp, path: str, body: bytes, headers: Mapping[str, str]
 ) -> AsyncGenerator[tuple[int, bytes]]:
-    """Yield the status and each part of what an application answers to JSON.
+    """Yield the status and each part of an application's response to a JSON body.
 
-    It goes on with the next part when the last one has been taken and another one is asked for.
+    The application is resumed when the caller asks for the next part.
     """
     incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
@@ -183,7 +139,7 @@ async def post(
 
     async def send(message: Message) -> None:
         if is_left.is_set():
-            # Let it hear of that.
+            # Let the application receive the disconnect.
             await asyncio.sleep(0)
             return
         sent.append(message)
