@@ -1,4 +1,4 @@
-"""One rank of an encoder: its device, its part of the model, its steps. It has no cache."""
+"""One rank of an encoder: its part of the model and its steps. It has no KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from workers.models.bert import Bert, encoder_spec
 from workers.pooling import pooled
-from workers.weights import load_weights
-from workers.worker import backend_of, device_of, num_threads_of, release_memory
+from workers.weights.load_weights import load_weights
+from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionMetadataBuilder
     from pagedray.batch import StepMasks
     from pagedray.config import EngineConfig
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["EmbeddingWorker", "PendingVectors"]
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingVectors:
-    """A step that was launched; its vectors may still be in the making on the device."""
+    """A step that was launched; the device may still compute its vectors."""
 
     step: int
     vectors: torch.Tensor
@@ -39,50 +39,40 @@ class PendingVectors:
 
     @property
     def needs_masks(self) -> bool:
-        """An encoder samples nothing."""
         return False
 
     def take_masks(self, masks: StepMasks) -> None:
-        """Never called."""
         raise AssertionError
 
     @property
     def is_ready(self) -> bool:
-        """Whether to wait for the device is all there is to do."""
+        # Nothing follows but the wait for the device.
         return True
 
     def output(self) -> EmbedOutput:
-        """Return the vectors, waiting for the device."""
         return EmbedOutput(self.step, self.vectors.cpu().numpy().tobytes())
 
 
-class EmbeddingWorker:
-    """One rank of a group. Call `load`, then `launch`."""
+class EmbeddingWorker(Worker):
+    """One rank of an encoder."""
 
     def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
-        self._config = config
-        self._group = group
-        self._device = device_of(config, group)
-        if self._device.type == "cpu":
-            torch.set_num_threads(num_threads_of(config))
+        super().__init__(config, group)
         spec = encoder_spec(
             config.model, group, block_size=config.cache.block_size, device=self._device
         )
-        backend = backend_of(config.attention_backend, spec)
+        backend = self._select_backend(spec)
         self._model: Bert | None = Bert(config.model, group, backend=backend, device=self._device)
         self._builder: AttentionMetadataBuilder | None = backend.make_metadata_builder(spec)
 
-    def load(self, report_progress: Callable[[int, int], None]) -> None:
-        """Fill the weights, telling (tensors done, tensors in all) as it goes."""
+    def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
         assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
-    def fitting_blocks(self) -> tuple[int, int]:
-        """Return that no block fits, since none is needed."""
+    def num_available_blocks(self) -> tuple[int, int]:
         return 0, 0
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate nothing; return how many layers each provider of attention kernels serves."""
         assert num_blocks == num_cpu_blocks == 0
         assert self._builder is not None
         if self._group.rank == 0:
@@ -92,7 +82,6 @@ class EmbeddingWorker:
         return self._builder.providers()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
-        """Carry out one plan, which for an encoder is always to embed."""
         assert isinstance(plan, EmbedPlan)
         assert self._model is not None
         assert self._builder is not None
@@ -123,8 +112,7 @@ class EmbeddingWorker:
         return PendingVectors(step=plan.step, vectors=vectors)
 
     def close(self) -> None:
-        """Release the device and leave the group."""
         self._model = self._builder = None
         if self._device.type == "cuda":
-            release_memory()
+            release_gpu_memory()
         self._group.close()

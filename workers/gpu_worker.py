@@ -1,7 +1,7 @@
 """The Ray actor around one rank.
 
-Ray places it, starts it and ends it; steps come over the step channel, which a thread of
-its own serves until the controller shuts it down or is gone.
+Ray places, starts and ends it. Plans arrive over the step channel, which one thread serves until
+the controller sends a shutdown or disconnects.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
-from workers.rendezvous import Rendezvous
+from workers.parallel.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
-    from workers.worker_kinds import AnyWorker, Pending
+    from workers.worker import PendingStep, Worker
 
 __all__ = ["GpuWorker"]
 
@@ -28,57 +28,57 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 30.0
 _POLL_S = 5e-5
-"""How late a step may be seen to be done while no plan comes."""
+"""Interval of polling for the end of a step while no plan arrives."""
 
 
 class GpuWorker:
     """One rank as an actor. The executor wraps it with `ray.remote`.
 
-    A mistake of the user's is returned as text, not raised: Ray would wrap it in a trace.
+    Errors of configuration are returned as text: Ray would wrap an exception in a traceback.
     """
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
-        self._worker: AnyWorker | None = None
-        # All of the rank's work is done in one thread: each thread that computes has a team of
-        # OpenMP threads, and with two teams there are more than cores and none may spin.
+        self._worker: Worker | None = None
+        # One thread does all the computing: each thread that computes has an OpenMP team of its
+        # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
         self._rendezvous: Rendezvous | None = None
 
-    def open_meeting_point(self, host: str) -> tuple[str, int]:
-        """Return an address and a port for the group to meet at; `host` is one of this node's."""
+    def open_rendezvous(self, host: str) -> tuple[str, int]:
+        """Listen on `host`, an address of this node; return the address and port of the group."""
         self._rendezvous = Rendezvous(host)
         return host, self._rendezvous.port
 
-    def progress(self) -> tuple[int, int]:
-        """Return (tensors loaded, tensors in all)."""
+    def load_progress(self) -> tuple[int, int]:
+        """Return the number of tensors loaded, and of all tensors."""
         return self._progress
 
-    def load(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
-        """Join the group, load the weights; return how many blocks fit, or what is wrong.
+    def start_rank(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
+        """Join the group and load the weights; return `num_available_blocks`, or an error message.
 
-        The group meets at `address`; `host` is where its other ranks reach this one.
+        `address` is the rendezvous; `host` is the address where other ranks reach this one.
         """
-        return self._thread.submit(self._load, address, host).result()
+        return self._thread.submit(self._start_rank, address, host).result()
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate both pools; return how many layers each provider of attention kernels serves."""
+        """Allocate both pools; returns what `Worker.allocate_cache` does."""
         assert self._worker is not None
         allocate = self._worker.allocate_cache
         return self._thread.submit(allocate, num_blocks, num_cpu_blocks).result()
 
-    def run(self, endpoint: str, secret: bytes) -> None:
-        """Connect to the controller and serve steps until told to stop or left alone."""
-        self._thread.submit(self._run, endpoint, secret).result()
+    def serve_controller(self, endpoint: str, secret: bytes) -> None:
+        """Connect to the controller and run its plans until it shuts down or disconnects."""
+        self._thread.submit(self._serve_controller, endpoint, secret).result()
 
-    def _load(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
-        # Torch is loaded where the rank lives, not where the actor is made.
+    def _start_rank(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
+        # The process that creates the actor imports no torch.
         import torch
 
-        from workers.parallel import open_group
-        from workers.worker_kinds import make_worker
+        from workers.parallel.open_group import open_group
+        from workers.worker_factory import make_worker
 
         try:
             group = open_group(
@@ -90,18 +90,18 @@ class GpuWorker:
                 rendezvous=self._rendezvous,
             )
             self._worker = make_worker(self._config, group)
-            self._worker.load(self._report)
-            return self._worker.fitting_blocks()
+            self._worker.load_weights(self._report)
+            return self._worker.num_available_blocks()
         except StartupError as error:
             return str(error)
 
-    def _run(self, endpoint: str, secret: bytes) -> None:
+    def _serve_controller(self, endpoint: str, secret: bytes) -> None:
         assert self._worker is not None
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
         try:
             serve_steps(self._worker, channel, is_first=self._rank == 0)
         except ChannelClosedError:
-            logger.warning("Rank %s lost its controller.", self._rank)
+            logger.warning("Rank %s lost the connection to its controller.", self._rank)
         except Exception:
             channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
             raise
@@ -113,16 +113,16 @@ class GpuWorker:
         self._progress = (done, total)
 
 
-def serve_steps(worker: AnyWorker, channel: WorkerChannel, *, is_first: bool) -> None:
-    """Carry out plans in order until a Shutdown arrives.
+def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> None:
+    """Run plans in order until a Shutdown arrives.
 
-    A step's output is sent as soon as it is there; while it is not, the next plan is
-    launched behind it, however late it comes. A step that needs masks gets them before the next
-    plan, but not before the outputs of all earlier steps are sent: the masks are made of them.
+    A step's output is sent as soon as it is ready; a plan that arrives before is launched behind
+    the running step. A step that needs masks gets them before the next plan, and after the outputs
+    of all earlier steps are sent, since masks depend on these.
     """
-    pending: deque[Pending] = deque()
+    pending: deque[PendingStep] = deque()
 
-    def send(finished: Pending) -> None:
+    def send(finished: PendingStep) -> None:
         output = finished.output()
         channel.send(output if is_first else StepAck(output.step))
 
@@ -130,7 +130,7 @@ def serve_steps(worker: AnyWorker, channel: WorkerChannel, *, is_first: bool) ->
         if pending and (pending[0].is_ready or len(pending) > 1):
             send(pending.popleft())
             continue
-        # Who waited for the step alone would launch the next one after it, and the device be idle.
+        # Waiting for the step alone would launch the next one too late and leave the device idle.
         if pending and not channel.has_message():
             time.sleep(_POLL_S)
             continue

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import StepMasks, StepPlan
     from pagedray.config import EngineConfig
-    from workers.worker_kinds import AnyWorker, Pending
+    from workers.worker import PendingStep, Worker
 
 __all__ = ["LocalExecutor"]
 
@@ -29,7 +29,7 @@ class LocalExecutor(Executor):
         # All of a rank's work is done in one thread: each thread that computes has a team of
         # OpenMP threads, and with two teams there are more than cores and none may spin.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
-        self._running: deque[Future[Pending]] = deque()
+        self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
         self._is_given_up = False
@@ -81,14 +81,14 @@ class LocalExecutor(Executor):
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
-    def _started(self) -> tuple[AnyWorker, CacheSize, dict[str, dict[str, int]]]:
+    def _started(self) -> tuple[Worker, CacheSize, dict[str, dict[str, int]]]:
         # Torch is loaded only where a rank lives.
-        from workers.parallel import SoloGroup
-        from workers.worker_kinds import make_worker
+        from workers.parallel.group import SoloGroup
+        from workers.worker_factory import make_worker
 
         worker = make_worker(self._config, SoloGroup())
-        worker.load(self._report_loading)
-        cache_size = CacheSize(*worker.fitting_blocks())
+        worker.load_weights(self._report_loading)
+        cache_size = CacheSize(*worker.num_available_blocks())
         providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         return worker, cache_size, providers
 
@@ -97,7 +97,7 @@ class LocalExecutor(Executor):
             raise StartupError("Nobody waits for the model any more.")
         self._report_progress("Loading weights", done / max(total, 1))
 
-    def _run(self, plan: StepPlan) -> Pending:
+    def _run(self, plan: StepPlan) -> PendingStep:
         pending = self._worker.launch(plan)
         if pending.needs_masks:
             masks = self._masks.get()

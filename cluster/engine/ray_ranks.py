@@ -32,7 +32,7 @@ from pagedray.batch import (
 from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
 from pagedray.errors import StartupError, WorkerError
 from workers.gpu_worker import GpuWorker
-from workers.rendezvous import LOOPBACK
+from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,10 +148,10 @@ class RayRanks:
         )
 
     def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
-        starting = [self._actors[0].open_meeting_point.remote(self.hosts[0])]
+        starting = [self._actors[0].open_rendezvous.remote(self.hosts[0])]
         (address,) = self._results(starting, f"Starting {_ranks(self._size)}", lambda: 0.0)
         loading = [
-            actor.load.remote(address, host)
+            actor.start_rank.remote(address, host)
             for actor, host in zip(self._actors, self.hosts, strict=True)
         ]
         sizes = self._results(loading, "Loading weights", self._loaded_fraction)
@@ -184,7 +184,7 @@ class RayRanks:
 
     def _loaded_fraction(self) -> float:
         try:
-            done, total = ray.get(self._actors[0].progress.remote(), timeout=_POLL_S)
+            done, total = ray.get(self._actors[0].load_progress.remote(), timeout=_POLL_S)
         except GetTimeoutError:
             return 0.0
         return float(done / total) if total else 0.0
@@ -192,7 +192,9 @@ class RayRanks:
     def _connect(self, endpoint: str) -> None:
         secret = secrets.token_bytes(32)
         with StepListener(endpoint) as listener:
-            self._running = [actor.run.remote(listener.endpoint, secret) for actor in self._actors]
+            self._running = [
+                actor.serve_controller.remote(listener.endpoint, secret) for actor in self._actors
+            ]
             self._channels = listener.accept(
                 self._size, secret, timeout_s=60.0, check=self._check_running
             )

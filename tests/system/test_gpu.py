@@ -31,12 +31,12 @@ from tests.system.test_greedy_equality import (
     generated,
 )
 from tests.system.test_rank_death import ranks
-from workers.input_batch import InputBatch
-from workers.kv_cache import KVCache
-from workers.model_runner import ModelRunner
-from workers.parallel import SoloGroup
+from workers.decoder_worker import DecoderWorker
+from workers.parallel.group import SoloGroup
+from workers.runner.input_batch import InputBatch
+from workers.runner.kv_cache import KVCache
+from workers.runner.model_runner import ModelRunner
 from workers.sampler import Sampler
-from workers.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,11 +182,11 @@ def test_step_without_sequences_is_done_when_its_copies_are() -> None:
 
 def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
     save_checkpoint(CASES[0], tmp_path)
-    worker = Worker(
+    worker = DecoderWorker(
         engine_config(tmp_path, EngineOptions(device="cuda", num_blocks=8, num_cpu_blocks=0)),
         SoloGroup(),
     )
-    worker.load(lambda done, total: None)
+    worker.load_weights(lambda done, total: None)
     worker.allocate_cache(8, 0)
     start = SequenceStart(0, [1, 2, 3], 3, [0], SamplingParams(temperature=0.0), 0, 0)
     first = worker.launch(StepPlan(0, [SequencePlan(0, 0, 3, is_sampled=True)], [start]))

@@ -19,10 +19,10 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
 from tests.workers.bart.config import read_bart_config
 from tests.workers.bart.model import Bart, bart_spec
-from workers.checkpoint import Checkpoint
 from workers.models.bert import Bert, encoder_spec
 from workers.models.registry import read_model_config
-from workers.weights import fill_slots, load_weights
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.load_weights import fill_slots, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

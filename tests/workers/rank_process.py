@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.workers.reference import CPU, loaded_model, run
-from workers.parallel import ParallelGroup, open_group
-from workers.rendezvous import LOOPBACK
+from workers.parallel.open_group import open_group
+from workers.parallel.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    from workers.parallel.group import ParallelGroup
 
 
 def main(rank: int, size: int, port: int, folder: Path, *cases: str) -> None:

@@ -15,12 +15,12 @@ from pagedray.config import Dtype, EngineConfig
 from workers.models.decoder import Decoder
 from workers.models.registry import read_model_config
 from workers.models.self_attention import attention_spec
-from workers.weights import load_weights
+from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 23

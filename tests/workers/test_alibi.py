@@ -13,7 +13,7 @@ from tests.workers.reference import save_checkpoint
 from workers.models.alibi import alibi_slopes
 from workers.models.registry import read_model_config
 from workers.models.self_attention import attention_params
-from workers.parallel import SoloGroup
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pathlib import Path

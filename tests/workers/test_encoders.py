@@ -20,8 +20,9 @@ from tests.workers.encoder_reference import (
     save_bart,
     save_bert,
 )
-from workers.parallel import ParallelGroup, SoloGroup, open_group
-from workers.rendezvous import LOOPBACK
+from workers.parallel.group import ParallelGroup, SoloGroup
+from workers.parallel.open_group import open_group
+from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

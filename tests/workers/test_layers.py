@@ -9,8 +9,7 @@ from torch.nn import functional
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
 from pagedray.config import RopeConfig
-from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm, RowNorm
-from workers.layers.products import (
+from workers.layers.linear_kernels import (
     DenseProduct,
     PackedProduct,
     PanelledProduct,
@@ -19,6 +18,7 @@ from workers.layers.products import (
     make_product,
     product_class,
 )
+from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm, RowNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 
 CPU = torch.device("cpu")

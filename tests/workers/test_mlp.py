@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from workers.layers.activation import activation_function
 from workers.layers.mlp import MLP, GatedMLP, PlainMLP
-from workers.parallel import SoloGroup
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pagedray.config import Activation

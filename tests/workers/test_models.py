@@ -15,7 +15,7 @@ from tests.workers.reference import (
     run,
     save_checkpoint,
 )
-from workers.parallel import SoloGroup
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pathlib import Path

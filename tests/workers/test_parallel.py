@@ -22,8 +22,10 @@ from tests.workers.reference import (
     reference_logits,
     save_checkpoint,
 )
-from workers.parallel import SoloGroup, _choose_nccl_interface, open_group
-from workers.rendezvous import LOOPBACK
+from workers.parallel.group import SoloGroup
+from workers.parallel.open_group import open_group
+from workers.parallel.process_group import _choose_nccl_interface
+from workers.parallel.rendezvous import LOOPBACK
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.layers.products import PackedProduct, padded_rows
+from workers.layers.linear_kernels import PackedProduct, padded_rows
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.workers.config_json import BLOOM, MPT, PHI3, read_config
 from workers.models.qkv_columns import qkv_columns
-from workers.parallel import SoloGroup
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,12 +21,13 @@ from tests.workers.reference import (
     run,
     save_checkpoint,
 )
-from workers.checkpoint import Checkpoint
 from workers.layers.weight import WeightSlot
 from workers.models.decoder import Decoder
 from workers.models.registry import read_model_config
-from workers.parallel import SoloGroup
-from workers.weights import DummyTensors, fill_slots, load_weights
+from workers.parallel.group import SoloGroup
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.dummy_tensors import DummyTensors
+from workers.weights.load_weights import fill_slots, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,7 +308,7 @@ def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> 
 
 
 def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.weights._DUMMY_CHUNK", 30)
+    monkeypatch.setattr("workers.weights.dummy_tensors._CHUNK_ELEMENTS", 30)
     whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
     DummyTensors(1).fill(
         WeightSlot(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)

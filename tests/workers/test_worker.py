@@ -11,19 +11,21 @@ import pytest
 
 from cluster.engine.options import EngineOptions, engine_config
 from tests.system.server_process import TINY_LLAMA
-from workers.kv_cache import block_bytes
+from workers.decoder_worker import DecoderWorker
 from workers.models.decoder import Decoder
-from workers.parallel import SoloGroup
-from workers.worker import Worker
+from workers.parallel.group import SoloGroup
+from workers.runner.kv_cache import block_bytes
 
 
 @pytest.fixture
-def worker() -> Worker:
+def worker() -> DecoderWorker:
     options = EngineOptions(device="cpu", num_threads=1, num_blocks=8, load_format="dummy")
-    return Worker(engine_config(TINY_LLAMA, options), SoloGroup())
+    return DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
 
 
-def test_worker_says_once_who_serves(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_says_once_who_serves(
+    worker: DecoderWorker, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="workers"):
         worker.allocate_cache(8, 0)
     said = [line for line in caplog.messages if line.startswith("Attention:")]
@@ -32,7 +34,7 @@ def test_worker_says_once_who_serves(worker: Worker, caplog: pytest.LogCaptureFi
     assert " serves decode of " in said[1]
 
 
-def test_a_cache_takes_no_memory_before_it_is_used(worker: Worker) -> None:
+def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:
     num_blocks = 2**30 // block_bytes(worker._spec)
     before = psutil.Process().memory_info().rss
     worker.allocate_cache(num_blocks, num_blocks)
@@ -41,7 +43,7 @@ def test_a_cache_takes_no_memory_before_it_is_used(worker: Worker) -> None:
     assert not cache.device_pool[:2].any()
 
 
-def test_closed_worker_holds_no_weights(worker: Worker) -> None:
+def test_closed_worker_holds_no_weights(worker: DecoderWorker) -> None:
     worker.allocate_cache(8, 0)
     models = [weakref.ref(one) for one in gc.get_objects() if type(one) is Decoder]
     assert models

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.products import product_class
+from workers.layers.linear_kernels import product_class
 from workers.layers.weight import WeightSlot, divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["ParallelHead", "VocabEmbedding"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.products import make_product
+from workers.layers.linear_kernels import make_product
 from workers.layers.weight import WeightSlot, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 

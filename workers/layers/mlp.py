@@ -6,8 +6,8 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from workers.layers.activation import activation_function
+from workers.layers.fused_kernels import gate_kernel
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
-from workers.layers.row_kernels import gate_kernel
 from workers.layers.weight import Composite, part_of
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagedray.config import Activation
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["MLP", "GatedMLP", "PlainMLP"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.row_kernels import add_norm_kernel, head_norm_kernel
+from workers.layers.fused_kernels import add_norm_kernel, head_norm_kernel
 from workers.layers.weight import WeightSlot
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.row_kernels import rotate_kernel
+from workers.layers.fused_kernels import rotate_kernel
 
 if TYPE_CHECKING:
     from pagedray.config import RopeConfig
-    from workers.layers.row_kernels import RotateKernel
+    from workers.layers.fused_kernels import RotateKernel
 
 __all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]
 

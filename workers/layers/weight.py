@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["Composite", "Layer", "WeightSlot", "divided", "part_of"]
 

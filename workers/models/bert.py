@@ -13,7 +13,7 @@ from attention.abstract import AttentionParams, AttentionSpec, AttentionType
 from workers.layers.embedding import VocabEmbedding
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
-from workers.layers.positions import PositionEmbedding
+from workers.layers.position_embedding import PositionEmbedding
 from workers.layers.weight import Composite, WeightSlot
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["Bert", "encoder_spec"]
 

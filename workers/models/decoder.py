@@ -13,8 +13,8 @@ import torch
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import Composite
 from workers.models.decoder_layer import DecoderLayer
-from workers.models.norms import make_norm
-from workers.models.positions import Positions
+from workers.models.norm_factory import make_norm
+from workers.models.rotations import Positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["Decoder"]
 

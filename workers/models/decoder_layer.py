@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from workers.layers.mlp import GatedMLP, PlainMLP
 from workers.layers.weight import Composite
-from workers.models.norms import make_norm
+from workers.models.norm_factory import make_norm
 from workers.models.self_attention import SelfAttention
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.layers.norm import ResidualNorm
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["DecoderLayer"]
 

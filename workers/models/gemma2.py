@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pagedray.config import TensorNames
 from workers.models.family import Family, base_config
 from workers.models.rope_section import read_rope
-from workers.models.windows import windows_by_kind
+from workers.models.sliding_windows import windows_by_kind
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig

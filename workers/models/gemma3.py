@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from workers.models.family import MAX_LAYERS, Family
 from workers.models.gemma2 import gemma_config
 from workers.models.rope_section import MAX_THETA, rope_of
-from workers.models.windows import windows_by_kind
+from workers.models.sliding_windows import windows_by_kind
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig, RopeConfig

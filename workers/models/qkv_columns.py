@@ -9,7 +9,7 @@ from workers.layers.weight import part_of
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["qkv_columns"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workers.models.family import Family, base_config
 from workers.models.rope_section import read_rope
-from workers.models.windows import windows_of_later_layers
+from workers.models.sliding_windows import windows_of_later_layers
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig

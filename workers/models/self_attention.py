@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["SelfAttention", "attention_params", "attention_spec"]
 

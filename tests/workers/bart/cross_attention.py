@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata, AttentionParams
     from workers.layers.weight import Layer
     from workers.models.encoder_attention import ProjectionNames
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 
 class CrossAttention(Composite):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from tests.workers.bart.config import BartConfig
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 _NORM_EPS = 1e-5
 

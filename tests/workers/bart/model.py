@@ -16,7 +16,7 @@ from tests.workers.bart.layers import (
     layer_norm,
 )
 from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.positions import PositionEmbedding
+from workers.layers.position_embedding import PositionEmbedding
 from workers.layers.weight import Composite, WeightSlot
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attention.abstract import AttentionBackend, AttentionMetadata
     from tests.workers.bart.config import BartConfig
     from workers.layers.weight import Layer
-    from workers.parallel import ParallelGroup
+    from workers.parallel.group import ParallelGroup
 
 # The first rows of the tables of positions were meant for padding.
 _POSITION_OFFSET = 2

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
-from workers.device_event import DeviceEvent, record_event
+from workers.runner.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
-    from workers.cuda_graphs import DecodeGraphs
-    from workers.input_batch import InputBatch, StepInputs
-    from workers.kv_cache import KVCache
     from workers.models.decoder import Decoder
+    from workers.runner.cuda_graphs import DecodeGraphs
+    from workers.runner.input_batch import InputBatch, StepInputs
+    from workers.runner.kv_cache import KVCache
     from workers.sampler import Sampled, Sampler
 
-__all__ = ["ModelRunner", "PendingStep"]
+__all__ = ["ModelRunner", "PendingTokens"]
 
 
-class PendingStep:
+class PendingTokens:
     """A step that was launched; its tokens may still be in the making on the device.
 
     One that samples under masks has them in the making only when the masks are there.
@@ -124,7 +124,7 @@ class ModelRunner:
         return self._builder.provider_sentences()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingTokens:
         """Carry a plan out; on a GPU, return before its kernels have run."""
         for start in plan.starts:
             self._sampler.start(start)
@@ -142,7 +142,7 @@ class ModelRunner:
             if inputs.sampled_rows:
                 needs_masks = self._sampler.has_masked(inputs.sampled_rows)
                 sample = partial(self._sample, inputs, self._model.logits(hidden))
-        return PendingStep(
+        return PendingTokens(
             plan.step,
             sample,
             needs_masks=needs_masks,

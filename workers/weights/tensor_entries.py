@@ -1,14 +1,9 @@
-"""A folder of safetensors files: what is in it, whether it fits, and parts of its tensors.
-
-Nothing in the folder is trusted: whatever is missing, too much, broken or of another shape ends
-in a CheckpointError of one line. Nothing but safetensors is ever opened.
-"""
+"""The headers of a folder of safetensors files: which tensors it holds, of which type and shape."""
 
 from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,33 +13,20 @@ from safetensors import SafetensorError, safe_open
 from pagedray.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import TracebackType
+    from collections.abc import Mapping
 
-    from workers.layers.weight import WeightSlot
+__all__ = ["ITEM_BYTES", "TensorEntry", "first_line", "read_entries"]
 
-__all__ = ["Checkpoint"]
-
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 100 * 2**20
 _LENGTH_BYTES = 8
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# Parts pass through host memory in chunks, so that a large table needs no second copy.
-_CHUNK_BYTES = 64 * 2**20
-# Checkpoints made long ago hold the frequencies of their rotary embeddings, or 0, 1, 2 and so on;
-# those of encoders a layer for a task of their training.
-_HARMLESS_ENDINGS = (
-    ".rotary_emb.inv_freq",
-    "embeddings.position_ids",
-    "pooler.dense.bias",
-    "pooler.dense.weight",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class TensorEntry:
     """What the header of a file says of one tensor."""
 
     path: Path
@@ -52,85 +34,7 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-class Checkpoint:
-    """The tensors of a folder; a context manager that keeps the files open that it has read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._entries = _entries_of(folder)
-        self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}  # Any: safetensors has no types
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._files.clear()
-        self._stack.close()
-
-    def check(self, slots: Iterable[WeightSlot], *, is_head_tied: bool) -> None:
-        """Raise CheckpointError unless the tensors are those of the slots, in their shapes."""
-        names = set()
-        for slot in slots:
-            names.add(self._stored_name(slot.name))
-            self._check_slot(slot)
-        if is_head_tied:
-            names.add("lm_head.weight")
-        for name, entry in self._entries.items():
-            if name not in names and not name.endswith(_HARMLESS_ENDINGS):
-                raise CheckpointError(
-                    f"{entry.path}: tensor {name} has no place in the model that config.json "
-                    "describes."
-                )
-
-    def fill(self, slot: WeightSlot) -> None:
-        """Write this rank's part of a tensor to the slot's target, in the target's type."""
-        name = self._stored_name(slot.name)
-        entry = self._entries[name]
-        first, end, _ = slot.part[0].indices(slot.shape[0])
-        row_bytes = math.prod(slot.target.shape[1:]) * _ITEM_BYTES[entry.dtype]
-        height = max(1, _CHUNK_BYTES // max(1, row_bytes))
-        try:
-            tensor = self._opened(entry.path).get_slice(name)
-            for low in range(first, end, height):
-                high = min(low + height, end)
-                slot.target[low - first : high - first] = tensor[(slice(low, high), *slot.part[1:])]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} cannot be read: {_first_line(error)}."
-            ) from None
-
-    def _stored_name(self, name: str) -> str:
-        """Return a tensor's name here; one saved without its head leaves out the first word."""
-        return name if name in self._entries else name.partition(".")[2]
-
-    def _check_slot(self, slot: WeightSlot) -> None:
-        entry = self._entries.get(self._stored_name(slot.name))
-        if entry is None:
-            raise CheckpointError(f"{self._folder}: tensor {slot.name} is missing.")
-        if entry.shape != slot.shape:
-            raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} must have shape {list(slot.shape)}, "
-                f"not {list(entry.shape)}."
-            )
-        if entry.dtype not in _ITEM_BYTES:
-            raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} must be of type {', '.join(_ITEM_BYTES)}, "
-                f"not {entry.dtype}."
-            )
-
-    def _opened(self, path: Path) -> Any:  # Any: safetensors has no types
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._files[path]
-
-
-def _entries_of(folder: Path) -> dict[str, _Entry]:
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
     # One file is preferred to an index where both are, as Transformers does.
     if (folder / _SINGLE).exists():
         return _entries_of_file(_inside(folder, _SINGLE))
@@ -139,10 +43,10 @@ def _entries_of(folder: Path) -> dict[str, _Entry]:
     return _entries_of_index(folder)
 
 
-def _entries_of_index(folder: Path) -> dict[str, _Entry]:
+def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
     index = folder / _INDEX
     listed = _listed_files(index)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name in sorted(set(listed.values())):
         path = _inside(folder, name)
         if not path.is_file():
@@ -190,7 +94,7 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _entries_of_file(path: Path) -> dict[str, _Entry]:
+def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
     """Return what a file's header says, once it agrees with itself and the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -210,7 +114,7 @@ def _entries_of_file(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, value: object, available: int) -> _Entry:
+def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
     entry: dict[str, Any] = value if isinstance(value, dict) else {}  # Any: parsed JSON
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
@@ -220,13 +124,13 @@ def _entry(path: Path, name: str, value: object, available: int) -> _Entry:
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {end} of {available}."
         )
-    expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
-    if dtype in _ITEM_BYTES and end - first != expected:
+    expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and end - first != expected:
         raise CheckpointError(
             f"{path}: tensor {name} of shape {shape} and type {dtype} must have {expected} bytes, "
             f"not {end - first}."
         )
-    return _Entry(path=path, dtype=dtype, shape=tuple(shape))
+    return TensorEntry(path=path, dtype=dtype, shape=tuple(shape))
 
 
 def _check_readable(path: Path) -> None:
@@ -235,7 +139,7 @@ def _check_readable(path: Path) -> None:
         with safe_open(path, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}.") from None
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from None
 
 
 def _are_sizes(value: object, length: int | None = None) -> TypeGuard[list[int]]:
@@ -250,11 +154,11 @@ def _parsed(path: Path, text: bytes) -> Mapping[str, Any]:  # Any: parsed JSON
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} holds no valid JSON: {_first_line(error)}.") from None
+        raise CheckpointError(f"{path} holds no valid JSON: {first_line(error)}.") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")
     return values
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         AttentionSpec,
         AttentionState,
     )
-    from workers.input_batch import StepInputs
     from workers.models.decoder import Decoder
+    from workers.runner.input_batch import StepInputs
 
 __all__ = ["DecodeGraphs", "batch_sizes"]
 

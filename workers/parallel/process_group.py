@@ -1,90 +1,23 @@
-"""The ranks of a group as one thing: the collectives of tensor parallelism.
-
-A group is an object, never a global: nothing here touches torch.distributed's default
-group, so that two groups may live in one process and a rebuilt one meets no leftovers.
-"""
+"""A group of ranks in processes of their own: NCCL on GPUs, gloo on CPUs."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
-from workers.network_interface import interface_of
-from workers.rendezvous import LOOPBACK, Rendezvous
+from workers.parallel.group import ParallelGroup
+from workers.parallel.network_interface import interface_of
+from workers.parallel.rendezvous import LOOPBACK, Rendezvous
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-__all__ = ["ParallelGroup", "ProcessGroup", "SoloGroup", "open_group"]
+__all__ = ["ProcessGroup"]
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-
-
-class ParallelGroup(ABC):
-    """The ranks that hold one copy of the model, as one of them sees them.
-
-    Every rank calls the same collectives in the same order.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        assert 0 <= rank < size
-        self.rank = rank
-        self.size = size
-
-    def __enter__(self) -> ParallelGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a tensor by its sum over the ranks, in place, and return it."""
-
-    @abstractmethod
-    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has called this."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
-
-
-class SoloGroup(ParallelGroup):
-    """A group of one rank: every collective is already done."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1)
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def barrier(self) -> None:
-        """Return at once."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class ProcessGroup(ParallelGroup):
@@ -149,32 +82,6 @@ class ProcessGroup(ParallelGroup):
     def close(self) -> None:
         """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
         self._backend.shutdown()
-
-
-def open_group(
-    rank: int,
-    size: int,
-    *,
-    device: torch.device,
-    address: tuple[str, int] = (LOOPBACK, 0),
-    host: str = LOOPBACK,
-    rendezvous: Rendezvous | None = None,
-    timeout_s: float = 300.0,
-) -> ParallelGroup:
-    """Return the group of `size` ranks as rank `rank` sees it; one rank needs no address."""
-    if size == 1:
-        if rendezvous is not None:
-            rendezvous.close()
-        return SoloGroup()
-    return ProcessGroup(
-        rank,
-        size,
-        device=device,
-        address=address,
-        host=host,
-        rendezvous=rendezvous,
-        timeout_s=timeout_s,
-    )
 
 
 def _open_store(

@@ -1,0 +1,189 @@
+"""One rank of a model that generates: its part of the model, its KV cache, its steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.batch import EmbedPlan, StepPlan
+from pagedray.errors import DeviceError
+from workers.memory_profile import (
+    MAX_HOST_POOL_BYTES,
+    allow_all_tokens,
+    free_host_bytes,
+    largest_steps,
+)
+from workers.models.decoder import Decoder
+from workers.models.self_attention import attention_spec
+from workers.runner.cuda_graphs import DecodeGraphs, batch_sizes
+from workers.runner.input_batch import InputBatch
+from workers.runner.kv_cache import KVCache, block_bytes
+from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.sampler import Sampler
+from workers.weights.load_weights import load_weights
+from workers.worker import Worker, release_gpu_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedray.config import EngineConfig
+    from workers.parallel.group import ParallelGroup
+
+__all__ = ["DecoderWorker"]
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderWorker(Worker):
+    """One rank of a model that generates, with its KV cache."""
+
+    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
+        super().__init__(config, group)
+        self._spec = attention_spec(
+            config.model,
+            group,
+            block_size=config.cache.block_size,
+            device=self._device,
+            kv_cache_dtype=config.cache.kv_cache_dtype,
+            max_seq_len=config.max_model_len,
+        )
+        self._backend = self._select_backend(self._spec)
+        self._model: Decoder | None = Decoder(
+            config.model, group, backend=self._backend, device=self._device
+        )
+        self._runner: ModelRunner | None = None
+
+    def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
+        assert self._model is not None
+        load_weights(self._model, self._config, report_progress)
+
+    def num_available_blocks(self) -> tuple[int, int]:
+        block_size = block_bytes(self._spec)
+        blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
+        # Room for every row at its maximum length, and as much again for cached prefixes.
+        wanted = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
+        num_blocks = self._config.cache.num_blocks
+        if num_blocks is None:
+            memory = self._cache_bytes()
+            num_blocks = min(wanted, memory // block_size)
+            if num_blocks < 2:
+                raise DeviceError(
+                    f"Only {memory} bytes of {self._device.type} memory are left for the KV "
+                    f"cache, which needs at least two blocks of {block_size} bytes; use a smaller "
+                    "model, more ranks, a lower --max-num-batched-tokens or a higher "
+                    "--memory-fraction."
+                )
+        num_cpu_blocks = self._config.cache.num_cpu_blocks
+        if num_cpu_blocks is None:
+            num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // block_size)
+        return num_blocks, num_cpu_blocks
+
+    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        if self._group.rank == 0:
+            # The layers of all ranks are alike.
+            for sentence in self._runner.attention_provider_sentences:
+                logger.info("Attention: %s", sentence)
+        return self._runner.attention_providers
+
+    def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
+        assert isinstance(plan, StepPlan)
+        assert self._runner is not None
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        # A caller may keep a closed engine and open another one, which needs the memory.
+        self._runner = self._model = None
+        if self._device.type == "cuda":
+            release_gpu_memory()
+        self._group.close()
+
+    def _make_runner(
+        self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]
+    ) -> ModelRunner:
+        assert self._model is not None
+        scheduler = self._config.scheduler
+        cache = KVCache(
+            self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
+        )
+        graphs = None
+        if graph_sizes:
+            graphs = DecodeGraphs(
+                self._model, self._backend, self._spec, cache.device_pool, sizes=graph_sizes
+            )
+            graphs.capture()
+        return ModelRunner(
+            model=self._model,
+            cache=cache,
+            builder=self._backend.make_metadata_builder(self._spec),
+            state=self._backend.get_state_cls()(self._spec),
+            graphs=graphs,
+            batch=InputBatch(
+                max_num_rows=scheduler.max_num_seqs,
+                max_model_len=self._config.max_model_len,
+                block_size=self._spec.block_size,
+                device=self._device,
+            ),
+            sampler=Sampler(
+                max_num_rows=scheduler.max_num_seqs,
+                vocab_size=self._config.model.vocab_size,
+                device=self._device,
+            ),
+        )
+
+    @property
+    def _graph_sizes(self) -> list[int]:
+        """The batch sizes of the captured decode steps."""
+        can_capture = self._device.type == "cuda" and self._backend.supports_graph_capture
+        if not can_capture or self._config.enforce_eager:
+            return []
+        return batch_sizes(self._config.scheduler.max_num_seqs)
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes that the device pool may take."""
+        if self._device.type == "cpu":
+            return free_host_bytes(self._config)
+        step_bytes = self._step_bytes() + self._graph_bytes()
+        free, total = torch.cuda.mem_get_info(self._device)
+        kept = (1.0 - self._config.cache.memory_fraction) * total
+        return max(0, int(free - step_bytes - kept))
+
+    def _step_bytes(self) -> int:
+        """Run the largest steps; return the bytes they take of a GPU beside weights and cache.
+
+        All ranks of a group must do this at the same time.
+        """
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=[])
+        for plan in largest_steps(self._config):
+            pending = runner.launch(plan)
+            pending.take_masks(allow_all_tokens(plan, self._config.model.vocab_size))
+            pending.output()
+        step_bytes = torch.cuda.max_memory_reserved(self._device) - before
+        del runner
+        release_gpu_memory()
+        return step_bytes
+
+    def _graph_bytes(self) -> int:
+        """Return the bytes that the captured graphs will take, estimated from the two largest.
+
+        The largest holds the memory pool that all share; each of the others adds its own nodes.
+        """
+        sizes = self._graph_sizes
+        if not sizes:
+            return 0
+        shared = self._bytes_of_graphs(sizes[-1:])
+        per_graph = max(0, self._bytes_of_graphs(sizes[-2:]) - shared)
+        return shared + per_graph * (len(sizes) - 1)
+
+    def _bytes_of_graphs(self, sizes: list[int]) -> int:
+        before, _ = torch.cuda.mem_get_info(self._device)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
+        after, _ = torch.cuda.mem_get_info(self._device)
+        del runner
+        release_gpu_memory()
+        return before - after

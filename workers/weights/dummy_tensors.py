@@ -1,0 +1,59 @@
+"""Made-up weights, for benchmarks and tests without a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from workers.layers.weight import WeightSlot
+
+__all__ = ["DummyTensors"]
+
+_CHUNK_ELEMENTS = 2**22
+_STANDARD_DEVIATION = 0.02
+
+
+class DummyTensors:
+    """Random numbers that depend on seed, name and place alone: any number of ranks agrees.
+
+    They are made on the target's device, and differ between kinds of device.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fill(self, slot: WeightSlot) -> None:
+        """Write this rank's part: what the slot says, or else a normal distribution."""
+        if slot.dummy is not None:
+            slot.target.fill_(slot.dummy)
+            return
+        first, end, _ = slot.part[0].indices(slot.shape[0])
+        for rows, chunk in self._chunks(slot, first, end):
+            low, high = max(rows.start, first), min(rows.stop, end)
+            part = chunk[low - rows.start : high - rows.start]
+            slot.target[low - first : high - first] = part[(slice(None), *slot.part[1:])]
+
+    def _chunks(
+        self, slot: WeightSlot, first: int, end: int
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield whole rows, in chunks that lie where they lie for every rank."""
+        num_rows, row_shape = slot.shape[0], slot.shape[1:]
+        height = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(row_shape).numel()))
+        device = slot.target.device
+        generator = torch.Generator(device)
+        for index in range(first // height, -(-end // height)):
+            rows = slice(index * height, min(num_rows, (index + 1) * height))
+            generator.manual_seed(self._seed_of(slot.name, index))
+            chunk = torch.empty(
+                (rows.stop - rows.start, *row_shape), dtype=slot.target.dtype, device=device
+            )
+            yield rows, chunk.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+
+    def _seed_of(self, name: str, index: int) -> int:
+        digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+        return int.from_bytes(digest[:7])

@@ -1,0 +1,21 @@
+"""Which worker runs a model: one that generates, or one that embeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.decoder_worker import DecoderWorker
+from workers.embedding_worker import EmbeddingWorker
+
+if TYPE_CHECKING:
+    from pagedray.config import EngineConfig
+    from workers.parallel.group import ParallelGroup
+    from workers.worker import Worker
+
+__all__ = ["make_worker"]
+
+
+def make_worker(config: EngineConfig, group: ParallelGroup) -> Worker:
+    """Return the worker of one rank. Raises StartupError."""
+    kind = EmbeddingWorker if config.model.is_encoder else DecoderWorker
+    return kind(config, group)
