@@ -1,4 +1,4 @@
-# The commands of a checkout. They need Python 3.11 or later, make, and a package index.
+# Commands for a checkout. They need Python 3.11 or later, make and a package index.
 
 PYTHON ?= python3
 PROTO_OUT ?= .
@@ -10,9 +10,9 @@ STAMP := .venv/.installed
 
 setup: $(STAMP)
 
-# Torch comes first and pinned: as a dependency of something else it may come as a larger build.
+# Torch is installed first and pinned: as a dependency it could resolve to a larger build.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is required; run make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing pip"
 	@$(PIP) install -qq --upgrade pip
@@ -40,8 +40,8 @@ protos: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) \
 		--grpc_python_out=$(PROTO_OUT) protos/pagedray/v1/*.proto
 
-# The baseline is what clients of a release may rely on. It is made again at a release, and before
-# it only when an addition is to be kept as well; what breaks it is never frozen.
+# The baseline is the wire format that clients of a release rely on. Update it at a release, or
+# earlier to protect an addition too. A breaking change is never frozen.
 freeze-protos: setup
 	@$(BIN)/buf breaking protos --against protos/baseline.binpb
 	@$(BIN)/buf build protos --exclude-source-info -o protos/baseline.binpb

@@ -1,8 +1,8 @@
-"""Serves the shipped model, asks it something over gRPC and HTTP, and stops it.
+"""Serves the shipped model, sends it a prompt over gRPC and HTTP, and stops it.
 
     .venv/bin/python scripts/demo.py
 
-Exits with 0 only if both answers came and the server ended as it should.
+Exits with 0 only if both prompts were answered and the server stopped cleanly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DemoError(Exception):
 
 def main() -> int:
     """Run the demo and return its exit code."""
-    parser = argparse.ArgumentParser(description="Serve the shipped model and ask it something.")
+    parser = argparse.ArgumentParser(description="Serve the shipped model and send it a prompt.")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
@@ -76,7 +76,7 @@ def _start(num_ranks: int, grpc_port: int, http_port: int) -> subprocess.Popen[b
             "--device=cpu",
             f"--grpc-port={grpc_port}",
             f"--http-port={http_port}",
-            # A line for each call would stand in the midst of the text.
+            # A log line per call would appear within the generated text.
             "--log-level=warning",
         ],
         cwd=ROOT,
@@ -90,7 +90,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], grpc_port: int) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() - started_s < START_TIMEOUT_S:
             if server.poll() is not None:
-                raise DemoError(f"pagedray serve ended with exit code {server.returncode}.")
+                raise DemoError(f"pagedray serve exited with code {server.returncode}.")
             with contextlib.suppress(grpc.RpcError):
                 answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -153,20 +153,20 @@ class _TokenClock:
         self._num_tokens = 0
 
     def start(self) -> None:
-        """Note that a token has come."""
+        """Record the arrival of a token."""
         if self._first_s is None:
             self._first_s = time.monotonic()
 
     def count(self, num_tokens: int) -> None:
-        """Count tokens that have come."""
+        """Count tokens that have arrived."""
         if num_tokens:
             self.start()
             self._num_tokens += num_tokens
 
     def report(self) -> None:
-        """Print the figures. Raises DemoError if nothing came."""
+        """Print rate and latency. Raises DemoError if there were no tokens."""
         if self._first_s is None or self._num_tokens == 0:
-            raise DemoError("No token came.")
+            raise DemoError("No tokens were received.")
         total_s = time.monotonic() - self._started_s
         print(
             f"\n[{self._num_tokens} tokens, {self._num_tokens / total_s:.1f} tokens/s, "
@@ -196,7 +196,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
         raise DemoError(f"The server did not stop within {STOP_TIMEOUT_S:g} s.") from error
     print(f"\nStopped after {time.monotonic() - started_s:.1f} s with exit code {code}.")
     if code != 0:
-        raise DemoError(f"pagedray serve ended with exit code {code}.")
+        raise DemoError(f"pagedray serve exited with code {code}.")
 
 
 def _free_port() -> int:

@@ -2,9 +2,9 @@
 
     python scripts/train_tiny_llama.py --minutes 52 --compile
 
-The text is that of the interpreter that runs the script. Files whose name hashes to one residue are
-held out from the tokenizer and the model. The number of steps follows from the time allowed; a run
-with equal `--seed` and `--steps` repeats itself.
+The text is the standard library of the interpreter that runs the script. Files are held out from the
+tokenizer and the model by a hash of their names. `--minutes` decides the number of steps; runs with
+equal `--seed` and `--steps` give equal results.
 """
 
 import argparse
@@ -34,8 +34,8 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 3072
 MAX_POSITIONS = 1024
-# Most steps run on short sequences, because long ones are slow on a CPU; the steps of the decay, a
-# fifth of all and twice as slow, teach the positions beyond.
+# Most steps run on short sequences, because long ones are slow on a CPU. The decay, the last fifth of
+# the steps and twice as slow, trains the later positions.
 SHORT_SEQUENCE = 256
 TOKENS_PER_STEP = 4096
 STABLE_TIME_SHARE = 2 / 3
@@ -58,12 +58,12 @@ def library_files() -> list[str]:
     """Return the path of every source file to learn from, relative to the standard library."""
     files = sorted(path.relative_to(LIBRARY).as_posix() for path in LIBRARY.rglob("*.py"))
     kept = (file for file in files if not SKIPPED_FOLDERS.intersection(file.split("/")))
-    # The build's configuration names folders of one machine.
+    # The build configuration names folders of one machine.
     return [file for file in kept if not file.startswith("_sysconfig")]
 
 
 def is_held_out(file: str) -> bool:
-    """Return whether a file, named relative to the standard library, is kept from training."""
+    """Return whether a file, named relative to the standard library, is excluded from training."""
     return hashlib.sha256(file.encode()).digest()[0] % 20 == 7
 
 
@@ -146,7 +146,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> torch.Tensor:
-    """Return documents as one run of token ids, `[num_tokens]` int64, each closed by its end."""
+    """Return documents as token ids, `[num_tokens]` int64, with a separator after each."""
     separator = tokenizer.token_to_id(END_OF_TEXT)
     token_ids = [separator]
     for encoding in tokenizer.encode_batch(documents):
@@ -207,7 +207,7 @@ def learning_rate(step: int, num_stable_steps: float, num_steps: float) -> float
 
 
 def train(model: LlamaForCausalLM, tokens: torch.Tensor, arguments: argparse.Namespace) -> None:
-    """Train within the time or the steps allowed."""
+    """Train for the given time or number of steps."""
     parameters = list(model.parameters())
     groups = [
         {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": 0.1},
@@ -252,7 +252,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, arguments: argparse.Nam
 
 @torch.inference_mode()
 def evaluate(folder: Path, tokenizer: Tokenizer, documents: list[str]) -> str:
-    """Return the loss of the saved bfloat16 model over the documents, in full windows, in words."""
+    """Return a sentence with the loss of the saved bfloat16 model over the documents, in full windows."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokens = encode(tokenizer, documents)
     total = 0.0
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="use torch.compile (needs g++)")
     arguments = parser.parse_args()
-    # One thread, so that a run repeats itself on a machine with more cores.
+    # One thread, so that results do not depend on the number of cores.
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     rng = random.Random(arguments.seed)
