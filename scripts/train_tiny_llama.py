@@ -2,9 +2,9 @@
 
     python scripts/train_tiny_llama.py --minutes 52 --compile
 
-The text is the standard library of the interpreter that runs the script. Files are held out from the
-tokenizer and the model by a hash of their names. `--minutes` decides the number of steps; runs with
-equal `--seed` and `--steps` give equal results.
+The text is the standard library of the interpreter that runs the script. Files are held out from
+the tokenizer and the model by a hash of their names. `--minutes` decides the number of steps; runs
+with equal `--seed` and `--steps` give equal results.
 """
 
 import argparse
@@ -34,8 +34,8 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 3072
 MAX_POSITIONS = 1024
-# Most steps run on short sequences, because long ones are slow on a CPU. The decay, the last fifth of
-# the steps and twice as slow, trains the later positions.
+# Most steps run on short sequences, because long ones are slow on a CPU. The decay, the last fifth
+# of the steps and twice as slow, trains the later positions.
 SHORT_SEQUENCE = 256
 TOKENS_PER_STEP = 4096
 STABLE_TIME_SHARE = 2 / 3
@@ -252,7 +252,7 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, arguments: argparse.Nam
 
 @torch.inference_mode()
 def evaluate(folder: Path, tokenizer: Tokenizer, documents: list[str]) -> str:
-    """Return a sentence with the loss of the saved bfloat16 model over the documents, in full windows."""
+    """Return the loss of the saved bfloat16 model over the documents, in full windows, as text."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokens = encode(tokenizer, documents)
     total = 0.0
