@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.engine.controller import Controller
-from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.executor import Executor
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
-from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class InstantExecutor(Executor):
 
     @property
     def cache_size(self) -> CacheSize:
-        return CacheSize(65536, 1024)
+        return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:

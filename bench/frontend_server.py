@@ -111,6 +111,7 @@ class PacedEngine:
             last_step_s=self._step_s,
             num_prompt_tokens=0,
             num_generated_tokens=self._num_published,
+            block_bytes=0,
             attention_providers={},
         )
 

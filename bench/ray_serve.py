@@ -21,10 +21,11 @@ import ray
 from ray import serve
 
 from bench.frontend_server import MODEL, TOKEN
-from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.executor import Executor
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.batch import StepOutput
+from pagedray.config import CacheSize
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -55,7 +56,7 @@ class TimedExecutor(Executor):
 
     @property
     def cache_size(self) -> CacheSize:
-        return CacheSize(_NUM_BLOCKS, 0)
+        return CacheSize(num_blocks=_NUM_BLOCKS, num_cpu_blocks=0, block_bytes=0)
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:

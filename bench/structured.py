@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cluster.engine.controller import Controller
-from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.executor import Executor
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.compiler_process import Limits
 from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of
 from pagedray.batch import StepOutput
-from pagedray.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class TimedExecutor(Executor):
 
     @property
     def cache_size(self) -> CacheSize:
-        return CacheSize(65536, 1024)
+        return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:

@@ -15,6 +15,7 @@ from pagedray.errors import StartupError
 __all__ = [
     "Activation",
     "CacheConfig",
+    "CacheSize",
     "Device",
     "Dtype",
     "EngineConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "NormKind",
     "ParallelConfig",
+    "PlacementStrategy",
     "Preemption",
     "RopeConfig",
     "SchedulerConfig",
@@ -136,8 +138,10 @@ class ModelConfig:
     activation: Activation = "silu"
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
+    is_encoder: bool = False
+    """Whether the model ends in hidden states, which are pooled, and generates nothing."""
     num_token_types: int = 0
-    """Rows of an encoder's table of token types; a decoder has none."""
+    """Size of an encoder's table of token types; a decoder has none."""
     dtype: Dtype = "bfloat16"
     """The type of weights and activations."""
     eos_token_ids: tuple[int, ...] = ()
@@ -151,11 +155,6 @@ class ModelConfig:
                 f"for {self.num_layers} layers."
             )
 
-    @property
-    def is_encoder(self) -> bool:
-        """Whether the model ends in hidden states and generates nothing."""
-        return self.num_token_types > 0
-
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` may see, or None for all of them."""
         return self.sliding_windows[layer] if self.sliding_windows else None
@@ -164,6 +163,16 @@ class ModelConfig:
         """Return how `layer` turns its heads; None is not at all."""
         has_window = self.sliding_window(layer) is not None
         return self.window_rope if has_window and self.window_rope is not None else self.rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """The size of both block pools, of one rank or of a group."""
+
+    num_blocks: int
+    num_cpu_blocks: int
+    block_bytes: int
+    """Bytes of one block of all layers; of a group, on all its ranks together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ import time
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.executor import Executor
 from pagedray.batch import StepOutput
+from pagedray.config import CacheSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class FakeExecutor(Executor):
 
     @property
     def cache_size(self) -> CacheSize:
-        return CacheSize(self._num_blocks, 0)
+        return CacheSize(num_blocks=self._num_blocks, num_cpu_blocks=0, block_bytes=0)
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:

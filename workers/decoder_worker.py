@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import EmbedPlan, StepPlan
+from pagedray.config import CacheSize
 from pagedray.errors import DeviceError
 from workers.memory_profile import (
     MAX_HOST_POOL_BYTES,
@@ -59,7 +60,7 @@ class DecoderWorker(Worker):
         assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
-    def num_available_blocks(self) -> tuple[int, int]:
+    def available_cache(self) -> CacheSize:
         block_size = block_bytes(self._spec)
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its maximum length, and as much again for cached prefixes.
@@ -78,7 +79,9 @@ class DecoderWorker(Worker):
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
             num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // block_size)
-        return num_blocks, num_cpu_blocks
+        return CacheSize(
+            num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=block_size
+        )
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)

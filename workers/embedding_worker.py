@@ -11,6 +11,7 @@ import torch
 
 from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
+from pagedray.config import CacheSize
 from workers.models.bert import Bert, encoder_spec
 from workers.pooling import pooled
 from workers.weights.load_weights import load_weights
@@ -69,8 +70,8 @@ class EmbeddingWorker(Worker):
         assert self._model is not None
         load_weights(self._model, self._config, report_progress)
 
-    def num_available_blocks(self) -> tuple[int, int]:
-        return 0, 0
+    def available_cache(self) -> CacheSize:
+        return CacheSize(num_blocks=0, num_cpu_blocks=0, block_bytes=0)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         assert num_blocks == num_cpu_blocks == 0

@@ -19,7 +19,7 @@ from pagedray.errors import StartupError
 from workers.parallel.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
 __all__ = ["GpuWorker"]
@@ -56,8 +56,8 @@ class GpuWorker:
         """Return the number of tensors loaded, and of all tensors."""
         return self._progress
 
-    def start_rank(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
-        """Join the group and load the weights; return `num_available_blocks`, or an error message.
+    def start_rank(self, address: tuple[str, int], host: str) -> str | CacheSize:
+        """Join the group and load the weights; return its available cache, or an error message.
 
         `address` is the rendezvous; `host` is the address where other ranks reach this one.
         """
@@ -73,7 +73,7 @@ class GpuWorker:
         """Connect to the controller and run its plans until it shuts down or disconnects."""
         self._thread.submit(self._serve_controller, endpoint, secret).result()
 
-    def _start_rank(self, address: tuple[str, int], host: str) -> str | tuple[int, int]:
+    def _start_rank(self, address: tuple[str, int], host: str) -> str | CacheSize:
         # The process that creates the actor imports no torch.
         import torch
 
@@ -91,7 +91,7 @@ class GpuWorker:
             )
             self._worker = make_worker(self._config, group)
             self._worker.load_weights(self._report)
-            return self._worker.num_available_blocks()
+            return self._worker.available_cache()
         except StartupError as error:
             return str(error)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionSpec
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["PendingStep", "Worker", "release_gpu_memory"]
@@ -63,8 +63,8 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def num_available_blocks(self) -> tuple[int, int]:
-        """Return how many blocks the device pool and the CPU pool can have on this rank."""
+    def available_cache(self) -> CacheSize:
+        """Return the size of the pools that fit on this rank."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:

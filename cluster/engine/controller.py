@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
 _FATAL_DEATHS_IN_A_ROW = 3
-"""So many groups that die without a step between them end the engine."""
+"""Deaths of groups without a step between them that end the engine."""
 _MAX_RESTARTS = 3
-"""Groups that are started, one after another, until one lives."""
+"""Attempts to start new ranks before the engine ends."""
 _RESTART_PAUSE_S = 1.0
 # Steps of a small model on a GPU take milliseconds, prompts of a large one on a CPU minutes.
 _STEP_BOUNDS_S = (
@@ -126,6 +126,7 @@ class Controller(StepLoop):
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
+                block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
                 step_times=self._step_times.snapshot(),

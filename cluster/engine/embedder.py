@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _FATAL_DEATHS_IN_A_ROW = 6
-"""So many groups that die without a step between them end the engine."""
+"""Deaths of groups without a step between them that end the engine: a batch that fails has killed
+two, so this is three batches."""
 _STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
@@ -96,20 +97,8 @@ class Embedder(StepLoop):
             scheduler = SchedulerStats(
                 num_running=self._num_running,
                 num_waiting=sum(len(job.undone) for job in self._jobs),
-                num_swapped=0,
                 num_queued_requests=self._backlog.num_requests,
                 num_queued_tokens=self._backlog.num_tokens,
-                num_blocks=0,
-                num_free_blocks=0,
-                num_cached_blocks=0,
-                num_transit_blocks=0,
-                num_cpu_blocks=0,
-                num_free_cpu_blocks=0,
-                num_transit_cpu_blocks=0,
-                num_queried_tokens=0,
-                num_hit_tokens=0,
-                num_swap_preemptions=0,
-                num_recompute_preemptions=0,
                 num_scheduled_tokens=self._num_prompt_tokens,
                 num_steps=self._num_steps,
             )
@@ -119,6 +108,7 @@ class Embedder(StepLoop):
                 last_step_s=self._last_step_s,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=0,
+                block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
                 step_times=self._step_times.snapshot(),

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
+    from pagedray.config import CacheSize
 
-__all__ = ["CacheSize", "Executor", "ReportProgress"]
+__all__ = ["Executor", "ReportProgress"]
 
 ReportProgress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSize:
-    """Blocks of the two pools, equal on every rank."""
-
-    num_blocks: int
-    num_cpu_blocks: int
 
 
 class Executor(ABC):

@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from cluster.engine.executor import CacheSize, Executor
+from cluster.engine.executor import Executor
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import StartupError, WorkerError
 
 if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import StepMasks, StepPlan
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
 __all__ = ["LocalExecutor"]
@@ -88,7 +88,7 @@ class LocalExecutor(Executor):
 
         worker = make_worker(self._config, SoloGroup())
         worker.load_weights(self._report_loading)
-        cache_size = CacheSize(*worker.num_available_blocks())
+        cache_size = worker.available_cache()
         providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
         return worker, cache_size, providers
 

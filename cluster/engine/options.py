@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pagedray.config import (
     CacheConfig,
@@ -23,34 +23,46 @@ from workers.models.registry import check_parallel, read_model_config
 
 __all__ = ["EngineOptions", "engine_config"]
 
+Config = TypeVar("Config", CacheConfig, ParallelConfig, SchedulerConfig)
+
+# Any: a dataclass field does not state the type of its default.
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    for config in (CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig)
+    for field in fields(config)
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The knobs of an engine; None chooses. `pagedray serve --help` explains each."""
+    """The options of an engine; `pagedray serve --help` explains each.
 
-    tensor_parallel_size: int = 1
+    A device or dtype of None is chosen for the machine and the checkpoint.
+    """
+
+    tensor_parallel_size: int = _DEFAULTS["tensor_parallel_size"]
     device: Device | None = None
     dtype: Dtype | None = None
-    executor: Literal["ray", "local"] = "ray"
-    num_threads: int | None = None
-    placement_strategy: PlacementStrategy = "STRICT_PACK"
-    block_size: int = 16
-    num_blocks: int | None = None
-    num_cpu_blocks: int | None = None
-    memory_fraction: float = 0.9
-    enable_prefix_cache: bool = True
-    kv_cache_dtype: KVCacheDtype = "auto"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 2**20
-    preemption: Preemption = "auto"
-    load_format: LoadFormat = "auto"
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    load_seed: int = 0
-    structure_compile_s: float = 10.0
+    executor: Literal["ray", "local"] = _DEFAULTS["executor"]
+    num_threads: int | None = _DEFAULTS["num_threads"]
+    placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
+    block_size: int = _DEFAULTS["block_size"]
+    num_blocks: int | None = _DEFAULTS["num_blocks"]
+    num_cpu_blocks: int | None = _DEFAULTS["num_cpu_blocks"]
+    memory_fraction: float = _DEFAULTS["memory_fraction"]
+    enable_prefix_cache: bool = _DEFAULTS["enable_prefix_cache"]
+    kv_cache_dtype: KVCacheDtype = _DEFAULTS["kv_cache_dtype"]
+    max_num_seqs: int = _DEFAULTS["max_num_seqs"]
+    max_num_batched_tokens: int = _DEFAULTS["max_num_batched_tokens"]
+    max_model_len: int | None = _DEFAULTS["max_model_len"]
+    max_queued_requests: int = _DEFAULTS["max_queued_requests"]
+    max_queued_tokens: int = _DEFAULTS["max_queued_tokens"]
+    preemption: Preemption = _DEFAULTS["preemption"]
+    load_format: LoadFormat = _DEFAULTS["load_format"]
+    attention_backend: str = _DEFAULTS["attention_backend"]
+    enforce_eager: bool = _DEFAULTS["enforce_eager"]
+    load_seed: int = _DEFAULTS["load_seed"]
+    structure_compile_s: float = _DEFAULTS["structure_compile_s"]
 
 
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
@@ -58,20 +70,13 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
 
     Reads the checkpoint's description, none of its tensors. Raises StartupError.
     """
-    device = options.device or _device_at_hand()
+    options = replace(options, device=options.device or _default_device())
     model_config = read_model_config(Path(model), dtype=options.dtype)
-    if device == "cpu" and model_config.dtype == "float16":
+    if options.device == "cpu" and model_config.dtype == "float16":
         raise StartupError(
-            "dtype float16 is not to be had on the cpu, which has no arithmetic for it; "
-            "use bfloat16 or float32."
+            "dtype float16 is not supported on the CPU; use --dtype bfloat16 or float32."
         )
-    parallel = ParallelConfig(
-        tensor_parallel_size=options.tensor_parallel_size,
-        device=device,
-        executor=options.executor,
-        num_threads=options.num_threads,
-        placement_strategy=options.placement_strategy,
-    )
+    parallel = _config_from(ParallelConfig, options)
     check_parallel(model_config, parallel.tensor_parallel_size)
     if options.max_model_len is not None and options.max_model_len > model_config.max_positions:
         raise CheckpointError(
@@ -80,22 +85,8 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         )
     return EngineConfig(
         model=model_config,
-        cache=CacheConfig(
-            block_size=options.block_size,
-            num_blocks=options.num_blocks,
-            num_cpu_blocks=options.num_cpu_blocks,
-            memory_fraction=options.memory_fraction,
-            enable_prefix_cache=options.enable_prefix_cache,
-            kv_cache_dtype=options.kv_cache_dtype,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=options.max_model_len,
-            max_queued_requests=options.max_queued_requests,
-            max_queued_tokens=options.max_queued_tokens,
-            preemption=options.preemption,
-        ),
+        cache=_config_from(CacheConfig, options),
+        scheduler=_config_from(SchedulerConfig, options),
         parallel=parallel,
         load_format=options.load_format,
         attention_backend=options.attention_backend,
@@ -105,6 +96,11 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
     )
 
 
-def _device_at_hand() -> Device:
+def _config_from(kind: type[Config], options: EngineOptions) -> Config:
+    """Return a configuration whose every field is an option of the same name."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+
+
+def _default_device() -> Device:
     # Asking torch would cost seconds in a process that may never need it.
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from cluster.engine.executor import CacheSize, Executor, ReportProgress
+from cluster.engine.executor import Executor, ReportProgress
 from cluster.engine.ray_ranks import RayRanks
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 
 if TYPE_CHECKING:
     from pagedray.batch import StepMasks, StepPlan
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
 
 __all__ = ["RayExecutor"]
 

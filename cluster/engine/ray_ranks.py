@@ -18,7 +18,6 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.engine.executor import CacheSize, ReportProgress
 from pagedray.batch import (
     EmbedOutput,
     EmbedPlan,
@@ -30,6 +29,7 @@ from pagedray.batch import (
     WorkerMessage,
 )
 from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
+from pagedray.config import CacheSize
 from pagedray.errors import StartupError, WorkerError
 from workers.gpu_worker import GpuWorker
 from workers.parallel.rendezvous import LOOPBACK
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from ray.util.placement_group import PlacementGroup
 
+    from cluster.engine.executor import ReportProgress
     from pagedray.config import EngineConfig
 
 __all__ = ["RayRanks"]
@@ -155,7 +156,11 @@ class RayRanks:
             for actor, host in zip(self._actors, self.hosts, strict=True)
         ]
         sizes = self._results(loading, "Loading weights", self._loaded_fraction)
-        cache_size = CacheSize(min(size[0] for size in sizes), min(size[1] for size in sizes))
+        cache_size = CacheSize(
+            num_blocks=min(size.num_blocks for size in sizes),
+            num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
+            block_bytes=sum(size.block_bytes for size in sizes),
+        )
         allocating = [
             actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
             for actor in self._actors

@@ -1,4 +1,4 @@
-"""What an engine tells of itself at one moment."""
+"""A snapshot of an engine's counters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ __all__ = ["EngineStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts of a replica since it started, and its scheduler's counts of this moment."""
+    """Counters of a replica since it started, with its scheduler's gauges."""
 
     scheduler: SchedulerStats
     num_steps: int
     last_step_s: float
-    """From when it was sent, or else from the end of the step before it, to its output."""
+    """From the later of its sending and the end of the step before, to its output."""
     num_prompt_tokens: int
     num_generated_tokens: int
+    block_bytes: int
+    """Bytes of one KV block on all ranks together."""
     attention_providers: dict[str, dict[str, int]]
     """Layers that each provider of attention kernels serves, by part of a step."""
     num_replacements: int = 0
-    """Times that all ranks were replaced because one of them died."""
+    """Times that all ranks were replaced after one died."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)

@@ -41,6 +41,7 @@ MODEL = ModelConfig(
     num_kv_heads=1,
     head_size=2,
     max_positions=20,
+    is_encoder=True,
     num_token_types=2,
 )
 TIMEOUT_S = 10.0

@@ -119,15 +119,12 @@ class FakeEngine:
         scheduler = SchedulerStats(
             num_running=self.num_sequences,
             num_waiting=0,
-            num_swapped=0,
             num_queued_requests=0,
             num_blocks=64,
             num_free_blocks=60,
             num_cached_blocks=2,
-            num_transit_blocks=0,
             num_cpu_blocks=32,
             num_free_cpu_blocks=32,
-            num_transit_cpu_blocks=0,
             num_queried_tokens=10,
             num_hit_tokens=4,
             num_swap_preemptions=1,
@@ -141,6 +138,7 @@ class FakeEngine:
             last_step_s=0.001,
             num_prompt_tokens=50,
             num_generated_tokens=50,
+            block_bytes=4096,
             attention_providers={"decode": {"native": 3, "torch": 1}},
         )
 

@@ -279,7 +279,7 @@ class FakeEncoder:
 
 def encoder_config() -> EngineConfig:
     config = engine_config()
-    return replace(config, model=replace(config.model, num_token_types=2))
+    return replace(config, model=replace(config.model, is_encoder=True))
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         norm_kind="layer",
         activation="gelu",
         norm_eps=file.number("layer_norm_eps", 1e-12, most=1.0),
+        is_encoder=True,
         num_token_types=file.integer("type_vocab_size", 2, most=_MAX_SIZE),
         dtype=model_dtype(file),
     )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from cluster.engine.duration_histogram import HistogramSnapshot
     from cluster.engine.stats import EngineStats
     from cluster.serving.engine_client import EngineClient
-    from pagedray.config import EngineConfig
 
 __all__ = ["EngineCollector", "duration_family"]
 
@@ -31,9 +30,8 @@ _PART_LABELS = {"prefill_ragged": "fresh"}
 class EngineCollector(Collector):
     """Reads an engine's counts."""
 
-    def __init__(self, client: EngineClient, config: EngineConfig) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._block_bytes = _block_bytes(config)
 
     def describe(self) -> list[Metric]:
         # Nothing is asked of the engine when the collector is registered.
@@ -102,8 +100,8 @@ class EngineCollector(Collector):
             "Bytes of KV blocks copied out of and into device memory, all ranks together",
             "direction",
             {
-                "out": scheduler.num_swapped_out_blocks * self._block_bytes,
-                "in": scheduler.num_swapped_in_blocks * self._block_bytes,
+                "out": scheduler.num_swapped_out_blocks * stats.block_bytes,
+                "in": scheduler.num_swapped_in_blocks * stats.block_bytes,
             },
         )
 
@@ -134,17 +132,6 @@ def duration_family(name: str, text: str, counts: HistogramSnapshot) -> Metric:
     bounds = [*(str(bound) for bound in counts.bounds_s), "+Inf"]
     buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
     return HistogramMetricFamily(f"pagedray_{name}", text, buckets, counts.total_s)
-
-
-def _block_bytes(config: EngineConfig) -> int:
-    """Return the bytes of a KV block on all ranks together."""
-    model = config.model
-    num_ranks = config.parallel.tensor_parallel_size
-    dtype = config.cache.kv_cache_dtype
-    # Every rank has a key-value head at least, which several may share.
-    num_heads = max(model.num_kv_heads, num_ranks)
-    num_numbers = 2 * model.num_layers * config.cache.block_size * num_heads * model.head_size
-    return num_numbers * _BYTES_OF[model.dtype if dtype == "auto" else dtype]
 
 
 def _used(num_blocks: int, num_free: int) -> float:

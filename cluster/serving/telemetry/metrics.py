@@ -47,7 +47,7 @@ class Metrics:
 
     def __init__(self, client: EngineClient, config: EngineConfig) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client, config))
+        self.registry.register(EngineCollector(client))
         self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
         self._refusals = self._counter(
             "refusals", "Calls that never reached the engine", "front", "reason"

@@ -41,7 +41,7 @@ class EncoderServer(Server):
 
     def config(self, context: int) -> EngineConfig:
         config = engine_config(context)
-        model = dataclasses.replace(config.model, architecture="BertModel", num_token_types=2)
+        model = dataclasses.replace(config.model, architecture="BertModel", is_encoder=True)
         return dataclasses.replace(config, model=model)
 
     def attach(self) -> None:

@@ -152,7 +152,7 @@ async def encoder_stub(tokenizer: Tokenizer, encoder: FakeEncoder) -> AsyncItera
     client = EngineClient(asyncio.get_running_loop())
     client.attach_embedding_engine(encoder)
     config = engine_config()
-    config = replace(config, model=replace(config.model, num_token_types=2))
+    config = replace(config, model=replace(config.model, is_encoder=True))
     servicer = Servicer(client, tokenizer, config)
     server = GrpcServer(servicer, host="127.0.0.1", port=0)
     await server.start()
