@@ -11,6 +11,7 @@ from pagedray.batch import Pooling
 
 __all__ = [
     "MAX_CLIENT_ID_LENGTH",
+    "MAX_TIMEOUT_S",
     "Arrival",
     "CallOrigin",
     "ChatPrompt",
@@ -39,6 +40,8 @@ class CallOrigin:
     tracestate: str | None = None
 
 
+MAX_TIMEOUT_S = 86_400
+"""The longest time that a client may give a call."""
 MAX_CLIENT_ID_LENGTH = 128
 """Characters of a client's own id of a call."""
 

@@ -1,6 +1,6 @@
-"""Which replica takes a request: sticky by key, bounded by load.
+"""Chooses the replica of a request: sticky by key, bounded by load.
 
-Plain Python; it knows neither Ray nor what a key stands for.
+Plain Python without Ray; keys have no meaning here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _KEY_TOKENS = 256
 
 
 def rendezvous_order(key: str, ids: Sequence[str]) -> list[str]:
-    """Return `ids` in the order in which they want `key`.
+    """Return `ids` in the order of `key` by rendezvous hashing.
 
-    Every key has an order of its own (rendezvous hashing), which a replica that comes or goes
-    changes in no other place than its own.
+    Adding or removing an id does not change the order of the others.
     """
     return sorted(ids, key=lambda one: _digest(f"{one}\0{key}"), reverse=True)
 
@@ -31,10 +30,10 @@ def rendezvous_order(key: str, ids: Sequence[str]) -> list[str]:
 def routing_order(
     key: str | None, loads: Mapping[str, float], *, slack: float, calm: float
 ) -> list[str]:
-    """Return all replicas, the one that is to take the request first.
+    """Return all replicas in the order in which to try them.
 
-    That is the first in the key's order whose load is at most `slack` times the mean or at most
-    `calm`; there is always one. Without a key it is the least loaded. The others follow by load.
+    The first is the first in the key's order with a load of at most `slack` times the mean, or of
+    at most `calm`; without a key it is the least loaded. The others follow by load.
     """
     by_load = sorted(loads, key=lambda one: (loads[one], one))
     if key is None or not by_load:
@@ -49,10 +48,10 @@ def routing_order(
 def prefix_key(
     prompt: Prompt | Sequence[int] | Sequence[Mapping[str, object]],
 ) -> str | None:
-    """Return what prompts that begin alike have in common; None for an empty one.
+    """Return a key that is equal for prompts with a common prefix; None for an empty prompt.
 
-    Of a text or of token ids it is the beginning. Of a conversation it is all up to its first
-    user message, which every later turn repeats.
+    The prefix is the beginning of a text or of token ids, or a conversation up to its first user
+    message, which every later turn repeats.
     """
     if isinstance(prompt, str):
         given = prompt[:_KEY_CHARACTERS]

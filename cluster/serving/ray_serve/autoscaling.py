@@ -1,7 +1,7 @@
-"""How many replicas are wanted, from the tokens they hold and the use of their caches.
+"""The number of replicas, from the tokens they hold and the use of their caches.
 
-`TokensPolicy` is what Ray Serve calls; `desired_replicas` is the policy itself, which knows no Ray.
-Serve applies its own delays, factors and bounds to what it returns.
+`TokensPolicy` is the interface to Ray Serve; `desired_replicas` is the policy, without Ray. Serve
+applies its own delays, factors and bounds to the result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _KV_USE = "kv_use"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What one replica has to do."""
+    """The load of one replica."""
 
     tokens_in_flight: float
-    """Tokens whose keys and values are held, and prompt tokens that wait."""
+    """Tokens in the KV cache and queued prompt tokens."""
     kv_use: float
-    """The share of the blocks on the device that are taken, 0 to 1."""
+    """The fraction of device blocks in use, 0 to 1."""
 
     @classmethod
     def from_loads(cls, loads: ServerLoads, block_size: int) -> ReplicaLoad:
-        """Return it of what a replica tells of itself."""
+        """Return the load of a replica with these statistics."""
         num_taken = loads.num_blocks - loads.num_free_blocks
         return cls(
             tokens_in_flight=num_taken * block_size + loads.num_queued_tokens,
@@ -40,7 +40,7 @@ class ReplicaLoad:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return it as the numbers that Serve collects."""
+        """Return the values that Serve collects."""
         return {_TOKENS_IN_FLIGHT: self.tokens_in_flight, _KV_USE: self.kv_use}
 
 
@@ -52,10 +52,10 @@ def desired_replicas(
     target_kv_use: float,
     spare: float,
 ) -> int:
-    """Return how many replicas the loads ask for; without target tokens by the KV blocks alone.
+    """Return how many replicas the loads need; without target tokens, by KV blocks alone.
 
-    `num_target` is how many there are to be at present. Fewer are wanted only if the work would
-    leave the share `spare` of them free, so that a load at the border changes nothing.
+    `num_target` is the present target. It is reduced only if the work would leave the fraction
+    `spare` of the fewer replicas free, so that the number does not oscillate.
     """
     needed = sum(one.kv_use for one in loads) / target_kv_use
     if target_tokens is not None:
@@ -66,7 +66,7 @@ def desired_replicas(
 
 
 class TokensPolicy:
-    """The policy as Ray Serve makes and calls it."""
+    """The policy that Ray Serve creates and calls."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class TokensPolicy:
         self._target_kv_use = target_kv_use
         self._spare = spare
 
-    # Any: the context is Ray's, and its state is kept for us as it is.
+    # Any: the context and the state are of Ray's types.
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas and the state to keep, which is none."""
+        """Return the number of replicas and the state to keep, which is empty."""
         metrics = context.aggregated_metrics or {}
         tokens, kv_use = metrics.get(_TOKENS_IN_FLIGHT, {}), metrics.get(_KV_USE, {})
         loads = [
             ReplicaLoad(tokens_in_flight=tokens[one], kv_use=kv_use.get(one, 0.0)) for one in tokens
         ]
-        # Replicas that have told nothing yet are starting: what they will take over is not known.
+        # Replicas without statistics are starting, and the load they will take over is unknown.
         is_known = len(loads) >= context.current_num_replicas > 0
         num_wanted = desired_replicas(
             loads,

@@ -1,7 +1,7 @@
-"""The gRPC service behind Ray Serve's proxy: the same methods as our own server's.
+"""The gRPC service behind Ray Serve's proxy, with the methods of our own server.
 
-Serve hands on a message, or its bytes, and a context of its own. Errors are put on that context
-beside an empty message, never raised: Serve would log each with a trace.
+Serve passes a message, or its bytes, and its own context. Errors are set on that context and an
+empty message is returned, because Serve would log a raised error with a trace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.inputs import Arrival
 from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
 from cluster.serving.rpc.call import RpcCall
-from cluster.serving.rpc.methods import metadata_of, python_name
+from cluster.serving.rpc.context import metadata_of
+from cluster.serving.rpc.entry import admit_call
+from cluster.serving.rpc.methods import python_name
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["Broadcast", "ServeGrpc"]
 
 Broadcast = Callable[[str, Sequence[str]], Awaitable[None]]
-"""Tells all replicas to end requests, by their tenant's name and their ids."""
+"""Aborts requests in all replicas, given the tenant's name and their ids."""
 
 
 class ServeGrpc:
-    """Runs the service's methods by their names."""
+    """Runs methods of the service by their names."""
 
     def __init__(self, servicer: Servicer, pace: Pace) -> None:
         self._servicer = servicer
@@ -50,9 +51,9 @@ class ServeGrpc:
     async def stream(
         self, method: str, request: Message | bytes, context: RayServegRPCContext
     ) -> AsyncGenerator[Message]:
-        """Yield what a streaming method answers, many tokens in a message."""
+        """Yield the messages of a streaming method, many tokens in each."""
         try:
-            message, call = self._let_in(method, request, context)
+            message, call = self._admitted(method, request, context)
             run = getattr(self._service, python_name(method))
             with self._pace.stream() as stream:
                 async with aclosing(run(message, call)) as answers:
@@ -65,9 +66,9 @@ class ServeGrpc:
     async def unary(
         self, method: str, request: Message | bytes, context: RayServegRPCContext
     ) -> Message:
-        """Return what another method answers."""
+        """Return the response of a unary method."""
         try:
-            message, call = self._let_in(method, request, context)
+            message, call = self._admitted(method, request, context)
             answer = await getattr(self._service, python_name(method))(message, call)
         except Exception as error:
             return _refusal(context, error)
@@ -77,9 +78,9 @@ class ServeGrpc:
     async def abort(
         self, request: Message | bytes, context: RayServegRPCContext, broadcast: Broadcast
     ) -> Message:
-        """Answer Abort, which concerns every replica."""
+        """Abort requests in all replicas."""
         try:
-            message, call = self._let_in("Abort", request, context)
+            message, call = self._admitted("Abort", request, context)
             assert isinstance(message, pb.AbortRequest)
             answer = await self._service.abort(message, call)
             tenant = self._servicer.authenticate(call.authorization)
@@ -89,24 +90,18 @@ class ServeGrpc:
         return answer
 
     def health(self) -> Message:
-        """Return what grpc.health.v1 says of this replica."""
+        """Return the health of this replica as a message of grpc.health.v1."""
         status = health_pb2.HealthCheckResponse
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
 
-    def _let_in(
+    def _admitted(
         self, method: str, request: Message | bytes, context: RayServegRPCContext
     ) -> tuple[Message, RpcCall]:
-        """Return what is asked and by whom. Raises what a call is refused for, and counts it."""
+        """Return the message and its call. Raises and counts the error of a rejected call."""
         call = _call_of(context)
-        metrics = self._servicer.metrics
-        with metrics.counting_refusals(call.frontend):
-            tenant = self._servicer.authenticate(call.authorization)
-        if (operation := OPERATIONS.get(method)) is not None:
-            self._servicer.check_room(
-                Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
-            )
-        with metrics.counting_refusals(call.frontend):
-            # Serve decodes messages itself where its configuration names the generated code.
+        admit_call(self._servicer, call, OPERATIONS.get(method))
+        with self._servicer.metrics.counting_refusals(call.frontend):
+            # Serve decodes messages itself if its configuration names the generated code.
             body = request if isinstance(request, bytes) else request.SerializeToString()
             return parse(self._kinds[method], body), call
 

@@ -1,8 +1,8 @@
-"""Our part in Ray Serve's gRPC proxy: the name of `add_services` goes into its configuration.
+"""Wraps the handlers of Ray Serve's gRPC proxy; its configuration names `add_services`.
 
-Serve's proxy hands calls to replicas, but hides deadlines from them, loses some cancels, and tells
-of a replica's death as a defect. What stands here around Serve's handlers mends that, chooses the
-key by which calls are routed, and bounds the size of messages. It knows no servicer.
+Serve's proxy hides deadlines from replicas, loses some cancels, and reports a replica's death as
+INTERNAL. The wrappers fix that, choose the routing key of calls, and limit the size of messages.
+This module does not know the servicer.
 """
 
 from __future__ import annotations
@@ -17,32 +17,28 @@ from grpc_health.v1 import health_pb2
 
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
+from cluster.serving.rpc.context import Context, abort_call
 from cluster.serving.rpc.message_limit import check_message_size
-from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
+from cluster.serving.rpc.status import DETAILS_KEY
 from pagedray.errors import InvalidRequestError
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from google.rpc.status_pb2 import Status
-
 __all__ = ["TIMEOUT_KEY", "add_services"]
 
 TIMEOUT_KEY = "pagedray-timeout-ms"
-"""The metadata that tells a replica how long its call may take."""
+"""The metadata key of a call's remaining time, which Serve does not pass to replicas."""
 _SESSION_KEY = "session_id"
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
-# grpc's own stubs leave the context's message types open.
-Context = grpc.aio.ServicerContext[Any, Any]
-
 
 def add_services(servicer: object, server: grpc.aio.Server) -> None:
-    """Register the service, and the health check, with Serve's gRPC server.
+    """Register the service and the health check with Serve's gRPC server.
 
-    `servicer` is Serve's stand-in, which answers nothing.
+    `servicer` is Serve's dummy and not used.
     """
     for service, methods in (
         (_SERVICE.full_name, {one.name: one.server_streaming for one in _SERVICE.methods}),
@@ -52,10 +48,10 @@ def add_services(servicer: object, server: grpc.aio.Server) -> None:
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """The methods of one service. Serve puts handlers of its own in their place; ours go around."""
+    """The methods of one service, whose handlers Serve replaces by its own; these are wrapped."""
 
     def __init__(self, service: str, methods: dict[str, bool]) -> None:
-        # Serve reads and replaces what has this name, as it is in the library's own handlers.
+        # Serve replaces the values of this attribute, which the library's own handlers have too.
         self._method_handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             f"/{service}/{name}": (
                 grpc.unary_stream_rpc_method_handler(_unserved)
@@ -68,7 +64,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return what answers a call, or None if it is not of this service."""
+        """Return the handler of a call, or None if it is not of this service."""
         handler = self._method_handlers.get(handler_call_details.method)
         if handler is None:
             return None
@@ -82,16 +78,16 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
 
 
 class _ProxiedContext:
-    """A call as Serve sees it: with metadata of ours, and an end that is not sent at once."""
+    """The context that Serve gets: with our metadata, and a status that `finish_call` sends."""
 
     def __init__(self, context: Context, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self._context = context
         self._metadata = metadata
-        self._code: Any = None  # Any: a StatusCode or its number, as the setter likes.
+        self._code: Any = None  # Any: a StatusCode or its number.
         self._details = ""
         self._trailing: tuple[tuple[str, str | bytes], ...] = ()
 
-    # Any: the rest is as the library has it.
+    # Any: attributes of the library's context.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
@@ -116,24 +112,24 @@ class _ProxiedContext:
     def set_trailing_metadata(self, trailing: Sequence[tuple[str, str | bytes]]) -> None:
         self._trailing = tuple(trailing)
 
-    async def finish(self) -> None:
-        """End the call as the replica said, or for the replica's death."""
+    async def finish_call(self) -> None:
+        """Send the status of the replica, or UNAVAILABLE if it died."""
         code = self._code or grpc.StatusCode.OK
         if code is grpc.StatusCode.CANCELLED:
-            # The client has gone, and with it the call.
+            # The client has cancelled the call.
             return
         if code is grpc.StatusCode.OK:
             self._context.set_trailing_metadata(self._trailing)
             return
         if code is grpc.StatusCode.INTERNAL and DETAILS_KEY not in dict(self._trailing):
-            # Every error that a replica tells of has details: Serve itself says this, when an
-            # actor has died, with a trace that is none of the client's business.
-            await _abort(self._context, status_of(ReplicaDiedError()))
+            # All errors of our replicas have details. Serve itself sends this status when an actor
+            # has died, with a trace that clients must not see.
+            await abort_call(self._context, ReplicaDiedError())
         await self._context.abort(code, self._details, self._trailing)
 
 
 def _streaming(
-    # Any: messages are bytes, but Serve does not say so.
+    # Any: messages are bytes, but Serve does not type them.
     inner: Callable[[bytes, Any], AsyncGenerator[Any]],
     method: str,
 ) -> Callable[[bytes, Context], Awaitable[None]]:
@@ -142,19 +138,19 @@ def _streaming(
         messages = inner(body, proxied)
         try:
             async for message in messages:
-                # An empty message carries the end of a call that failed.
+                # A call that fails ends with an empty message.
                 if message:
                     await context.write(message)
         except BaseException:
-            # A call whose client has gone is cancelled, or its next message cannot be written, or
-            # first the one and then the other: what ends the replica's part must not be cancelled.
-            # It is waited for, since it uses the call, which grpc frees behind this.
+            # When a client disconnects, this task is cancelled, its write fails, or both. The
+            # replica's call must still be cancelled to the end, and before this handler returns,
+            # because it uses the context, which grpc then frees.
             ending = asyncio.create_task(_cancel(messages))
             while not ending.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait((ending,))
             raise
-        await proxied.finish()
+        await proxied.finish_call()
 
     return handle
 
@@ -166,14 +162,14 @@ def _unary(
     async def handle(body: bytes, context: Context) -> Any:  # Any: see above.
         proxied = await _proxied(body, context, method)
         answer = await inner(body, proxied)
-        await proxied.finish()
+        await proxied.finish_call()
         return answer
 
     return handle
 
 
 async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
-    """Have Serve cancel the replica's part, which it only does while it waits for a message."""
+    """Make Serve cancel the replica's call, which it does only while it waits for a message."""
     waiting = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -186,7 +182,7 @@ async def _proxied(body: bytes, context: Context, method: str) -> _ProxiedContex
     try:
         check_message_size(body)
     except InvalidRequestError as error:
-        await _abort(context, status_of(error))
+        await abort_call(context, error)
     metadata = [
         (key, value) for key, value in context.invocation_metadata() or () if key != TIMEOUT_KEY
     ]
@@ -201,7 +197,7 @@ async def _proxied(body: bytes, context: Context, method: str) -> _ProxiedContex
 
 
 def _routing_key(body: bytes, method: str) -> str | None:
-    """Return what calls that begin alike have in common, if anything is known."""
+    """Return the routing key of a call, the same for prompts that begin alike; None without one."""
     try:
         if method.endswith("/Generate"):
             message = pb.GenerateRequest.FromString(body)
@@ -210,14 +206,9 @@ def _routing_key(body: bytes, method: str) -> str | None:
         if method.endswith("/Chat"):
             return prefix_key(tuple(pb.ChatRequest.FromString(body).messages))  # type: ignore[arg-type]  # the stubs are narrower than the library
     except DecodeError:
-        # The replica refuses it, in the words that every frontend has.
+        # The replica rejects it with the same error as every frontend.
         return None
     return None
-
-
-async def _abort(context: Context, status: Status) -> None:
-    trailing = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(code_of(status), status.message, trailing)
 
 
 def _unserved(body: bytes, context: Context) -> None:

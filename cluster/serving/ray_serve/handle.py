@@ -1,6 +1,6 @@
-"""What Python programs in the cluster call through a Ray Serve handle.
+"""The methods that Python programs call through a Ray Serve handle.
 
-It turns plain arguments into the servicer's words; the same validator stands behind it.
+They translate plain arguments to the servicer's inputs, which the same validator checks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.serving.inputs import CallOrigin, ChatPrompt, EmbeddingInput, GenerationInput
+from cluster.serving.embedding_validator import MAX_PROMPTS
+from cluster.serving.inputs import (
+    MAX_TIMEOUT_S,
+    CallOrigin,
+    ChatPrompt,
+    EmbeddingInput,
+    GenerationInput,
+)
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 
@@ -28,8 +35,6 @@ __all__ = ["ServeHandle"]
 
 _ORIGIN = CallOrigin(frontend="ray")
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
-_MAX_EMBED_PROMPTS = 2048
-_MAX_TIMEOUT_S = 86_400
 
 
 class ServeHandle:
@@ -50,7 +55,7 @@ class ServeHandle:
         timeout_s: float | None,
         key: str | None,
     ) -> AsyncGenerator[GenerationOutput]:
-        """Yield what the continuations gain, many tokens in an output."""
+        """Yield new tokens of the continuations, many in an output."""
         servicer = self._servicer
         with servicer.metrics.counting_refusals("ray"):
             tenant = self._tenant(key)
@@ -84,7 +89,7 @@ class ServeHandle:
         timeout_s: float | None,
         key: str | None,
     ) -> EmbeddingOutput:
-        """Return the vectors of texts."""
+        """Return the embeddings of texts."""
         with self._servicer.metrics.counting_refusals("ray"):
             given = EmbeddingInput(
                 prompts=_read_texts(prompts),
@@ -97,13 +102,13 @@ class ServeHandle:
         return await self._servicer.embed(given)
 
     def loads(self, key: str | None) -> ServerLoads:
-        """Return what there is to do, with the calls that the key's tenant may know of."""
+        """Return the load, with the calls that the key's tenant may see."""
         with self._servicer.metrics.counting_refusals("ray"):
             tenant = self._tenant(key)
         return self._servicer.loads(tenant)
 
     def tenant_name(self, key: str | None) -> str:
-        """Return whose key it is. Raises AuthenticationError."""
+        """Return the name of the key's tenant. Raises AuthenticationError."""
         with self._servicer.metrics.counting_refusals("ray"):
             return self._tenant(key).name
 
@@ -115,23 +120,23 @@ def _read_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
     read = prompt if isinstance(prompt, ChatPrompt) else _read_text(prompt)
     if read is None:
         raise InvalidRequestError(
-            f"prompt must be a text, token ids or a ChatPrompt, not a {type(prompt).__name__}.",
+            f"prompt must be a string, token ids or a ChatPrompt, not {type(prompt).__name__}.",
             param="prompt",
         )
     return read
 
 
 def _read_texts(prompts: Sequence[str | Sequence[int]]) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(prompts, str) or len(prompts) > _MAX_EMBED_PROMPTS:
+    if isinstance(prompts, str) or len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(
-            f"prompts must be a list of at most {_MAX_EMBED_PROMPTS}.", param="prompts"
+            f"prompts must be a list of at most {MAX_PROMPTS} texts.", param="prompts"
         )
     texts = []
     for prompt in prompts:
         text = _read_text(prompt)
         if text is None:
             raise InvalidRequestError(
-                f"prompts must be texts or token ids, not a {type(prompt).__name__}.",
+                f"prompts must be strings or token ids, not {type(prompt).__name__}.",
                 param="prompts",
             )
         texts.append(text)
@@ -139,7 +144,7 @@ def _read_texts(prompts: Sequence[str | Sequence[int]]) -> tuple[str | tuple[int
 
 
 def _read_text(prompt: object) -> str | tuple[int, ...] | None:
-    """Return a text or token ids; None of anything else."""
+    """Return a text or token ids; None for another type."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt):
@@ -153,7 +158,7 @@ def _read_sampling(given: SamplingParams | Mapping[str, object] | None) -> Mappi
     given = {} if given is None else given
     for name in given:
         if name not in _SAMPLING_NAMES:
-            raise InvalidRequestError(f"{name!r} is not supported.", param="sampling")
+            raise InvalidRequestError(f"Unknown sampling parameter {name!r}.", param="sampling")
     return given
 
 
@@ -168,9 +173,9 @@ def _read_priority(priority: int) -> int:
 def _read_deadline(timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
-    if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= _MAX_TIMEOUT_S):
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise InvalidRequestError(
-            f"timeout_s must be more than 0 and at most {_MAX_TIMEOUT_S}, not {timeout_s!r:.80}.",
+            f"timeout_s must be in (0, {MAX_TIMEOUT_S}], not {timeout_s!r:.80}.",
             param="timeout_s",
         )
     return time.monotonic() + timeout_s

@@ -1,8 +1,8 @@
-"""Our part in Ray Serve's HTTP proxy, which calls `middlewares` if its environment says so:
+"""Middleware of Ray Serve's HTTP proxy, which its environment names:
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.serving.ray_serve.http_proxy:middlewares`.
 
-It chooses the key by which requests are routed, and it ends an answer whose replica has died with
-an error that clients understand. It knows no servicer.
+It chooses the routing key of requests, and ends the response of a replica that died with an OpenAI
+error. This module does not know the servicer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["ReplicaGuard", "middlewares"]
 
 SESSION_HEADER = "x-session-id"
 _MOST_READ_BYTES = 256 * 2**10
-"""A longer body is routed by load alone: reading it here would hold up other requests."""
+"""Requests with longer bodies are routed by load alone, since reading them delays others."""
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve is to put around its proxy."""
+    """Return the middleware of Serve's proxy."""
     return [Middleware(ReplicaGuard)]
 
 
 class ReplicaGuard:
-    """Looks at each request on its way to a replica, and at the answer on its way back."""
+    """Sets the routing key of requests, and completes responses of replicas that died."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,13 +42,13 @@ class ReplicaGuard:
             await self._app(scope, receive, send)
             return
         receive = await _with_key(scope, receive)
-        answer = _Answer(send)
-        await self._app(scope, receive, answer.send)
-        await answer.finish()
+        response = _GuardedResponse(send)
+        await self._app(scope, receive, response.send)
+        await response.finish_response()
 
 
-class _Answer:
-    """An answer that ends in a sentence, whatever becomes of its replica."""
+class _GuardedResponse:
+    """A response that ends with an error if its replica dies."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -57,7 +57,7 @@ class _Answer:
         self._is_stream = False
 
     async def send(self, message: Message) -> None:
-        """Hand a part of the answer on."""
+        """Send a part of the response."""
         if message["type"] == "http.response.start":
             self._has_started = True
             kind = MutableHeaders(raw=message["headers"]).get("content-type", "")
@@ -66,8 +66,8 @@ class _Answer:
             self._has_ended = not message.get("more_body", False)
         await self._send(message)
 
-    async def finish(self) -> None:
-        """End what was left without an end; Serve leaves it so when a replica dies."""
+    async def finish_response(self) -> None:
+        """End a response that Serve left incomplete because its replica died."""
         if self._has_ended:
             return
         if not self._has_started:
@@ -83,18 +83,18 @@ class _Answer:
         elif self._is_stream:
             last = b"data: " + _error() + b"\n\ndata: [DONE]\n\n"
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
-        # Half an answer in JSON is ended by its connection, as any other half answer is.
+        # An incomplete JSON response ends with its connection.
 
 
 class _Prompt(msgspec.Struct):
-    """What a body says of its prompt."""
+    """The prompt of a request body."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
 
 
 async def _with_key(scope: Scope, receive: Receive) -> Receive:
-    """Put the key of the request into its head; return what gives the body, once more."""
+    """Set the routing key in the request's headers; return a `receive` that repeats the body."""
     headers = MutableHeaders(scope=scope)
     length = headers.get("content-length", "")
     is_short = length.isdecimal() and 0 < int(length[:9]) <= _MOST_READ_BYTES
@@ -120,7 +120,7 @@ def _key_of(body: bytes) -> str | None:
     try:
         prompt = msgspec.json.decode(body, type=_Prompt)
     except (msgspec.DecodeError, RecursionError):
-        # The replica refuses it, in the words that every frontend has.
+        # The replica rejects it with the same error as every frontend.
         return None
     return prefix_key(prompt.messages or prompt.prompt or "")
 

@@ -1,7 +1,7 @@
-"""The leases of a replica's calls: a stream ends when nobody says any more that it is read.
+"""The leases of a replica's calls: a stream is cancelled when its caller stops renewing it.
 
-Ray Serve loses some cancels, and a replica is not told when the process that called it has died.
-Plain asyncio; who says so, and how, is in serve_renewals.
+Ray Serve loses some cancels, and does not notify a replica when its caller's process has died.
+Plain asyncio; `renewals` is the caller's side.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ __all__ = ["Leases"]
 
 logger = logging.getLogger(__name__)
 
-_LOOKS_PER_LEASE = 10
+_CHECKS_PER_LEASE = 10
 
 
 class Leases:
-    """The calls of one replica that are renewed. Used from the event loop only."""
+    """The leased calls of one replica. Used from the event loop only."""
 
     def __init__(self, lease_s: float) -> None:
-        """A call ends when it has not been renewed for half of `lease_s`.
+        """A call is cancelled when it has not been renewed for half of `lease_s`.
 
-        Those who renew it let the whole of it pass without a reader.
+        Its caller stops to renew it when it has not been read for `lease_s`.
         """
         self._unheard_s = lease_s / 2
         self._leases: set[_Lease] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # Whoever configures another router has calls that nobody renews.
+        # Another router than ours does not renew calls.
         self._are_renewed = False
 
     @contextmanager
     def held(self, call_id: str | None) -> Iterator[None]:
         """Cancel the current task if its call is not renewed while the block runs.
 
-        Without an id it is no call that anybody could renew.
+        A call without an id cannot be renewed and has no lease.
         """
         if call_id is None:
             yield
@@ -49,39 +49,39 @@ class Leases:
         assert task is not None
         lease = _Lease(call_id, task)
         self._leases.add(lease)
-        self._look_later()
+        self._schedule_check()
         try:
             yield
         finally:
             self._leases.discard(lease)
 
     def renew(self, call_ids: Collection[str]) -> None:
-        """Let calls run on: their callers wait for them."""
+        """Renew the leases of calls."""
         self._are_renewed = True
         now_s = time.monotonic()
         for lease in self._leases:
             if lease.call_id in call_ids:
                 lease.renewed_s = now_s
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._unheard_s / _LOOKS_PER_LEASE, self._look)
+            self._timer = loop.call_later(self._unheard_s / _CHECKS_PER_LEASE, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         begin_s = time.monotonic() - self._unheard_s
         late = {one for one in self._leases if self._are_renewed and one.renewed_s < begin_s}
         for lease in late:
-            logger.warning("A stream ended, which nobody seems to read: it was not renewed.")
+            logger.warning("Cancelled a stream whose caller no longer renews its lease.")
             lease.task.cancel()
         self._leases -= late
         if self._leases:
-            self._look_later()
+            self._schedule_check()
 
 
 class _Lease:
-    """One call, and what runs for it."""
+    """One call and its task."""
 
     __slots__ = ("call_id", "renewed_s", "task")
 

@@ -1,4 +1,4 @@
-"""The arguments of a Ray Serve application: what `serve run` and a Serve config file may say."""
+"""The arguments of the Ray Serve application, from `serve run` or a Serve config file."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ __all__ = ["ServeArguments", "ServeOptions", "read_arguments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The knobs of a deployment beside those of its engines."""
+    """The options of a deployment besides those of its engines."""
 
     num_replicas: int = 1
     max_replicas: int | None = None
-    """Lets the number of replicas grow to this with the load; `num_replicas` is the least."""
+    """Enables autoscaling from `num_replicas` to this number."""
     target_kv_use: float = 0.7
-    """The share of its KV blocks that a replica is to use when their number follows the load."""
+    """The fraction of KV blocks in use that autoscaling aims for in each replica."""
     target_tokens: int | None = None
-    """The tokens in flight that a replica is to have then; None goes by the KV blocks alone."""
+    """The tokens in flight that autoscaling aims for in each replica; None uses KV blocks alone."""
     drain_timeout_s: float = 300.0
-    """What running requests have to end when their replica is stopped."""
+    """How long running requests may take to finish when their replica is stopped."""
     api_keys: str | None = None
-    """The file of API keys, as every node sees it; None asks nobody for a key."""
+    """Path of the API key file, on every node; None requires no key."""
     stall_timeout_s: float = 120.0
-    """A replica that has work and makes no step for so long is replaced."""
+    """A replica that has work but runs no step for this long is replaced."""
     lease_s: float = 30.0
-    """A stream that nobody has read for so long ends; 5 s at least, so that one that is read is
-    renewed in time by a process that is busy."""
+    """A stream that is not read for this long is cancelled; at least 5 s, so that busy callers
+    renew in time."""
     tool_call_format: ToolCallFormat | None = None
-    """How the model writes tool calls; None is found in its chat template."""
+    """The format of tool calls; None detects it from the chat template."""
     log_format: LogFormat = "text"
-    """How a replica writes its log to standard error, which Ray keeps."""
+    """The format of a replica's log on standard error, which Ray stores."""
     log_level: Literal["debug", "info", "warning"] = "info"
     otlp_endpoint: str | None = None
-    """The OTLP collector that spans go to; None is what OpenTelemetry's own variables say."""
+    """The OTLP collector for spans; None uses OpenTelemetry's environment variables."""
 
     def __post_init__(self) -> None:
         _check_at_least("num_replicas", self.num_replicas, 1)
@@ -54,7 +54,7 @@ class ServeOptions:
             _check_at_least("target_tokens", self.target_tokens, 1)
         if not 0.0 < self.target_kv_use <= 1.0:
             raise StartupError(
-                f"target_kv_use must be above 0 and at most 1, not {self.target_kv_use}."
+                f"target_kv_use must be greater than 0 and at most 1, not {self.target_kv_use}."
             )
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _check_at_least("stall_timeout_s", self.stall_timeout_s, 1)
@@ -75,18 +75,16 @@ _SERVE_NAMES = frozenset(field.name for field in fields(ServeOptions))
 
 
 def read_arguments(given: Mapping[str, object]) -> ServeArguments:
-    """Return the arguments by their names; a text may stand for a number, as in `serve run`.
+    """Return the parsed arguments; strings may hold numbers, as in `serve run`.
 
-    Raises StartupError with one line that names the argument at fault.
+    Raises StartupError that names the invalid argument.
     """
     model = given.get("model")
     if not isinstance(model, str) or not model:
-        raise StartupError(
-            "model is required: the folder of the checkpoint, as every node sees it."
-        )
+        raise StartupError("model is required: the path of the checkpoint folder, on every node.")
     for name in given:
         if name != "model" and name not in _ENGINE_NAMES | _SERVE_NAMES:
-            raise StartupError(f"There is no argument {name!r}; {_known_names()}")
+            raise StartupError(f"Unknown argument {name!r}; {_known_names()}")
     return ServeArguments(
         model=model,
         engine=_convert(given, EngineOptions, _ENGINE_NAMES),
@@ -94,7 +92,7 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
     )
 
 
-# Any: one of two dataclasses comes in, and an object of it goes out.
+# Any: an object of `kind`, one of two dataclasses.
 def _convert(given: Mapping[str, object], kind: type[Any], names: frozenset[str]) -> Any:
     chosen = {name: value for name, value in given.items() if name in names}
     try:
@@ -105,7 +103,7 @@ def _convert(given: Mapping[str, object], kind: type[Any], names: frozenset[str]
         if not path:
             raise StartupError(f"{text}.") from None
         name = path.rstrip("`")
-        raise StartupError(f"{name} is not allowed to be {chosen[name]!r}: {text}.") from None
+        raise StartupError(f"Invalid value {chosen[name]!r} of argument {name}: {text}.") from None
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:
@@ -115,4 +113,4 @@ def _check_at_least(name: str, value: float, least: float) -> None:
 
 def _known_names() -> str:
     names = ", ".join(("model", *sorted(_ENGINE_NAMES | _SERVE_NAMES)))
-    return f"known are {names}."
+    return f"known arguments are {names}."

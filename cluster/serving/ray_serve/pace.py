@@ -1,4 +1,4 @@
-"""How often a stream hands on what it has, so that a carrier of few messages is not flooded."""
+"""Limits how many messages streams send, because Serve's queues have no bound."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["MESSAGES_PER_S", "Pace", "PacedStream"]
 
 MESSAGES_PER_S = 800.0
-"""Serve carries about a thousand messages a second from a replica, but over HTTP."""
+"""Serve carries about a thousand messages a second from a replica, and more over HTTP."""
 
 
 class Pace:
-    """Spreads a number of messages a second over the streams that have begun."""
+    """Shares a number of messages a second among the streams that have begun."""
 
     def __init__(self, messages_per_s: float) -> None:
         self._messages_per_s = messages_per_s
@@ -26,7 +26,7 @@ class Pace:
 
     @contextmanager
     def stream(self) -> Iterator[PacedStream]:
-        """Yield a stream, which counts from its first message to the end of the block."""
+        """Yield a stream, counted from its first message to the end of the block."""
         stream = PacedStream(self)
         try:
             yield stream
@@ -34,26 +34,26 @@ class Pace:
             self._num_streams -= stream.has_begun
 
     def pause_s(self, stream: PacedStream) -> float:
-        """Return how long a stream is to wait after a message; a lone stream hardly waits."""
+        """Return how long a stream must wait after a message; a single stream hardly waits."""
         self._num_streams += not stream.has_begun
         stream.has_begun = True
         return self._num_streams / self._messages_per_s
 
 
 class PacedStream:
-    """One answer in parts."""
+    """One streamed response."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self.has_begun = False
-        """Whether it has had a message."""
+        """Whether it has sent a message."""
 
     async def pause(self) -> None:
-        """Wait after a message. What comes meanwhile is one message then."""
+        """Wait after a message; output that arrives meanwhile is merged into the next one."""
         await asyncio.sleep(self._pace.pause_s(self))
 
     def paced(self, send: Send) -> Send:
-        """Return what sends the parts of an answer at this pace; a whole answer does not wait."""
+        """Return a `send` that waits after each part of a response but the last."""
 
         async def send_paced(message: Message) -> None:
             await send(message)

@@ -1,4 +1,4 @@
-"""Whether an engine makes progress, from what it tells of itself. Plain Python with no clock."""
+"""Detects an engine that is stalled, from its statistics. Plain Python with no clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["ProgressWatch"]
 
 
 class ProgressWatch:
-    """Remembers when an engine last did something, and complains when that is long ago."""
+    """Remembers when an engine last ran a step and when it was last healthy."""
 
     def __init__(self, *, stall_timeout_s: float, replace_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
@@ -18,9 +18,9 @@ class ProgressWatch:
     def problem(
         self, *, num_steps: int, has_work: bool, is_healthy: bool, now_s: float
     ) -> str | None:
-        """Return what is wrong, if anything is.
+        """Return an error message, or None if the engine makes progress.
 
-        An engine without work need not step; one that replaces its ranks may take a while.
+        An engine without work, or one that replaces its ranks, runs no steps.
         """
         if is_healthy or self._sound_s is None:
             self._sound_s = now_s
@@ -29,5 +29,5 @@ class ProgressWatch:
         if now_s - self._sound_s > self._replace_timeout_s:
             return f"The ranks could not be replaced within {self._replace_timeout_s:g} s."
         if now_s - self._moved_s > self._stall_timeout_s:
-            return f"There is work, but no step was made for {self._stall_timeout_s:g} s."
+            return f"The engine has work but ran no step for {self._stall_timeout_s:g} s."
         return None

@@ -1,8 +1,8 @@
-"""Hands a replica's metrics to Ray, which has them on the metrics port of every node.
+"""Exports a replica's metrics through Ray, on the metrics port of every node.
 
-Under Ray Serve one HTTP port leads to some replica, so that scraping it would tell of that one
-only. Ray's own kinds of metric count what they are told; ours are counted already, so that every
-sample becomes a gauge, the buckets of histograms too.
+Ray Serve's HTTP port leads to any one replica, so it cannot be scraped. Ray's counters and
+histograms accumulate what they are given; our values are accumulated already, so every sample is
+exported as a gauge, histogram buckets too.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 __all__ = ["RayMetrics"]
 
 _PERIOD_S = 5.0
-# Ray's names have no colons, and when a counter was made is of no use.
+# Ray allows no colons in names; creation times of counters are left out.
 _NAME = re.compile(r"pagedray_\w+(?<!_created)")
 
 
 class RayMetrics:
-    """Tells Ray of one replica's metrics, again and again, on the running event loop."""
+    """Exports one replica's metrics periodically on the running event loop."""
 
     def __init__(self, metrics: Metrics, tags: Mapping[str, str]) -> None:
-        """`tags` tell this replica from others."""
+        """`tags` identify the replica."""
         self._metrics = metrics
         self._tags = dict(tags)
         self._gauges: dict[str, Gauge] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start_reports(self) -> None:
-        """Begin to tell."""
+        """Start to export."""
         self._task = asyncio.create_task(self._report_on())
 
     async def stop_reports(self) -> None:
-        """Tell no more. Stopping twice is harmless."""
+        """Stop to export. Stopping twice is harmless."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -49,7 +49,7 @@ class RayMetrics:
                 await task
 
     def report_metrics(self) -> None:
-        """Tell Ray of the values of this moment."""
+        """Export the current values."""
         for family in self._metrics.registry.collect():
             for sample in family.samples:
                 if _NAME.fullmatch(sample.name):

@@ -1,7 +1,7 @@
-"""Says to replicas, from the process of a caller, which of its streams are still read.
+"""Renews, from the caller's process, the leases of the streams that are still read.
 
-A replica cannot know: Serve loses some cancels, and tells nobody of a stream that was dropped or of
-a caller that died.
+A replica cannot know which are: Serve loses some cancels, and does not report streams that were
+dropped or callers that died.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Renewals:
-    """The streams that one router has sent to replicas. Used from the router's event loop only."""
+    """The open streams of one router. Used from the router's event loop only."""
 
     def __init__(self, *, period_s: float, idle_s: float) -> None:
-        """Streams are renewed each `period_s` unless nobody has read them for `idle_s`."""
+        """Streams are renewed every `period_s` unless they have not been read for `idle_s`."""
         self._period_s = period_s
         self._idle_s = idle_s
         self._open: dict[_StreamReads, tuple[RunningReplica, str]] = {}
@@ -36,13 +36,13 @@ class Renewals:
         self._renewals: set[asyncio.Task[None]] = set()
 
     def renew_stream(self, result: ReplicaResult, replica: RunningReplica, call_id: str) -> None:
-        """Renew a stream from now on, until it ends or is read no more."""
+        """Renew a stream until it ends or is no longer read."""
         loop = asyncio.get_running_loop()
         reader = _StreamReads(result)
         self._open[reader] = replica, call_id
 
         def forget(_: object) -> None:
-            # Ray calls this in a thread of its own, also when all comes to its end.
+            # Ray calls this in its own thread, also when the event loop is closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._open.pop, reader, None)
 
@@ -57,7 +57,7 @@ class Renewals:
             for reader, (replica, call_id) in self._open.items():
                 if reader.idle_s() < self._idle_s:
                     read.setdefault(replica, []).append(call_id)
-            # Nobody waits: one that does not answer would delay the others.
+            # In tasks: a replica that does not answer must not delay the others.
             for replica, call_ids in read.items():
                 renewal = asyncio.create_task(self._renew(replica, call_ids))
                 self._renewals.add(renewal)
@@ -67,24 +67,24 @@ class Renewals:
         try:
             await asyncio.wait_for(call_replica(replica, "renew", call_ids), self._period_s)
         except Exception as error:
-            # It has died, and its callers are told so, or the next time will do.
-            logger.debug("%s was not told which calls to go on with: %s", replica, error)
+            # If the replica died, its callers get an error; otherwise the next renewal suffices.
+            logger.debug("Could not renew the leases of calls to %s: %s", replica, error)
 
 
 class _StreamReads:
-    """Whoever reads a stream, seen from where Serve's handles take its items."""
+    """Records when a stream is read, by wrapping the methods from which handles take items."""
 
     def __init__(self, result: ReplicaResult) -> None:
         self._kind = type(result)
         self._result = ref(result)
         self._is_waiting = False
         self._read_s = time.monotonic()
-        # Handles call these by name, not as the language does for its own loops.
+        # Handles call these on the instance, so instance attributes override them.
         result.__anext__ = self._anext  # type: ignore[method-assign]  # see above
         result.__next__ = self._next  # type: ignore[method-assign]  # see above
 
     def idle_s(self) -> float:
-        """Return for how long nobody has waited for an item."""
+        """Return the time since the last read; 0 during a read."""
         return 0.0 if self._is_waiting else time.monotonic() - self._read_s
 
     async def _anext(self) -> object:

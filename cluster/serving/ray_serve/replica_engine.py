@@ -1,6 +1,6 @@
-"""One engine and its servicer inside the process of a Ray Serve replica.
+"""The engine and servicer inside the process of a Ray Serve replica.
 
-It knows where the ranks go and how all of it starts and ends; not how requests come in.
+It owns the placement of ranks, startup and shutdown. It does not know the frontends.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = ["ReplicaEngine"]
 logger = logging.getLogger(__name__)
 
 _REPLACE_TIMEOUT_S = 900.0
-"""Loading the weights of new ranks is part of it."""
-_END_GRACE_S = 2.0
+"""Includes loading the weights of new ranks."""
+_CLOSE_GRACE_S = 2.0
 
 
 class ReplicaEngine:
-    """A servicer, the controller or embedder behind it, and the ranks behind that."""
+    """A servicer, its controller or embedder, and their ranks."""
 
     def __init__(self, arguments: ServeArguments, config: EngineConfig) -> None:
         self.config = config
@@ -69,14 +69,14 @@ class ReplicaEngine:
             stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S
         )
         self._engine: Controller | Embedder | None = None
-        # Last: a replica that was not made has nobody to stop it.
+        # Last, because a constructor that raises is not closed.
         self._log = ExitStack()
         self._log.enter_context(logging_to(form=options.log_format, level=options.log_level))
 
     @classmethod
     async def started(cls, arguments: ServeArguments, make_executor: MakeExecutor) -> ReplicaEngine:
-        """Return one that is ready. Raises StartupError."""
-        # The thread that starts the ranks does not know the group that this actor is in.
+        """Return a replica that is ready. Raises StartupError."""
+        # Ray knows the placement group of this actor in this thread only.
         placement = get_current_placement_group()
         config = await asyncio.to_thread(engine_config, arguments.model, arguments.engine)
         replica = cls(arguments, config)
@@ -102,9 +102,9 @@ class ReplicaEngine:
         self.servicer.set_ready()
 
     def check_progress(self) -> None:
-        """Raise EngineError unless the engine makes progress or has none to make.
+        """Raise EngineError if the engine has failed or is stalled.
 
-        Serve asks often enough for the file of keys to be looked at as well.
+        Also reloads a changed key file, since Serve calls this often enough.
         """
         self._authenticator.reload_if_changed()
         engine = self._engine
@@ -124,11 +124,11 @@ class ReplicaEngine:
             raise EngineError(problem)
 
     def current_load(self) -> ReplicaLoad:
-        """Return what there is to do."""
+        """Return the load by which the deployment scales."""
         return ReplicaLoad.from_loads(self.servicer.loads(ANONYMOUS), self.config.cache.block_size)
 
     def routing_stats(self) -> dict[str, float]:
-        """Return what a router chooses among replicas by."""
+        """Return the load by which routers choose among replicas, and when it was measured."""
         num_slots = self.servicer.loads(ANONYMOUS).num_blocks * self.config.cache.block_size
         return {
             "load": self.current_load().tokens_in_flight / max(num_slots, 1),
@@ -136,10 +136,10 @@ class ReplicaEngine:
         }
 
     async def close(self) -> None:
-        """End what runs, then the engine and its ranks. Stopping twice is harmless."""
+        """Abort running requests and close the engine. Closing twice is harmless."""
         engine, self._engine = self._engine, None
         tracer, self._tracer = self._tracer, None
-        await self.servicer.drain(_END_GRACE_S if engine is not None else 0.0)
+        await self.servicer.drain(_CLOSE_GRACE_S if engine is not None else 0.0)
         if engine is not None:
             await asyncio.to_thread(engine.close)
         await self.servicer.close()
@@ -156,7 +156,7 @@ def _check_bundles(config: EngineConfig, placement: PlacementGroup | None) -> No
     if placement.bundle_count <= num_ranks:
         raise StartupError(
             f"placement_group_bundles has {placement.bundle_count} bundles, but a replica needs "
-            f"{num_ranks + 1}: one of its own and one for each rank."
+            f"{num_ranks + 1}: one for itself and one for each rank."
         )
 
 

@@ -1,7 +1,7 @@
-"""How requests find a replica through Ray Serve: by session, by prefix, and by load.
+"""Routes Ray Serve's requests to replicas by session, by prefix and by load.
 
-It runs in Serve's proxies and in whoever holds a handle. What it knows of a replica is a second
-old, so that it counts what it has sent since.
+It runs in Serve's proxies and in every process with a handle. The loads it knows are up to a second
+old, so it adds the requests that it has sent since.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RENEWALS_PER_LEASE = 6
 
 
 class AffinityRouter(RequestRouter):
-    """Sends what begins alike, or belongs to one session, to one replica while its load allows."""
+    """Sends requests of one session or with one prefix to one replica while its load allows."""
 
     def initialize_state(  # type: ignore[override]  # Serve passes keywords
         self,
@@ -34,11 +34,11 @@ class AffinityRouter(RequestRouter):
         call_load: float = 0.01,
         lease_s: float = 30.0,
     ) -> None:
-        """Take what the deployment is configured with; loads are shares of a replica's cache.
+        """Take the deployment's settings; loads are fractions of a replica's cache.
 
-        `slack` and `calm` bound how much more than others a replica may have; `call_load` is
-        what a call counts that a replica has not told of yet. A stream that nobody reads for
-        `lease_s` is to end.
+        A replica may have a load of `slack` times the mean, or of `calm`. `call_load` is assumed
+        for a request that the replica has not reported yet. A stream that is not read for
+        `lease_s` is cancelled.
         """
         self._slack = slack
         self._calm = calm
@@ -48,17 +48,19 @@ class AffinityRouter(RequestRouter):
         self._renewals = Renewals(period_s=lease_s / _RENEWALS_PER_LEASE, idle_s=lease_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas there are, and what they tell of themselves."""
-        told = {one.replica_id: _told_load(one) for one in replicas}
-        # What a replica tells includes what it was sent before.
+        """Take the current replicas and the loads that they report."""
+        loads = {one.replica_id: _reported_load(one) for one in replicas}
+        # A new report includes the requests that were sent before.
         self._num_sent = {
-            one: count for one, count in self._num_sent.items() if told.get(one) == self._loads[one]
+            one: count
+            for one, count in self._num_sent.items()
+            if loads.get(one) == self._loads[one]
         }
-        self._loads = told
+        self._loads = loads
         super().update_replicas(replicas)
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
-        """Return the way to a replica, on which its streams are renewed."""
+        """Return a wrapper that renews the leases of the replica's streams."""
         return _LeasingReplica(replica_info, self._renewals)
 
     async def choose_replicas(
@@ -66,7 +68,7 @@ class AffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates one by one, in the order in which they are to be asked."""
+        """Return the candidates in the order in which to try them, one in each list."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         loads = {name: self._load(one.replica_id) for name, one in by_name.items()}
         names = routing_order(_key(pending_request), loads, slack=self._slack, calm=self._calm)
@@ -75,32 +77,32 @@ class AffinityRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Count a request that a replica was sent."""
+        """Count a request that was sent to a replica."""
         if replica_id in self._loads:
             self._num_sent[replica_id] = self._num_sent.get(replica_id, 0) + 1
 
     def _load(self, replica_id: ReplicaID) -> float:
-        told, _ = self._loads.get(replica_id, (0.0, 0.0))
-        return told + self._num_sent.get(replica_id, 0) * self._call_load
+        load, _ = self._loads.get(replica_id, (0.0, 0.0))
+        return load + self._num_sent.get(replica_id, 0) * self._call_load
 
 
 class _LeasingReplica(RunningReplica):
-    """The way to one replica, which is told what of its streams is read."""
+    """A replica whose streams' leases are renewed."""
 
     def __init__(self, replica_info: RunningReplicaInfo, renewals: Renewals) -> None:
         super().__init__(replica_info)
         self._renewals = renewals
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
-        """Send a request."""
+        """Send a request, and renew the lease of its stream."""
         result = super().try_send_request(pr, with_rejection)
         if pr.metadata.is_streaming:
             self._renewals.renew_stream(result, self, pr.metadata.internal_request_id)
         return result
 
 
-def _told_load(replica: RunningReplica) -> tuple[float, float]:
-    """Return the load that a replica tells of, and when it told."""
+def _reported_load(replica: RunningReplica) -> tuple[float, float]:
+    """Return the last load that a replica reported, and when it did."""
     stats = replica.routing_stats
     return float(stats.get("load", 0.0)), float(stats.get("reported_s", 0.0))
 

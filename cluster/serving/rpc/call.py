@@ -1,4 +1,4 @@
-"""What the methods of the gRPC service know of a call beside its message."""
+"""The metadata, deadline and origin of a gRPC call."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from cluster.serving.inputs import CallOrigin, Frontend
 __all__ = ["AUTHORIZATION", "RpcCall"]
 
 AUTHORIZATION = "authorization"
-"""The metadata key of a call's credentials."""
+"""The metadata key of the API key."""
 
 
 def _never(callback: Callable[[], None]) -> None:
-    """Leave the end of a call unheard, where there is nobody who could tell it."""
+    """Ignore a callback, for callers that cannot report the end of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcCall:
-    """One call, whoever carries it: our own server, or the proxy of Ray Serve."""
+    """One call, from our own server or from Ray Serve's proxy."""
 
     frontend: Frontend = "grpc"
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the client sent beside its message; keys are in lower case."""
+    """Keys are in lower case."""
     remaining_s: float | None = None
-    """Until the deadline of the call; None is without one."""
+    """Time until the deadline; None without a deadline."""
     add_done_callback: Callable[[Callable[[], None]], None] = _never
-    """Has something run when the call ends, also by a cancel in the midst of a write."""
+    """Registers a callback for the end of the call, also if it is cancelled during a write."""
 
     @property
     def authorization(self) -> str | None:
-        """The credentials as they were sent, such as `Bearer KEY`."""
+        """The credentials as sent, such as `Bearer KEY`."""
         return self.metadata.get(AUTHORIZATION)
 
     @property
     def origin(self) -> CallOrigin:
-        """Where it came in, and the trace that it is part of."""
+        """The frontend and the trace of the call."""
         return CallOrigin(
             frontend=self.frontend,
             traceparent=self.metadata.get("traceparent"),

@@ -1,4 +1,4 @@
-"""Conversations: what Chat and Tokenize are sent, and what Chat streams."""
+"""Translates conversations between protobuf messages and the servicer's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MODES: dict[int, ToolChoice] = {
 
 
 class Chat:
-    """One call of Chat: what it asks for, and what of it is streamed."""
+    """One call of Chat: its input, and the messages of its stream."""
 
     def __init__(self, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None) -> None:
-        """`tool_format` is how the model writes calls of tools.
+        """`tool_format` is how the model writes tool calls.
 
-        Raises InvalidRequestError for tools that cannot be used.
+        Raises InvalidRequestError for invalid tools.
         """
         self._message = message
         self._tools = ToolUse(
@@ -59,7 +59,7 @@ class Chat:
         self._is_first = True
 
     def to_input(self, call: RpcCall, tenant: Tenant) -> GenerationInput:
-        """Return what is asked for. Raises InvalidRequestError."""
+        """Return the servicer's input. Raises InvalidRequestError."""
         message = self._message
         prompt = ChatPrompt(
             _read_messages(message.messages),
@@ -71,16 +71,17 @@ class Chat:
         if self._tools.structure is not None:
             if "structure" in given.sampling:
                 raise InvalidRequestError(
-                    "structure and a forced tool_choice contradict each other.", param="structure"
+                    "structure cannot be combined with a tool_choice that forces a tool call.",
+                    param="structure",
                 )
             given = replace(given, sampling={**given.sampling, "structure": self._tools.structure})
         if self._tools.is_read:
-            # The marks around calls are special tokens of many models.
+            # Many models mark tool calls by special tokens.
             given = replace(given, skips_special_tokens=False)
         return given
 
     def response(self, request_id: str, output: GenerationOutput) -> pb.ChatResponse:
-        """Return the message of the next output."""
+        """Return the response message of the next output."""
         response = pb.ChatResponse(request_id=request_id)
         for sequence in output.sequences:
             self._add_sequence(response, sequence)
@@ -89,10 +90,10 @@ class Chat:
         return response
 
     def _add_sequence(self, response: pb.ChatResponse, output: SequenceOutput) -> None:
-        # Made where it is to be: a message that is put into another is copied.
+        # Built in place: protobuf copies a message that is added to another.
         add = response.sequences.add
         if not (self._tools.is_read or output.finish_reason or output.logprobs):
-            # The message of most tokens.
+            # The fast path of most tokens.
             add(index=output.index, content=output.text, token_ids=output.token_ids)
             return
         delta = self._delta(output)
@@ -129,10 +130,10 @@ class Chat:
 
 
 def read_tokenize(message: pb.TokenizeRequest, tenant: Tenant) -> TokenizeInput:
-    """Return what Tokenize is asked for. Raises InvalidRequestError."""
+    """Return the servicer's input. Raises InvalidRequestError."""
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequestError("One of text and conversation must be set.", param="prompt")
+        raise InvalidRequestError("One of text or conversation must be set.", param="prompt")
     if kind == "text":
         return tokenize_input(message.text, message, tenant)
     conversation = message.conversation

@@ -1,4 +1,4 @@
-"""Who may call, and whether there is room: decided before the message of a call is received."""
+"""Authentication and admission of calls, before their messages are received."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import grpc
 
 from cluster.serving.inputs import Arrival
 from cluster.serving.rpc.call import RpcCall
+from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.health import HEALTH
-from cluster.serving.rpc.methods import Context, metadata_of, refuse
 from cluster.serving.rpc.service import OPERATIONS, SERVICE
 from pagedray.errors import PagedRayError
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
 
-__all__ = ["EntryInterceptor"]
+__all__ = ["EntryInterceptor", "admit_call"]
 
 _OPEN_PREFIX = f"/{HEALTH}/"
 _PREFIX = f"/{SERVICE.full_name}/"
 
 
-# Only grpc's stubs know that the class is generic.
+# The class is generic only in grpc's stubs.
 class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
-    """Lets nobody without a key call anything but health, methods that do not exist included.
+    """Rejects calls without a valid key, except health checks, and calls the queue has no room for.
 
-    What the engine has no room for is refused here too, which is cheaper than to receive it.
+    A method that does not exist needs a key too.
     """
 
     def __init__(self, servicer: Servicer) -> None:
@@ -42,29 +42,28 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the method's handler, or one that refuses."""
+        """Return the method's handler, or one that rejects the call."""
         method = handler_call_details.method
         if not method.startswith(_OPEN_PREFIX):
             call = RpcCall(metadata=metadata_of(handler_call_details.invocation_metadata))
             try:
-                self._let_in(call, OPERATIONS.get(method.removeprefix(_PREFIX)))
+                admit_call(self._servicer, call, OPERATIONS.get(method.removeprefix(_PREFIX)))
             except PagedRayError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
-    def _let_in(self, call: RpcCall, operation: Operation | None) -> None:
-        """Raise AuthenticationError, or OverloadedError if there is no room for the call."""
-        with self._servicer.metrics.counting_refusals(call.frontend):
-            tenant = self._servicer.authenticate(call.authorization)
-        if operation is not None:
-            self._servicer.check_room(
-                Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
-            )
+
+def admit_call(servicer: Servicer, call: RpcCall, operation: Operation | None) -> None:
+    """Raise AuthenticationError, or OverloadedError if the queue has no room for the call."""
+    with servicer.metrics.counting_refusals(call.frontend):
+        tenant = servicer.authenticate(call.authorization)
+    if operation is not None:
+        servicer.check_room(Arrival(operation=operation, tenant=tenant.name, origin=call.origin))
 
 
 def _refusal(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:
     async def handle(_requests: object, context: Context) -> None:
-        await refuse(context, error)
+        await abort_call(context, error)
 
-    # A handler of a stream is called before any message is read.
+    # A streaming handler is called before any message is read.
     return grpc.stream_stream_rpc_method_handler(handle)

@@ -1,7 +1,7 @@
-"""`grpc.health.v1.Health` for whoever asks: what an unknown client may hold of us is bounded.
+"""`grpc.health.v1.Health` with bounds, since it answers clients without a key.
 
-The library's own servicer keeps any name of a service as long as a call watches it, waits for ever
-for the rest of a message, and answers what is no message with a trace.
+The library's own servicer stores any service name that a call watches, waits without limit for the
+rest of a message, and answers an invalid message with a trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-    from cluster.serving.rpc.methods import Context
+    from cluster.serving.rpc.context import Context
 
 __all__ = ["HEALTH", "Health"]
 
@@ -28,17 +28,17 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 _MAX_REQUEST_BYTES = 256
 _READ_TIMEOUT_S = 5.0
 _MAX_OPEN_CALLS = 32
-"""Of one host, so that a stranger's do not keep a probe from being answered."""
+"""Open calls of one host, so that other hosts' probes are still answered."""
 _PORT = re.compile(r":\d+$")
 
 
 class Health:
-    """Whether some services are served, for those who ask once and those who watch."""
+    """The serving status of some services, for Check and Watch."""
 
     def __init__(self, services: Iterable[str], *, read_timeout_s: float = _READ_TIMEOUT_S) -> None:
-        """None is served before it is said to be. The empty name is the server's as a whole.
+        """Services start as NOT_SERVING. The empty name is the whole server.
 
-        `read_timeout_s` is what a call's message may take to arrive.
+        `read_timeout_s` limits how long a call's message may take to arrive.
         """
         self._read_timeout_s = read_timeout_s
         self._is_serving = dict.fromkeys(("", *services), False)
@@ -46,14 +46,14 @@ class Health:
         self._num_open: Counter[str] = Counter()
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say of all services whether they are served, which those who watch are told."""
+        """Set the status of all services and notify Watch calls."""
         async with self._changed:
             self._is_serving = dict.fromkeys(self._is_serving, is_serving)
             self._changed.notify_all()
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """Return the handlers of Check and Watch."""
-        # Those of streams are called before a message is there.
+        # Streaming handlers are called before a message has arrived.
         make = grpc.stream_stream_rpc_method_handler
         methods = {
             "Check": make(self._bounded(self._check)),
@@ -67,7 +67,7 @@ class Health:
         async def handle(_requests: object, context: Context) -> None:
             with self._counted(_host_of(context)) as num_open:
                 if num_open > _MAX_OPEN_CALLS:
-                    text = f"{_MAX_OPEN_CALLS} calls of Health are open to one host at most."
+                    text = f"A host may have at most {_MAX_OPEN_CALLS} open health calls."
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
                 await answer(await _service(context, self._read_timeout_s), context)
 
@@ -75,7 +75,7 @@ class Health:
 
     @contextmanager
     def _counted(self, host: str) -> Iterator[int]:
-        """Count an open call of a host; yields how many it has."""
+        """Count an open call of a host; yield the host's number of open calls."""
         self._num_open[host] += 1
         try:
             yield self._num_open[host]
@@ -86,18 +86,18 @@ class Health:
 
     async def _check(self, service: str, context: Context) -> None:
         if service not in self._is_serving:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "There is no such service.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "Unknown service.")
         await context.write(self._answer(service))
 
     async def _watch(self, service: str, context: Context) -> None:
-        told = b""
+        sent = b""
         while True:
-            if (answer := self._answer(service)) != told:
+            if (answer := self._answer(service)) != sent:
                 await context.write(answer)
-                told = answer
+                sent = answer
                 continue
             async with self._changed:
-                if self._answer(service) == told:
+                if self._answer(service) == sent:
                     await self._changed.wait()
 
     def _answer(self, service: str) -> bytes:
@@ -109,14 +109,14 @@ class Health:
 
 
 async def _service(context: Context, timeout_s: float) -> str:
-    """Return the service that is asked for. Ends a call that does not ask for one in time."""
+    """Return the name of the requested service. Aborts the call if none arrives in time."""
     try:
         body = await asyncio.wait_for(context.read(), timeout_s)
     except TimeoutError:
-        text = f"The message did not arrive within {timeout_s:g} s."
+        text = f"The request message did not arrive within {timeout_s:g} s."
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
     if not isinstance(body, bytes) or len(body) > _MAX_REQUEST_BYTES:
-        text = f"A HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes is due."
+        text = f"Expected a HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes."
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     try:
         service: str = health_pb2.HealthCheckRequest.FromString(body).service

@@ -1,4 +1,4 @@
-"""How large a gRPC message may be: one limit, in the same words, over both gRPC frontends."""
+"""The size limit of gRPC messages, the same for both gRPC frontends."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["MAX_MESSAGE_BYTES", "MAX_RECEIVED_BYTES", "check_message_size"]
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_RECEIVED_BYTES = 6 * 2**20
-"""Up to here a message is received only to be refused with details.
+"""A message between the two limits is received and rejected with error details.
 
-gRPC refuses a longer one by its length, before it has arrived, in words of its own. So much memory
-may a call hold until it is refused; the limit is therefore not far above the other one.
+gRPC itself rejects a longer one by its length, before it is received, without details. A call may
+hold this much memory, so the limit is close to the other one.
 """
 
 
 def check_message_size(body: bytes) -> None:
-    """Raise InvalidRequestError for a message that is too large, before anything parses it."""
+    """Raise InvalidRequestError for a message that is too large to parse."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(
-            f"message has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are allowed.",
+            f"Message of {len(body)} bytes is larger than the limit of {MAX_MESSAGE_BYTES} bytes.",
             param="message",
         )

@@ -1,35 +1,33 @@
-"""The service's methods as gRPC's server calls them: bytes and a context in, messages out.
+"""The service's methods as handlers of gRPC's server: bytes and a context in, messages out.
 
-They are registered by hand: the generated code answers a malformed message with INTERNAL, and
-knows no details of an error.
+They are registered without the generated code, which answers a malformed message with INTERNAL and
+sends no error details.
 """
 
 from __future__ import annotations
 
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.rpc.call import RpcCall
+from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
-from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from google.protobuf.message import Message
 
     from cluster.serving.servicer import Servicer
     from cluster.serving.telemetry.metrics import Metrics
 
-__all__ = ["Context", "metadata_of", "method_handlers", "python_name", "refuse"]
+__all__ = ["method_handlers", "python_name"]
 
-# grpc's own stubs leave the context's message types open.
-Context = grpc.aio.ServicerContext[Any, Any]
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
@@ -52,29 +50,8 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
 
 
 def python_name(method: str) -> str:
-    """Return what GrpcService calls a method of the service."""
+    """Return the name of a method in GrpcService."""
     return _WORD_START.sub("_", method).lower()
-
-
-def metadata_of(entries: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """Return the entries of a call's metadata that are text; those of one key are joined."""
-    metadata: dict[str, str] = {}
-    for key, value in entries or ():
-        if isinstance(value, str):
-            # As in HTTP. Two keys are none, rather than one of them.
-            metadata[key] = f"{metadata[key]}, {value}" if key in metadata else value
-    return metadata
-
-
-async def refuse(context: Context, error: Exception) -> NoReturn:
-    """End a call with what its client is told of an error."""
-    if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError | grpc.RpcError):
-        raise error
-    status = status_of(error)
-    await context.abort(
-        code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
-    )
-    raise AssertionError
 
 
 def _call_of(context: Context) -> RpcCall:
@@ -94,7 +71,7 @@ def _unary(
                 incoming = parse(kind, body)
             return await method(incoming, _call_of(context))
         except Exception as error:
-            await refuse(context, error)
+            await abort_call(context, error)
 
     return handle
 
@@ -112,7 +89,7 @@ def _streaming(
                 async for message in messages:
                     await context.write(message)
         except Exception as error:
-            await refuse(context, error)
+            await abort_call(context, error)
 
     return handle  # type: ignore[return-value]  # a coroutine writes instead of yielding
 

@@ -1,4 +1,4 @@
-"""From protobuf messages to the servicer's words. It decides nothing about a request."""
+"""Translates protobuf requests to the servicer's inputs, without validating their values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster.serving.embedding_validator import MAX_PROMPTS
 from cluster.serving.inputs import (
+    MAX_TIMEOUT_S,
     EmbeddingInput,
     GenerationInput,
     Prompt,
@@ -39,15 +40,13 @@ __all__ = [
     "tokenize_input",
 ]
 
-_MAX_TIMEOUT_S = 86_400
-_MAX_EMBED_PROMPTS = 2048
 _MAX_CHOICES = 1024
-# Looking at each costs a microsecond, on the event loop.
+# Each costs a microsecond of the event loop.
 _MAX_NESTED = 8192
 _MOST_NAMED_BYTES = 1024
-"""Unknown fields of a message in which the first one is looked for."""
+"""Unknown fields of up to this size are searched for the first one, to name it in the error."""
 _MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
-# What a client says with its sampling, and the servicer takes beside it.
+# Fields of SamplingParams that are fields of GenerationInput.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
 _FLOAT = struct.Struct("<f")
 _POOLINGS: dict[int, Pooling | None] = {
@@ -61,7 +60,7 @@ Incoming = TypeVar("Incoming", bound=Message)
 
 
 def parse(kind: type[Incoming], body: bytes) -> Incoming:
-    """Return the message that a body holds. Raises InvalidRequestError."""
+    """Return the parsed message. Raises InvalidRequestError."""
     check_message_size(body)
     try:
         message = kind.FromString(body)
@@ -73,14 +72,14 @@ def parse(kind: type[Incoming], body: bytes) -> Incoming:
 
 
 def read_generation(message: pb.GenerateRequest, call: RpcCall, tenant: Tenant) -> GenerationInput:
-    """Return what Generate is asked for. Raises InvalidRequestError."""
+    """Return the input of a Generate request. Raises InvalidRequestError."""
     return generation_input(_read_prompt(message), message, call, tenant)
 
 
 def generation_input(
     prompt: Prompt, message: pb.GenerateRequest | pb.ChatRequest, call: RpcCall, tenant: Tenant
 ) -> GenerationInput:
-    """Return the continuation of `prompt` that a message asks for. Raises InvalidRequestError."""
+    """Return the input that continues `prompt`. Raises InvalidRequestError."""
     sampling = message.sampling
     return GenerationInput(
         prompts=(prompt,),
@@ -97,10 +96,12 @@ def generation_input(
 
 
 def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> EmbeddingInput:
-    """Return what Embed is asked for. Raises InvalidRequestError."""
+    """Return the input of an Embed request. Raises InvalidRequestError."""
     check_size("prompts", len(message.prompts), MAX_PROMPTS)
     if message.pooling not in _POOLINGS:
-        raise InvalidRequestError(f"pooling has no value {message.pooling}.", param="pooling")
+        raise InvalidRequestError(
+            f"pooling has unknown enum value {message.pooling}.", param="pooling"
+        )
     return EmbeddingInput(
         prompts=tuple(_read_prompt(prompt) for prompt in message.prompts),
         pooling=_POOLINGS[message.pooling],
@@ -116,7 +117,7 @@ def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> E
 def tokenize_input(
     prompt: str | ChatPrompt, message: pb.TokenizeRequest, tenant: Tenant
 ) -> TokenizeInput:
-    """Return what Tokenize is asked for, with its prompt."""
+    """Return the input of a Tokenize request, given its prompt."""
     return TokenizeInput(
         prompt=prompt,
         add_special_tokens=_or_true(message, "add_special_tokens"),
@@ -126,13 +127,13 @@ def tokenize_input(
 
 
 def check_size(name: str, size: int, most: int) -> None:
-    """Raise InvalidRequestError if a list is longer than it may be."""
+    """Raise InvalidRequestError if a list is too long."""
     if size > most:
         raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
 
 
 def _check_num_nested(message: Message, room: int) -> int:
-    """Return what is left of the room for nested messages. Raises InvalidRequestError."""
+    """Return how many more nested messages are allowed. Raises InvalidRequestError."""
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
@@ -140,8 +141,8 @@ def _check_num_nested(message: Message, room: int) -> int:
             room -= 1
             if room < 0:
                 raise InvalidRequestError(
-                    f"{descriptor.name} has too many entries: a message may hold "
-                    f"{_MAX_NESTED} others.",
+                    f"{descriptor.name} has too many entries: a message must have at most "
+                    f"{_MAX_NESTED} nested messages.",
                     param=descriptor.name,
                 )
             room = _check_num_nested(nested, room)
@@ -149,8 +150,8 @@ def _check_num_nested(message: Message, room: int) -> int:
 
 
 def _check_known_fields(message: Message, body: bytes) -> None:
-    """Raise InvalidRequestError for a message with fields that it does not have; drop them."""
-    # Looking at unknown fields costs a microsecond each, and a body has room for two million.
+    """Raise InvalidRequestError for a message with unknown fields."""
+    # Reading unknown fields costs a microsecond each, and a body has room for two million.
     num_bytes = message.ByteSize()
     message.DiscardUnknownFields()
     num_unknown_bytes = num_bytes - message.ByteSize()
@@ -159,17 +160,17 @@ def _check_known_fields(message: Message, body: bytes) -> None:
     kind = type(message)
     if num_unknown_bytes > _MOST_NAMED_BYTES:
         raise InvalidRequestError(
-            f"{kind.__name__} has {num_unknown_bytes} bytes of fields that are not known here."
+            f"{kind.__name__} has {num_unknown_bytes} bytes of unknown fields."
         )
     _refuse_unknown_field(kind.FromString(body))
 
 
 def _refuse_unknown_field(message: Message) -> None:
-    """Raise InvalidRequestError, with the number of the first unknown field, if there is one."""
+    """Raise InvalidRequestError with the number of the first unknown field."""
     unknown = UnknownFieldSet(message)
     if len(unknown) > 0:
         number = unknown[0].field_number
-        raise InvalidRequestError(f"{type(message).__name__} has no field {number}.")
+        raise InvalidRequestError(f"{type(message).__name__} has no field with number {number}.")
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
@@ -188,9 +189,9 @@ def _deadline_s(
 
 def _timeout_s(timeout: Duration) -> float:
     timeout_s = timeout.seconds + timeout.nanos / 1e9
-    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
-            f"timeout must be more than 0 s and at most {_MAX_TIMEOUT_S} s, not {timeout_s:g} s.",
+            f"timeout must be in (0, {MAX_TIMEOUT_S}] seconds, not {timeout_s:g}.",
             param="timeout",
         )
     return timeout_s
@@ -230,7 +231,7 @@ def _read_sampling(message: pb.SamplingParams) -> dict[str, object]:
 def _read_structure(message: pb.Structure) -> Structure:
     kind = message.WhichOneof("kind")
     if kind is None or (kind == "json_object" and not message.json_object):
-        raise InvalidRequestError("structure must have one kind set.", param="structure")
+        raise InvalidRequestError("One of the kinds of structure must be set.", param="structure")
     if kind == "json_object":
         return Structure(kind=kind)
     if kind == "choices":
@@ -240,10 +241,7 @@ def _read_structure(message: pb.Structure) -> Structure:
 
 
 def _decimal(value: float) -> float:
-    """Return the shortest decimal number that this 32-bit number may have been.
-
-    A client that sends 0.7 means what an HTTP client means by it.
-    """
+    """Return the shortest decimal that rounds to this 32-bit float, so that 0.7 means 0.7."""
     for num_digits in range(6, 9):
         candidate = float(f"{value:.{num_digits}g}")
         if abs(candidate) < 3e38 and _FLOAT.unpack(_FLOAT.pack(candidate))[0] == value:

@@ -1,4 +1,4 @@
-"""From the servicer's words to protobuf messages."""
+"""Translates the servicer's outputs to protobuf messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOAD_NAMES = tuple(field.name for field in fields(ServerLoads) if field.name !=
 def generate_response(
     request_id: str, output: GenerationOutput, *, is_first: bool
 ) -> pb.GenerateResponse:
-    """Return what Generate streams of one output."""
+    """Return the message of one output of Generate."""
     response = pb.GenerateResponse(request_id=request_id)
     for sequence in output.sequences:
         _add_sequence(response, sequence)
@@ -51,7 +51,7 @@ def generate_response(
 def write_frame(
     response: pb.GenerateResponse | pb.ChatResponse, output: GenerationOutput, *, is_first: bool
 ) -> None:
-    """Write what stands in the first and in the last message of a stream."""
+    """Set the fields of the first and the last message of a stream."""
     usage = output.usage
     if is_first:
         response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
@@ -63,19 +63,19 @@ def write_frame(
 
 
 def finish_reason(output: SequenceOutput) -> pb.FinishReason:
-    """Return why a sequence ended, if it has."""
+    """Return the finish reason of a sequence."""
     return _FINISH_REASONS[output.finish_reason]
 
 
 def stop_reason(output: SequenceOutput) -> str:
-    """Return what ended a sequence."""
+    """Return what stopped a sequence, or why it failed; empty for other reasons."""
     if output.finish_reason is FinishReason.ERROR:
         return "The engine could not compute the next token."
     return "" if output.stop_reason is None else str(output.stop_reason)
 
 
 def logprobs_of(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    """Return the log-probabilities of tokens."""
+    """Return the messages of log-probabilities, one for each token."""
     return [
         pb.TokenLogprobs(
             logprob=one.chosen,
@@ -89,12 +89,12 @@ def logprobs_of(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 def server_info_response(info: ServerInfo) -> pb.GetServerInfoResponse:
-    """Return what GetServerInfo answers."""
+    """Return the response of GetServerInfo."""
     return pb.GetServerInfoResponse(**{name: getattr(info, name) for name in _INFO_NAMES})
 
 
 def loads_response(loads: ServerLoads) -> pb.GetLoadsResponse:
-    """Return what GetLoads answers."""
+    """Return the response of GetLoads."""
     return pb.GetLoadsResponse(
         calls=[_call_load(call) for call in loads.calls],
         **{name: getattr(loads, name) for name in _LOAD_NAMES},
@@ -112,10 +112,10 @@ def _call_load(call: CallInfo) -> pb.CallLoad:
 
 
 def _add_sequence(response: pb.GenerateResponse, output: SequenceOutput) -> None:
-    # Made where it is to be: a message that is put into another is copied.
+    # Built in place: protobuf copies a message that is added to another.
     add = response.sequences.add
     if output.finish_reason is None and not output.logprobs:
-        # The message of most tokens.
+        # The fast path of most tokens.
         add(index=output.index, text=output.text, token_ids=output.token_ids)
         return
     add(

@@ -22,17 +22,17 @@ __all__ = ["GrpcServer"]
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
-    # gRPC would tell of its own refusals 0.1 to 1 s late, at random, to slow abusers down. They
-    # could have ours without a wait, and a call that waits counts and holds what it received.
+    # gRPC delays its own rejections by 0.1 to 1 s to slow abusers down, but meanwhile a call keeps
+    # its memory and counts as open.
     ("grpc.http.tarpit", 0),
-    # Of one connection. A client that has more waits, so it must be more than the queue holds.
+    # Per connection. Further calls wait in the client, so it exceeds the size of the queue.
     ("grpc.max_concurrent_streams", 4096),
-    # From the first on, metadata may be refused; from the second on, it is.
+    # Metadata may be rejected above the first limit and always is above the second.
     ("grpc.max_metadata_size", 8 * 2**10),
     ("grpc.absolute_max_metadata_size", 16 * 2**10),
-    # Without this a second server binds the same port and takes half of the calls.
+    # Otherwise a second server could bind the same port and receive half of the calls.
     ("grpc.so_reuseport", 0),
-    # A compressed message may be small on the wire and huge in memory: only identity is taken.
+    # Only identity: a compressed message may be small on the wire and huge in memory.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_time_ms", 30_000),
@@ -53,7 +53,7 @@ class GrpcServer:
         port: int,
         certificates: CertificateStore | None = None,
     ) -> None:
-        """Without certificates the port speaks no TLS."""
+        """Without certificates the port is plaintext."""
         self._servicer = servicer
         self._host = host
         self._wanted_port = port
@@ -61,17 +61,17 @@ class GrpcServer:
         self._health = Health((SERVICE.full_name,))
         self._server: grpc.aio.Server | None = None
         self.port = 0
-        """The port that is bound, once it is."""
+        """The bound port; 0 before the server has started."""
 
     async def start(self) -> None:
-        """Bind the port and answer. Raises DeviceError if the port is not to be had."""
+        """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
         server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         host = f"[{self._host}]" if ":" in self._host else self._host
-        # gRPC would only say that it failed, and log why on its own.
+        # gRPC raises an error without the reason, so bind once to report it.
         listen("gRPC", self._host, self._wanted_port).close()
         address = f"{host}:{self._wanted_port}"
         self.port = (
@@ -83,11 +83,11 @@ class GrpcServer:
         self._server = server
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say over grpc.health.v1 whether requests are served."""
+        """Set the status that grpc.health.v1 reports."""
         await self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls and end those that run longer than `grace_s`."""
+        """Reject new calls and cancel those that still run after `grace_s`."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)
@@ -96,7 +96,7 @@ class GrpcServer:
 def _credentials(store: CertificateStore) -> grpc.ServerCredentials:
     given = store.current()
 
-    # Called in a thread of gRPC's before every handshake.
+    # gRPC calls this in its own thread before every handshake.
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
         current = store.current()

@@ -1,8 +1,7 @@
 """The methods of `pagedray.v1.GenerationService`: messages in, messages out.
 
-They know protobuf and nothing of gRPC's server, so that another carrier of the same messages,
-such as the proxy of Ray Serve, runs the same methods. They raise PagedRayError; `grpc_status` has
-what a client is told of it. Each asks first whose call it is.
+They know protobuf but not gRPC's server, so Ray Serve's proxy runs the same methods. They raise
+PagedRayError, which `status` translates. Each authenticates its call first.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
-"""The service as its file in protos/ describes it."""
+"""The descriptor of the service."""
 OPERATIONS: dict[str, Operation] = {
     "Generate": "text_completion",
     "Chat": "chat",
     "Embed": "embeddings",
 }
-"""The methods that wait for the engine, and what they have it do."""
+"""The methods that use the engine, and their operations."""
 
 _MAX_ABORT_IDS = 1024
 _MAX_DETOKENIZE_IDS = 2**17
 
 
 class GrpcService:
-    """One method for each of the service's, named as Python names them."""
+    """The methods of the service, under their names in snake case."""
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
@@ -65,7 +64,7 @@ class GrpcService:
             generation.close()
 
     async def chat(self, message: pb.ChatRequest, call: RpcCall) -> AsyncGenerator[pb.ChatResponse]:
-        """Stream the assistant's next turn."""
+        """Stream the next turn of the assistant."""
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
             chat = grpc_chat.Chat(message, tool_format=self._tool_format)
@@ -80,7 +79,7 @@ class GrpcService:
             generation.close()
 
     async def embed(self, message: pb.EmbedRequest, call: RpcCall) -> pb.EmbedResponse:
-        """Return the vectors of texts."""
+        """Return the embeddings of texts."""
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_embedding(message, call, tenant)
@@ -108,7 +107,7 @@ class GrpcService:
         return pb.DetokenizeResponse(text=text)
 
     async def abort(self, message: pb.AbortRequest, call: RpcCall) -> pb.AbortResponse:
-        """End requests of the caller's tenant."""
+        """Abort requests of the caller's tenant."""
         tenant = self._tenant(call)
         grpc_requests.check_size("request_ids", len(message.request_ids), _MAX_ABORT_IDS)
         for client_id in message.request_ids:
@@ -118,7 +117,7 @@ class GrpcService:
     async def list_models(
         self, message: pb.ListModelsRequest, call: RpcCall
     ) -> pb.ListModelsResponse:
-        """Return the one model that there is."""
+        """Return the served model."""
         self._tenant(call)
         config = self._servicer.config
         model = pb.Model(
@@ -131,12 +130,12 @@ class GrpcService:
     async def get_server_info(
         self, message: pb.GetServerInfoRequest, call: RpcCall
     ) -> pb.GetServerInfoResponse:
-        """Return what does not change while the server runs."""
+        """Return the model, its configuration and the capacity of the server."""
         self._tenant(call)
         return grpc_responses.server_info_response(self._servicer.info())
 
     async def get_loads(self, message: pb.GetLoadsRequest, call: RpcCall) -> pb.GetLoadsResponse:
-        """Return what the server has to do."""
+        """Return the current load of the server."""
         return grpc_responses.loads_response(self._servicer.loads(self._tenant(call)))
 
     def _tenant(self, call: RpcCall) -> Tenant:

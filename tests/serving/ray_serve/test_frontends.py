@@ -132,14 +132,14 @@ def test_the_proxy_hands_the_deadline_on(server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"prompt": 5}, "prompt must be a text, token ids or a ChatPrompt, not a int."),
-        ({"prompt": [True]}, "prompt must be a text, token ids or a ChatPrompt, not a list."),
-        ({"sampling": {"max_token": 5}}, "'max_token' is not supported."),
+        ({"prompt": 5}, "prompt must be a string, token ids or a ChatPrompt, not int."),
+        ({"prompt": [True]}, "prompt must be a string, token ids or a ChatPrompt, not list."),
+        ({"sampling": {"max_token": 5}}, "Unknown sampling parameter 'max_token'."),
         ({"priority": "high"}, "priority must be an integer, not 'high'."),
-        ({"timeout_s": 0}, "timeout_s must be more than 0 and at most 86400, not 0."),
+        ({"timeout_s": 0}, "timeout_s must be in (0, 86400], not 0."),
         (
             {"timeout_s": float("nan")},
-            "timeout_s must be more than 0 and at most 86400, not nan.",
+            "timeout_s must be in (0, 86400], not nan.",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def look(
 def test_work_without_steps_is_a_stall(watch: ProgressWatch) -> None:
     assert look(watch, 0) is None
     assert look(watch, 60) is None
-    assert look(watch, 61) == "There is work, but no step was made for 60 s."
+    assert look(watch, 61) == "The engine has work but ran no step for 60 s."
 
 
 def test_steps_are_progress(watch: ProgressWatch) -> None:

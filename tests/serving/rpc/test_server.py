@@ -350,9 +350,9 @@ def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field 127."),
-        (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field 127."),
-        (b"x" * 3_000_000, "GenerateRequest has 3000000 bytes of fields that are not known here."),
+        (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field with number 127."),
+        (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field with number 127."),
+        (b"x" * 3_000_000, "GenerateRequest has 3000000 bytes of unknown fields."),
     ],
     ids=["message", "nested message", "many"],
 )
@@ -369,7 +369,7 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
     ("num_bytes", "text"),
     [
         (4_194_304, "The message is not a valid TokenizeRequest."),
-        (4_194_305, "message has 4194305 bytes; at most 4194304 are allowed."),
+        (4_194_305, "Message of 4194305 bytes is larger than the limit of 4194304 bytes."),
     ],
 )
 def test_too_large_message_is_refused_before_it_is_parsed(
@@ -397,7 +397,9 @@ def test_many_nested_messages_are_refused_soon(server: Server) -> None:
     # An empty turn is two bytes, and would be a millisecond's thousandth to look at.
     error = _raw_call(server, "Chat", b"\x12\x00" * 2_000_000)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == "messages has too many entries: a message may hold 8192 others."
+    assert error.details() == (
+        "messages has too many entries: a message must have at most 8192 nested messages."
+    )
     assert time.monotonic() - started_s < 20
 
 
