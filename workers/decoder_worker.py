@@ -18,7 +18,7 @@ from workers.memory_profile import (
 )
 from workers.models.decoder import Decoder
 from workers.models.self_attention import attention_spec
-from workers.runner.cuda_graphs import DecodeGraphs, batch_sizes
+from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, block_bytes
 from workers.runner.model_runner import ModelRunner, PendingTokens
@@ -116,7 +116,7 @@ class DecoderWorker(Worker):
             graphs = DecodeGraphs(
                 self._model, self._backend, self._spec, cache.device_pool, sizes=graph_sizes
             )
-            graphs.capture()
+            graphs.capture_graphs()
         return ModelRunner(
             model=self._model,
             cache=cache,
@@ -142,7 +142,7 @@ class DecoderWorker(Worker):
         can_capture = self._device.type == "cuda" and self._backend.supports_graph_capture
         if not can_capture or self._config.enforce_eager:
             return []
-        return batch_sizes(self._config.scheduler.max_num_seqs)
+        return graph_batch_sizes(self._config.scheduler.max_num_seqs)
 
     def _cache_bytes(self) -> int:
         """Return the bytes that the device pool may take."""

@@ -228,7 +228,7 @@ def run(
     model: Decoder,
     group: ParallelGroup,
     steps: tuple[int, ...] = (NUM_TOKENS,),
-    sampled_rows: torch.Tensor | None = None,
+    logits_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logits of the last step's tokens, after steps of so many tokens."""
     config = model.config
@@ -261,7 +261,7 @@ def run(
             torch.from_numpy(positions),
             cache,
             builder.build(batch),
-            sampled_rows,
+            logits_indices,
         )
         first += size
     return model.logits(hidden)

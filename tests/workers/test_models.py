@@ -77,7 +77,7 @@ def test_only_the_sampled_tokens_are_normed(tmp_path: Path) -> None:
     group = SoloGroup()
     model = loaded_model(tmp_path, group)
     rows = torch.tensor([3, NUM_TOKENS - 1])
-    torch.testing.assert_close(run(model, group, sampled_rows=rows), run(model, group)[rows])
+    torch.testing.assert_close(run(model, group, logits_indices=rows), run(model, group)[rows])
 
 
 def test_a_step_without_sampled_tokens_has_no_logits(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_step_without_sampled_tokens_has_no_logits(tmp_path: Path) -> None:
     group = SoloGroup()
     model = loaded_model(tmp_path, group)
     none = torch.empty(0, dtype=torch.int64)
-    assert run(model, group, sampled_rows=none).shape == (0, 131)
+    assert run(model, group, logits_indices=none).shape == (0, 131)

@@ -126,7 +126,7 @@ def test_ranks_listen_on_the_loopback_only() -> None:
 
 
 def test_a_rank_that_nobody_joins_gives_up_in_one_line() -> None:
-    with pytest.raises(DeviceError, match="rank 0 of 2 could not join its group at 127") as caught:
+    with pytest.raises(DeviceError, match="Rank 0 of 2 could not join its group at 127") as caught:
         open_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)
 

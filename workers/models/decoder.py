@@ -80,12 +80,12 @@ class Decoder(Composite):
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        sampled_rows: torch.Tensor | None,
+        logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the normed hidden states of some tokens, `[num_sampled, hidden_size]`.
 
-        `token_ids` and `positions` are `[num_tokens]` int64, and `sampled_rows`, `[num_sampled]`
-        int64, are the tokens whose logits are wanted; None is all of them.
+        `token_ids` and `positions` are `[num_tokens]` int64. `logits_indices`, `[num_sampled]`
+        int64, selects the tokens whose logits are computed; None selects all.
         """
         residual = self._embedding(token_ids)
         if self._embedding_norm is not None:
@@ -94,11 +94,11 @@ class Decoder(Composite):
         for layer, rotation in zip(self._layers, self._positions.rotations(positions), strict=True):
             delta = layer(residual, delta, rotation, kv_cache, metadata)
         assert delta is not None
-        if sampled_rows is not None:
-            if not len(sampled_rows):
+        if logits_indices is not None:
+            if not len(logits_indices):
                 return delta.narrow(0, 0, 0)
-            residual = residual.index_select(0, sampled_rows)
-            delta = delta.index_select(0, sampled_rows)
+            residual = residual.index_select(0, logits_indices)
+            delta = delta.index_select(0, logits_indices)
         return self._norm(residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ __all__ = ["ParallelGroup", "SoloGroup"]
 
 
 class ParallelGroup(ABC):
-    """The ranks that hold one copy of the model, as one of them sees them.
+    """The ranks that hold one copy of the model, from the view of one of them.
 
     Every rank calls the same collectives in the same order.
     """
@@ -41,37 +41,35 @@ class ParallelGroup(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a tensor by its sum over the ranks, in place, and return it."""
+        """Sum a tensor over the ranks, in place, and return it."""
 
     @abstractmethod
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
+        """Return the `[n, local]` tensors of all ranks side by side, `[n, local * size]`."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
+        """Leave the group. Drop CUDA graphs that captured its collectives before."""
 
 
 class SoloGroup(ParallelGroup):
-    """A group of one rank: every collective is already done."""
+    """A group of one rank, whose collectives do nothing."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
         return tensor
 
     def barrier(self) -> None:
-        """Return at once."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass

@@ -1,4 +1,4 @@
-"""The network interface that has an address, by the name that the kernel gives it."""
+"""Finds the network interface of an IP address."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["interface_of"]
 _SIOCGIFCONF = 0x8912
 _NAME_BYTES = 16
 _ENTRY_BYTES = 40
-"""struct ifreq of 64 bits: a name, and a union whose longest member is a map of the device."""
+"""Size of `struct ifreq` on 64-bit Linux."""
 _ADDRESS = slice(_NAME_BYTES + 4, _NAME_BYTES + 8)
-"""Behind the name, in a struct sockaddr_in: behind its family and its port."""
+"""Offset of the IPv4 address: behind the name, and the family and port of `sockaddr_in`."""
 _MAX_ENTRIES = 256
 
 
 def interface_of(host: str) -> str | None:
-    """Return the interface of this node that has an address; None if none has it."""
+    """Return the name of this node's interface that has the address `host`, or None."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -33,15 +33,14 @@ def interface_of(host: str) -> str | None:
 def _ipv4_names() -> dict[bytes, str]:
     entries = array.array("B", bytes(_MAX_ENTRIES * _ENTRY_BYTES))
     begin, size = entries.buffer_info()
-    # The kernel says how much of it it has filled.
     request = struct.pack("iP", size, begin)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        filled, _ = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        filled, _ = struct.unpack("iP", fcntl.ioctl(query, _SIOCGIFCONF, request))
     found = entries.tobytes()[:filled]
     names = {}
     for start in range(0, filled, _ENTRY_BYTES):
         entry = found[start : start + _ENTRY_BYTES]
-        # A further address of an interface is labelled as in eth0:1.
+        # An additional address of an interface has a label such as eth0:1.
         name = entry[:_NAME_BYTES].partition(b"\0")[0].partition(b":")[0].decode()
         names[entry[_ADDRESS]] = name
     return names

@@ -27,7 +27,7 @@ def open_group(
     rendezvous: Rendezvous | None = None,
     timeout_s: float = 300.0,
 ) -> ParallelGroup:
-    """Return the group of `size` ranks as rank `rank` sees it; one rank needs no address."""
+    """Return the group of `size` ranks for rank `rank`; a single rank needs no address."""
     if size == 1:
         if rendezvous is not None:
             rendezvous.close()

@@ -23,9 +23,9 @@ _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    They meet at a TCP store that rank 0 opens at `address`, a host and a port, one group only;
-    `rendezvous` is its socket, if rank 0 listens already. `host` is the address under which the
-    others reach this rank. Every wait ends after `timeout_s`.
+    The ranks meet at a TCP store that rank 0 opens at `address`, a host and a port, for one group;
+    `rendezvous` is its socket, if rank 0 listens already. `host` is the address where the other
+    ranks reach this one. Every wait times out after `timeout_s`.
     """
 
     def __init__(
@@ -50,24 +50,22 @@ class ProcessGroup(ParallelGroup):
                 store, rank, size, timeout=timeout, host=host, device=device
             )
             self._device = device
-            # The first collective connects the ranks; whatever is wrong shows here, by name.
+            # The first collective connects the ranks, so that network errors are raised here.
             self.barrier()
         except (RuntimeError, OSError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise DeviceError(
-                f"rank {rank} of {size} could not join its group at {address[0]}:{address[1]}: "
+                f"Rank {rank} of {size} could not join its group at {address[0]}:{address[1]}: "
                 f"{first_line}"
             ) from error
-        # The store is the ranks' meeting point as long as the group lives.
+        # The backend uses the store as long as the group lives.
         self._store = store
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a tensor by its sum over the ranks, in place, and return it."""
         self._backend.allreduce([tensor]).wait()
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `[n, local]` of every rank side by side in rank order: `[n, local * size]`."""
         num_rows, local = tensor.shape
         parts = tensor.new_empty((self.size * num_rows, local))
         self._backend._allgather_base(parts, tensor.contiguous()).wait()
@@ -75,12 +73,10 @@ class ProcessGroup(ParallelGroup):
         return by_rank.transpose(0, 1).reshape(num_rows, self.size * local)
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
         token = torch.zeros(1, device=self._device)
         self.all_reduce(token).cpu()
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that captured its collectives must be dropped before."""
         self._backend.shutdown()
 
 
@@ -100,7 +96,7 @@ def _open_store(
     )
 
 
-# The classes below are torch's own bindings; their stubs differ between builds of torch.
+# Any, since the stubs of these bindings differ between builds of torch.
 def _open_gloo(
     store: Store,
     rank: int,
@@ -110,7 +106,7 @@ def _open_gloo(
     host: str,
     device: torch.device,
 ) -> Any:
-    # Without a device gloo binds to what the host's name resolves to, which is often nothing.
+    # Without a device, gloo binds to the address of the host name, which often does not resolve.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
@@ -129,10 +125,10 @@ def _open_nccl(
 ) -> Any:
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
-        raise DeviceError("this build of torch has no NCCL, which GPUs of one group need.")
+        raise DeviceError("This build of torch lacks NCCL, which tensor parallelism on GPUs needs.")
     options = nccl.Options()
     options._timeout = timeout
-    # Collectives wait for one another anyway: a stream of lower priority would only add delay.
+    # Kernels wait for collectives, so that a stream of lower priority would only add latency.
     options.is_high_priority_stream = True
     _choose_nccl_interface(host)
     # Ray shows a rank only the GPU that is its own.
@@ -141,12 +137,12 @@ def _open_nccl(
 
 
 def _choose_nccl_interface(host: str) -> None:
-    """Have NCCL meet the others where they reach this rank, and not where it thinks best."""
+    """Restrict NCCL to the network interface where the other ranks reach this one."""
     if host == LOOPBACK:
-        # Also if another one is set, which is for groups of several nodes.
+        # Overrides a value of the user, which is for groups on several nodes.
         os.environ[_NCCL_INTERFACE] = "=lo"
         return
     interface = interface_of(host)
     if interface is not None:
-        # Without the sign it would be the beginning of a name.
+        # Without the equals sign NCCL takes it for a prefix of a name.
         os.environ.setdefault(_NCCL_INTERFACE, f"={interface}")

@@ -1,4 +1,4 @@
-"""Where the ranks of a group find one another: a socket that rank 0 listens on."""
+"""The rendezvous of a group: a socket that rank 0 listens on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class Rendezvous:
-    """A listening socket that is bound to one address of its node, and to no other.
+    """A listening socket that is bound to one address of its node.
 
-    A store of torch that opens its own listens on every interface. The port is taken from the
-    start, so that nobody else can get it before the store is there.
+    A `TCPStore` that opens its own socket listens on every interface. Binding the port first also
+    keeps other processes from taking it before the store exists.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
@@ -23,7 +23,7 @@ class Rendezvous:
         self.port: int = self._listener.getsockname()[1]
 
     def detach(self) -> int:
-        """Return the socket's file descriptor, which is the caller's to close from now on."""
+        """Return the socket's file descriptor, which the caller must close."""
         return self._listener.detach()
 
     def close(self) -> None:

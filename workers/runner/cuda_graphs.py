@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs: the host asks once for what it would ask per kernel."""
+"""Decode steps captured as CUDA graphs: one launch in place of one for each kernel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from workers.models.decoder import Decoder
     from workers.runner.input_batch import StepInputs
 
-__all__ = ["DecodeGraphs", "batch_sizes"]
+__all__ = ["DecodeGraphs", "graph_batch_sizes"]
 
 _NUM_WARM_UPS = 2
 _MAX_BATCH_SIZE = 512
 
 
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, ascending: close together where steps are short."""
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture, ascending; small ones are closer together."""
     limit = min(max_num_seqs, _MAX_BATCH_SIZE)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_BATCH_SIZE + 1, 32)]
     return [*(size for size in sizes if size < limit), limit]
@@ -39,9 +39,9 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """One graph for each of some batch sizes; a smaller batch is padded to the next.
+    """One graph for each captured batch size; a batch is padded to the next larger size.
 
-    Drop it before the group is left: its graphs hold the group's collectives.
+    Drop it before closing the group: the graphs hold the group's collectives.
     """
 
     def __init__(
@@ -63,22 +63,25 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size. Every rank of a group must do so at the same time."""
+    def capture_graphs(self) -> None:
+        """Capture every size. All ranks of a group must do this at the same time."""
         pool = None
         with self._state.graph_capture(self._sizes[-1]):
-            # The largest first: the smaller ones fit into its memory.
+            # The largest first, since the smaller ones reuse its memory pool.
             for size in reversed(self._sizes):
                 self._graphs[size] = self._captured(size, pool)
                 pool = self._graphs[size].graph.pool()
 
-    def serves(self, inputs: StepInputs) -> bool:
-        """Return whether a step is one that was captured: decodes only, and not too many."""
+    def can_replay(self, inputs: StepInputs) -> bool:
+        """Return whether a step has only decodes, and no more than the largest captured size."""
         batch = inputs.attention
         return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
 
-    def run(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return the normed hidden states of the sampled tokens; overwritten by the next run."""
+    def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the normed hidden states, `[num_sampled, hidden_size]`.
+
+        The next replay may overwrite them.
+        """
         num_tokens = len(inputs.token_ids)
         graph = self._graphs[self._sizes[bisect_left(self._sizes, num_tokens)]]
         self._token_ids[:num_tokens].copy_(inputs.token_ids)
@@ -86,20 +89,21 @@ class DecodeGraphs:
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
         graph.graph.replay()
         hidden = graph.hidden[:num_tokens]
-        return hidden if inputs.sampled is None else hidden.index_select(0, inputs.sampled)
+        indices = inputs.logits_indices
+        return hidden if indices is None else hidden.index_select(0, indices)
 
-    def _captured(self, size: int, pool: Any) -> _Graph:  # Any: torch keeps the type to itself
+    def _captured(self, size: int, pool: Any) -> _Graph:  # Any: torch does not export the type
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Libraries choose and compile kernels when they first meet a shape.
+            # Libraries select and compile kernels at the first call with a shape.
             for _ in range(_NUM_WARM_UPS):
                 self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the watchdog of the collectives, may call CUDA meanwhile.
+        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
         return _Graph(

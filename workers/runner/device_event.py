@@ -1,4 +1,4 @@
-"""A moment of a rank: on the host's clock, or on a GPU's stream."""
+"""Events with timing: recorded on a GPU's stream, or on the host's clock for a CPU."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ __all__ = ["DeviceEvent", "record_event"]
 
 
 class DeviceEvent(Protocol):
-    """What has been reached once all work before it is done."""
+    """An event that completes with all work submitted before it, as `torch.cuda.Event` does."""
 
     def query(self) -> bool:
-        """Return whether it has been reached."""
+        """Return whether the event has completed."""
 
     def synchronize(self) -> None:
-        """Return once it has been reached."""
+        """Wait until the event has completed."""
 
-    # Any two moments are of one kind; the device's own type says no more.
     def elapsed_time(self, end_event: Self) -> float:
-        """Return the milliseconds from here to a later moment, both reached."""
+        """Return the milliseconds from this event to a later one; both must have completed."""
 
 
-class _HostMoment:
-    """Reached when it is made: what a CPU does is done when the call returns."""
+class _HostEvent:
+    """Completes when it is recorded: on a CPU, work ends when its call returns."""
 
     def __init__(self) -> None:
         self._time_s = time.perf_counter()
@@ -36,14 +35,14 @@ class _HostMoment:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end_event: _HostMoment) -> float:
+    def elapsed_time(self, end_event: _HostEvent) -> float:
         return (end_event._time_s - self._time_s) * 1e3
 
 
 def record_event(device: torch.device) -> DeviceEvent:
-    """Return this moment of a device."""
+    """Record an event on the device's current stream."""
     if device.type != "cuda":
-        return _HostMoment()
+        return _HostEvent()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

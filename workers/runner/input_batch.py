@@ -1,8 +1,8 @@
 """The rows of a rank's batch: tokens, block tables and the flat inputs of a step.
 
-Buffers persist; a plan changes only what it names. Host arrays are numpy, since a step
-touches a few numbers a row. The token table lies on the device: sampled tokens are written
-there and the next step reads them there, without a trip to the host.
+Buffers persist, and a plan changes only the rows that it names. Host arrays are NumPy, since a
+step touches a few numbers per row. The token table is on the device: sampled tokens are written
+there, and the next step reads them without a copy to the host.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ __all__ = ["InputBatch", "StepInputs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepInputs:
-    """What a forward pass reads."""
+    """The inputs of one forward pass."""
 
     token_ids: torch.Tensor
     """`[num_tokens]` int64, on the device."""
     positions: torch.Tensor
     """`[num_tokens]` int64, on the device."""
-    sampled: torch.Tensor | None
-    """`[num_sampled]` int64, on the device: tokens whose logits are wanted; None is all."""
+    logits_indices: torch.Tensor | None
+    """`[num_sampled]` int64, on the device: the tokens whose logits are computed; None is all."""
     attention: AttentionBatch
     sampled_rows: list[int]
+    """The rows of the batch that sample a token."""
     sampled_positions: list[int]
-    """Where the sampled tokens go: the number of tokens before each."""
+    """Positions of the sampled tokens."""
 
 
 class InputBatch:
-    """The rows of the batch, updated by difference."""
+    """The state of every row, updated by plans."""
 
     def __init__(
         self, *, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device
@@ -50,20 +51,20 @@ class InputBatch:
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
-        # One column more: the last token of a full sequence is sampled but never read.
+        # The extra column takes the last token of a full sequence, which no step reads.
         self._tokens = torch.zeros(
             (max_num_rows, max_model_len + 1), dtype=torch.int64, device=device
         )
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take over what the plan says of rows: starts and new blocks."""
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Start the rows of new sequences and append new blocks to block tables."""
         for start in plan.starts:
             self._start(start)
         for sequence in plan.sequences:
             if sequence.new_block_ids:
                 self._append_blocks(sequence.row, sequence.new_block_ids)
 
-    def inputs(self, sequences: list[SequencePlan]) -> StepInputs:
+    def prepare_inputs(self, sequences: list[SequencePlan]) -> StepInputs:
         """Return the flat inputs of a step, tokens in the order of `sequences`."""
         size = len(sequences)
         rows = np.fromiter((s.row for s in sequences), np.int64, size)
@@ -80,7 +81,7 @@ class InputBatch:
         return StepInputs(
             token_ids=self._tokens[self._to_device(token_rows), device_positions],
             positions=device_positions,
-            sampled=(
+            logits_indices=(
                 None
                 if is_sampled.all() and ends[-1] == size
                 else self._to_device(ends[is_sampled] - 1)
@@ -99,10 +100,10 @@ class InputBatch:
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Write the sampled tokens, `[num_sampled]`, behind the tokens of their rows."""
+        """Append the sampled tokens, `[num_sampled]` int64, to their rows of the token table."""
         rows = self._to_device(np.asarray(inputs.sampled_rows, dtype=np.int64))
         positions = self._to_device(np.asarray(inputs.sampled_positions, dtype=np.int64))
-        # A row whose logits were not finite has no token; 0 keeps its extra step in range.
+        # A row whose logits were not finite has -1; 0 keeps its extra step in range.
         self._tokens[rows, positions] = token_ids.clamp(min=0)
 
     def _start(self, start: SequenceStart) -> None:

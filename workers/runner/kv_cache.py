@@ -1,8 +1,7 @@
 """The KV cache of one rank: a device pool and a CPU pool of equal layout.
 
-Both are block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`,
-so that a block of all layers is one contiguous chunk and a swap is one copy a block.
-Which block belongs to whom is the scheduler's matter.
+Both are block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, so that a
+block of all layers is contiguous and a swap is one copy per block. The scheduler assigns blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class KVCache:
         num_cpu_blocks: int,
     ) -> None:
         def pool(size: int, *, is_pinned: bool, where: torch.device) -> torch.Tensor:
-            # Zeros, not whatever memory held: a masked score still multiplies what it masks.
+            # Zeros, since masked scores still multiply values: NaN in unused slots would spread.
             shape, dtype = (size, *_block_shape(spec)), storage_dtype(spec.cache_dtype)
             if where.type == "cpu" and not is_pinned:
                 return _untouched_zeros(shape, dtype)
@@ -66,15 +65,15 @@ class KVCache:
         if copies:
             self._backend.swap_blocks(self.cpu_pool, self.device_pool, _pairs(copies))
 
-    def copy(self, copies: list[BlockCopy]) -> None:
-        """Copy device blocks to device blocks."""
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copy blocks within the device pool."""
         if copies:
             self._backend.copy_blocks(self.device_pool, _pairs(copies))
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that take no memory until something is written: torch would fill them."""
-    # Integers of the same size, since numpy has not all of torch's types.
+    """Return zeros that take no memory before they are written; torch would write them."""
+    # Integers of the same size, since NumPy lacks some of torch's types.
     return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
@@ -90,5 +89,5 @@ def _block_shape(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def _pairs(copies: list[BlockCopy]) -> list[tuple[int, int]]:
-    # Sorted, neighbouring blocks go in one copy.
+    # Sorted, so that adjacent blocks become one copy.
     return sorted((copy.source, copy.target) for copy in copies)

@@ -1,7 +1,6 @@
 """From a plan to sampled tokens: input batch, forward pass, logits, sampler.
 
-The runner carries plans out in order and knows nothing of requests or of other ranks
-beyond the collectives inside the model.
+The runner knows no requests, and other ranks only through the collectives inside the model.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["ModelRunner", "PendingTokens"]
 
 
 class PendingTokens:
-    """A step that was launched; its tokens may still be in the making on the device.
+    """A step that was launched; the device may still compute its tokens.
 
-    One that samples under masks has them in the making only when the masks are there.
+    A step that needs masks samples its tokens once it has them.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class PendingTokens:
         swapped: DeviceEvent,
         device: torch.device,
     ) -> None:
-        """`sample` takes the masks; the step was swapped after the copies between the pools."""
+        """`sample` takes the masks; `swapped` was recorded behind the copies between the pools."""
         self.step = step
         self.needs_masks = needs_masks
         self._sample = sample
@@ -57,7 +56,6 @@ class PendingTokens:
             self._finish(b"")
 
     def take_masks(self, masks: StepMasks) -> None:
-        """Sample under the masks that it waits for; not twice."""
         assert self.needs_masks
         assert masks.step == self.step
         self.needs_masks = False
@@ -65,11 +63,10 @@ class PendingTokens:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `output` returns at once."""
         return self._done is not None and self._done.query()
 
     def output(self) -> StepOutput:
-        """Return what was sampled, waiting for the device, but not for masks."""
+        """Return the sampled tokens and timings; waits for the device, not for masks."""
         assert self._done is not None
         self._done.synchronize()
         sampled = self._sampled
@@ -84,7 +81,7 @@ class PendingTokens:
     @torch.inference_mode()
     def _finish(self, masks: bytes) -> None:
         if self._sample is not None:
-            # The tokens lie on the host, and are there once the step is done.
+            # The copy of the tokens to the host ends before the step's event.
             self._sampled = self._sample(masks)
             self._sample = None
         self._done = record_event(self._device)
@@ -104,7 +101,7 @@ class ModelRunner:
         sampler: Sampler,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`graphs` serve the steps that they can; without them every step is eager."""
+        """Without `graphs` every step runs eagerly."""
         self._model = model
         self._cache = cache
         self._builder = builder
@@ -120,24 +117,24 @@ class ModelRunner:
 
     @property
     def attention_provider_sentences(self) -> list[str]:
-        """Who serves which layers, and why, in sentences."""
+        """Sentences that say which provider serves which layers, and why."""
         return self._builder.provider_sentences()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
-        """Carry a plan out; on a GPU, return before its kernels have run."""
+        """Launch the step of a plan; on a GPU, return before its kernels have run."""
         for start in plan.starts:
             self._sampler.start(start)
-        self._batch.apply(plan)
+        self._batch.apply_plan(plan)
         device = self._cache.device_pool.device
         started = record_event(device)
         self._cache.swap_out(plan.swap_outs)
         self._cache.swap_in(plan.swap_ins)
         swapped = record_event(device) if plan.swap_outs or plan.swap_ins else started
-        self._cache.copy(plan.copies)
+        self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False
         if plan.sequences:
-            inputs = self._batch.inputs(plan.sequences)
+            inputs = self._batch.prepare_inputs(plan.sequences)
             hidden = self._hidden(inputs)
             if inputs.sampled_rows:
                 needs_masks = self._sampler.has_masked(inputs.sampled_rows)
@@ -152,21 +149,21 @@ class ModelRunner:
         )
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the normed hidden states of the sampled tokens."""
+        """Return the normed hidden states, `[num_sampled, hidden_size]`."""
         metadata = self._builder.build(inputs.attention)
-        if self._graphs is not None and self._graphs.serves(inputs):
-            return self._graphs.run(inputs, metadata)
+        if self._graphs is not None and self._graphs.can_replay(inputs):
+            return self._graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)
         return self._model.forward(
             inputs.token_ids,
             inputs.positions,
             self._cache.device_pool,
             metadata,
-            inputs.sampled,
+            inputs.logits_indices,
         )
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: bytes) -> Sampled:
         sampled = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions, masks)
         self._batch.append_sampled(inputs, sampled.token_ids)
-        # Asked for later, they would come behind the next step. The copy goes to pinned memory.
+        # A copy issued later would run behind the next step. It goes to pinned memory.
         return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))
