@@ -1,4 +1,4 @@
-"""One running call of embedding: an answer of the encoder that may be waited for, and given up."""
+"""One running embedding call, whose vectors can be awaited and cancelled."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class EmbeddingCall:
         self._answer: asyncio.Future[NDArray[np.float32]] = loop.create_future()
 
         def deliver(done: Future[NDArray[np.float32]]) -> None:
-            # Once the loop is closed, nobody is left to read.
+            # The loop may be closed, with no reader left.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._take, done)
 
         running.add_done_callback(deliver)
 
     async def vectors(self, deadline_s: float | None) -> NDArray[np.float32]:
-        """Return the vectors; whoever stops to wait gives the call up.
+        """Return the vectors; cancelling the wait cancels the call.
 
         Raises EngineError, and DeadlineError at the deadline.
         """
@@ -58,11 +58,11 @@ class EmbeddingCall:
             self._running.cancel()
 
     def abort(self) -> None:
-        """Give it up: there is no part of an answer."""
+        """Fail the call, which has no partial result."""
         self.fail(EngineError("The call was aborted."))
 
     def fail(self, error: PagedRayError) -> None:
-        """End it with an error."""
+        """End the call with an error."""
         self._running.cancel()
         if not self._answer.done():
             self._answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""What a client wants embedded becomes a request of the encoder, or is refused."""
+"""The validator of embedding calls: it turns a client's input into a request or rejects it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _POOLING_OF = {
 
 
 class EmbeddingValidator:
-    """Knows the limits of one encoder and tokenizes what keeps them."""
+    """Checks input against the limits of one encoder and tokenizes it."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
     ) -> None:
-        """Raises CheckpointError if the checkpoint says nothing sensible about its pooling."""
+        """Raises CheckpointError if the checkpoint's pooling is not supported."""
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._context = config.max_model_len
@@ -69,7 +69,7 @@ class EmbeddingValidator:
         texts: list[tuple[int, ...]] = []
         for prompt in given.prompts:
             texts.append(await self._read(prompt, is_long=is_long))
-            # Others come in between; many texts take their time.
+            # Let other calls run between the texts of a long list.
             await asyncio.sleep(0)
         return EmbeddingRequest(
             texts=tuple(texts),
@@ -84,19 +84,19 @@ class EmbeddingValidator:
         token_ids = await self._reader.read(prompt, is_long=is_long, param="input")
         if not 1 <= len(token_ids) <= self._context:
             raise InvalidRequestError(
-                f"input has {len(token_ids)} tokens, but an encoder reads 1 to {self._context}.",
+                f"input must have 1 to {self._context} tokens, not {len(token_ids)}.",
                 param="input",
             )
         return token_ids
 
 
 def _read_pooling(folder: Path) -> Pooling:
-    """Return how a checkpoint of sentence-transformers pools; the mean if it does not say."""
+    """Return the pooling of a sentence-transformers checkpoint; "mean" if it has no setting."""
     path = folder / "1_Pooling" / "config.json"
     if not path.is_file():
         return "mean"
     try:
-        # Any: what another program wrote.
+        # Any: JSON written by another program.
         settings: Any = json.loads(path.read_text(encoding="utf-8"))
         chosen = [
             key for key, value in settings.items() if key.startswith("pooling_mode_") and value
@@ -105,8 +105,8 @@ def _read_pooling(folder: Path) -> Pooling:
         raise CheckpointError(f"{path} is not a JSON object.") from error
     for pooling in get_args(Pooling):
         if [_POOLING_OF.get(key) for key in chosen] == [pooling]:
-            return pooling  # type: ignore[no-any-return]  # one of the literal's own words
+            return pooling  # type: ignore[no-any-return]  # get_args returns Any
     raise CheckpointError(
-        f"{path} pools by {', '.join(chosen) or 'nothing'}; supported is one of "
+        f"{path} enables {', '.join(chosen) or 'no pooling'}; supported is exactly one of "
         f"{', '.join(_POOLING_OF)}."
     )

@@ -1,7 +1,7 @@
-"""The asyncio side of the engine: requests go in, the tokens of each come out.
+"""The asyncio side of the engine: requests go in, the token events of each come out.
 
-The engine publishes from its own thread. A batch of events costs one wake-up of the event
-loop, however many requests it holds.
+The engine publishes from its own thread. A batch of events wakes the event loop once, however
+many requests it covers.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["EmbeddingEngine", "Engine", "EngineClient", "EngineStream", "Generat
 
 
 class Engine(Protocol):
-    """What the frontends need of a replica, whatever its model does; any thread may call it."""
+    """What the frontends need of any engine; thread-safe."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
+        """Raise OverloadedError if the queue has no room for so many more prompt tokens."""
 
     def stats(self) -> EngineStats:
-        """Return the counts of this moment."""
+        """Return the current counts."""
         ...
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken and steps are run."""
+        """Whether requests are accepted and steps run."""
         ...
 
     @property
     def error(self) -> EngineError | None:
-        """What ended it for good, if anything has."""
+        """The error that ended the engine permanently, if any."""
         ...
 
 
 class EmbeddingEngine(Engine, Protocol):
-    """A replica whose model makes vectors of texts."""
+    """An engine whose model is an encoder."""
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request. Raises OverloadedError or EngineError."""
@@ -60,22 +60,22 @@ class EmbeddingEngine(Engine, Protocol):
 
 
 class GenerationEngine(Engine, Protocol):
-    """A replica whose model generates."""
+    """An engine whose model generates."""
 
     def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
 
     def abort_request(self, request_id: str) -> None:
-        """End a request; one that has ended or never was is left alone."""
+        """End a request; an unknown or ended one is ignored."""
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence of a request whose reader has enough; no event follows."""
+        """End one sequence of a request, without an event for it."""
 
 
 class EngineClient:
-    """Hands the engine's events to the streams that wait for them.
+    """Delivers the engine's events to the streams of their requests.
 
-    `publish` and `fail_all` may be called from any thread, the rest from the loop's only.
+    `publish` and `fail_all` may be called from any thread, the rest from the loop's thread only.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -86,58 +86,58 @@ class EngineClient:
         self._streams: dict[str, EngineStream] = {}
 
     def attach_engine(self, engine: Controller | Embedder) -> None:
-        """Send requests to an engine that publishes here, or texts to an encoder."""
+        """Submit requests to `engine`, of either kind."""
         if isinstance(engine, Embedder):
             self.attach_embedding_engine(engine)
         else:
             self.attach_generation_engine(engine)
 
     def attach_generation_engine(self, engine: GenerationEngine) -> None:
-        """Send requests to `engine`, which publishes here."""
+        """Submit generation requests to `engine`, which publishes its events here."""
         self._engine = self._generation_engine = engine
 
     def attach_embedding_engine(self, encoder: EmbeddingEngine) -> None:
-        """Send texts to `encoder`, which answers each by itself."""
+        """Submit embedding requests to `encoder`, which returns a future for each."""
         self._engine = self._embedding_engine = encoder
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is an engine or an encoder."""
+        """Whether an engine is attached."""
         return self._engine is not None
 
     @property
     def engine(self) -> Engine:
-        """The engine or encoder. Raises EngineError while there is none."""
+        """The engine. Raises EngineError while there is none."""
         if self._engine is None:
             raise EngineError("The model is not loaded yet.")
         return self._engine
 
     @property
     def embedding_engine(self) -> EmbeddingEngine:
-        """The encoder. Raises EngineError while there is none."""
+        """The embedding engine. Raises EngineError while there is none."""
         if self._embedding_engine is None:
             raise EngineError("The model is not loaded yet.")
         return self._embedding_engine
 
     @property
     def generation_engine(self) -> GenerationEngine:
-        """The engine. Raises EngineError while there is none."""
+        """The generation engine. Raises EngineError while there is none."""
         if self._generation_engine is None:
             raise EngineError("The model is not loaded yet.")
         return self._generation_engine
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is an engine or an encoder, and it makes progress."""
+        """Whether an engine is attached and makes progress."""
         return self._engine is not None and self._engine.is_healthy
 
     @property
     def has_failed(self) -> bool:
-        """Whether there was an engine or an encoder, and it has ended for good."""
+        """Whether an engine is attached and has failed permanently."""
         return self._engine is not None and self._engine.error is not None
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Hand on the events of one step."""
+        """Deliver the events of one step."""
         self._call(lambda: self._deliver(events))
 
     def fail_all(self, error: EngineError) -> None:
@@ -147,7 +147,7 @@ class EngineClient:
     def open_stream(self, requests: Sequence[Request]) -> EngineStream:
         """Submit requests and return the stream of their events.
 
-        Raises CapacityError, OverloadedError or EngineError; then none of them runs.
+        Raises CapacityError, OverloadedError or EngineError; then none of the requests runs.
         """
         engine = self.generation_engine
         stream = EngineStream(self, engine, requests)
@@ -162,14 +162,14 @@ class EngineClient:
         return stream
 
     def forget(self, request_id: str) -> None:
-        """Drop what the engine may still publish of a request."""
+        """Drop further events of a request."""
         self._streams.pop(request_id, None)
 
     def _call(self, deliver: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(deliver)
         except RuntimeError:
-            # The loop is closed: nobody is left to read.
+            # The loop may be closed, with no reader left.
             if not self._loop.is_closed():
                 raise
 
@@ -185,10 +185,10 @@ class EngineClient:
 
 
 class EngineStream:
-    """The events of some requests, in the order they were published.
+    """The events of a call's requests, in the order they were published.
 
-    Each item holds all events since the last one. Leaving the stream before its end aborts
-    what is not finished.
+    Each item is the list of all events since the last item. Closing the stream early aborts its
+    unfinished requests.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class EngineStream:
         self._engine = engine
         self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
         self._pending: list[TokenEvent] = []
-        # Looked up once: to ask for the running loop is a system call in some versions of Python.
+        # Looked up once: getting the running loop is a system call in some versions of Python.
         self._new_waiter = asyncio.get_running_loop().create_future
         self._waiter: asyncio.Future[None] | None = None
         self._error: PagedRayError | None = None
@@ -229,7 +229,7 @@ class EngineStream:
         self.close()
 
     def finish(self, request_id: str, index: int) -> None:
-        """End a sequence that has enough tokens; nothing more of it is read."""
+        """End a sequence and drop its further events."""
         if self._end(request_id, index):
             self._engine.finish_sequence(request_id, index)
             self._wake()
@@ -246,7 +246,7 @@ class EngineStream:
         self._wake()
 
     def close(self) -> None:
-        """Abort what is not finished, at once."""
+        """Abort the unfinished requests immediately."""
         unfinished, self._unfinished = self._unfinished, {}
         for request_id in unfinished:
             self._client.forget(request_id)
@@ -254,7 +254,7 @@ class EngineStream:
             self._engine.abort_request(request_id)
 
     def put_event(self, event: TokenEvent) -> None:
-        """Take an event from the engine."""
+        """Append an event of the engine."""
         if event.index not in self._unfinished.get(event.request_id, ()):
             return
         if event.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""The frontends of one replica together: gRPC and HTTP over one servicer."""
+"""The frontends of one replica: gRPC and HTTP over one servicer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOSE_GRACE_S = 0.5
 
 
 class Frontends:
-    """Starts, opens and drains the servers of a replica, on the running event loop."""
+    """Starts and drains the servers of a replica on the running event loop."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Frontends:
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
     ) -> None:
-        """Port 0 lets the system choose; None leaves the frontend out.
+        """Port 0 lets the system choose; None disables the frontend.
 
-        Without certificates no frontend speaks TLS.
+        Without certificates, TLS is disabled.
         """
         self.servicer = Servicer(
             client,
@@ -77,18 +77,18 @@ class Frontends:
 
     @property
     def grpc_port(self) -> int | None:
-        """The port that gRPC is bound to."""
+        """The port of gRPC; None if disabled."""
         return None if self._grpc is None else self._grpc.port
 
     @property
     def http_port(self) -> int | None:
-        """The port that HTTP is bound to."""
+        """The port of HTTP; None if disabled."""
         return None if self._http is None else self._http.port
 
     async def start_servers(self) -> None:
-        """Bind the ports and answer; requests are refused until `set_ready`.
+        """Bind the ports and serve; requests are refused until `set_ready`.
 
-        Raises DeviceError if a port is not to be had; then none is bound.
+        Raises DeviceError if a port is not available; then none is bound.
         """
         try:
             if self._grpc is not None:
@@ -100,16 +100,16 @@ class Frontends:
             raise
 
     async def set_ready(self) -> None:
-        """Take requests; health follows the engine from now on."""
+        """Accept requests, and let gRPC health follow the engine."""
         self.servicer.set_ready()
         if self._grpc is not None:
             await self._grpc.set_serving(self.servicer.is_ready)
             self._health_task = asyncio.create_task(self._follow_health(self._grpc))
 
     async def stop_servers(self, grace_s: float) -> None:
-        """Say so, let running requests end for `grace_s`, then close the ports.
+        """Report not ready, give running requests `grace_s` to end, then close the ports.
 
-        May be called again, with less patience, when it was cancelled.
+        If cancelled, it may be called again with a shorter grace period.
         """
         self.servicer.stop_accepting()
         if self._health_task is not None:

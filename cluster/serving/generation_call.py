@@ -1,4 +1,4 @@
-"""One running call of generation: the engine's events become text, usage and an end."""
+"""One running generation call: the engine's events become text and usage."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["GenerationCall", "GenerationOutput", "Usage"]
 
 
-# These are made for every token, and hold nothing that could lead back to them.
+# Made for every token; they hold no reference cycles, so the garbage collector need not track them.
 class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a call has used so far."""
+    """The tokens that a call has used so far."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -36,7 +36,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the sequences of a call gained since the last output, one entry for each."""
+    """What a call's sequences gained since the last output, one entry for each that did."""
 
     sequences: tuple[SequenceOutput, ...]
     usage: Usage
@@ -44,7 +44,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GenerationCall:
-    """One running call. It ends itself at its deadline."""
+    """One running call, which fails at its deadline."""
 
     def __init__(
         self,
@@ -76,21 +76,18 @@ class GenerationCall:
         self._num_cached_tokens = 0
         self._is_closed = False
         self._deadline_timer: asyncio.TimerHandle | None = None
-        # Last, so that nothing runs in the engine unless all of the above went well.
+        # Last, so that nothing runs in the engine if anything above fails.
         self._stream = client.open_stream(requests)
         watch.note_open(call.id)
         self._start_timer()
 
     @property
     def id(self) -> str:
-        """The id that the client knows: its own, or the one the server made."""
+        """The client's own id of the call, or the one that the server made."""
         return self._call.id
 
     async def outputs(self) -> AsyncGenerator[GenerationOutput]:
-        """Yield what the sequences gain until all have ended.
-
-        Raises EngineError or DeadlineError if they cannot.
-        """
+        """Yield outputs until all sequences have ended. Raises EngineError or DeadlineError."""
         try:
             async for events in self._stream:
                 output = self._output(events)
@@ -102,7 +99,7 @@ class GenerationCall:
             raise
 
     def abort(self) -> None:
-        """End every sequence; the outputs end with what there is."""
+        """End every sequence; the outputs end with the tokens generated so far."""
         self._stream.abort()
 
     def fail(self, error: PagedRayError) -> None:
@@ -111,7 +108,7 @@ class GenerationCall:
         self._stream.fail(error)
 
     def close(self) -> None:
-        """Abort what is not finished and free the call's id; closing twice is harmless."""
+        """Abort unfinished sequences and free the call's id; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -139,7 +136,7 @@ class GenerationCall:
         )
         is_last = self._num_unfinished == 0
         if is_last:
-            # Whoever reads the end may use the id again at once.
+            # A client that reads the last output may reuse the id immediately.
             self._stop_timer()
             self._call.release()
             self._watch.note_end(sequences[-1].finish_reason or "stop")
@@ -158,7 +155,7 @@ class GenerationCall:
         if output.finish_reason is None:
             return output
         self._num_unfinished -= 1
-        # Does nothing if the engine itself ended it.
+        # Without effect if the engine ended the sequence.
         self._stream.finish(request_id, index)
         if output.finish_reason is FinishReason.ABORT and self._is_late():
             raise _late()
@@ -168,8 +165,7 @@ class GenerationCall:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
     def _start_timer(self) -> None:
-        # The engine ends what is late as well, but only between two steps, and not while it has
-        # no ranks.
+        # The engine ends late requests too, but only between steps and while it has ranks.
         if self._deadline_s is not None:
             delay_s = self._deadline_s - time.monotonic()
             loop = asyncio.get_running_loop()
@@ -184,7 +180,7 @@ class GenerationCall:
 def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
     first = events[0]
     if len(events) == 1:
-        # Most outputs.
+        # The common case.
         return {(first.request_id, first.index): events}
     grouped: dict[tuple[str, int], list[TokenEvent]] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""What clients ask for, in no protocol's words: the frontends write it, the servicer reads it."""
+"""Inputs of calls, independent of any protocol: made by frontends, read by the servicer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 Frontend = Literal["http", "grpc", "ray", "none"]
-"""Where a call came in."""
+"""The frontend that received a call."""
 
 Operation = Literal["chat", "text_completion", "embeddings"]
-"""What a call does, in OpenTelemetry's words."""
+"""What a call does, by OpenTelemetry's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOrigin:
-    """Where a call came in, and which trace of its client's it is part of."""
+    """The frontend that received a call, and the client's trace that it is part of."""
 
     frontend: Frontend = "none"
     traceparent: str | None = None
@@ -48,7 +48,7 @@ MAX_CLIENT_ID_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What is known of a call before its message is read."""
+    """The properties of a call that are known before its message is read."""
 
     operation: Operation
     tenant: str
@@ -59,15 +59,15 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the assistant is to go on with."""
+    """A conversation for the model to continue."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, object], ...] = ()
     """Tools as the model's chat template takes them: `{"type": "function", "function": ...}`."""
     adds_generation_prompt: bool = True
-    """Whether the text ends with what begins an assistant's turn."""
+    """Whether the rendered text ends with the start of an assistant turn."""
     continues_final_message: bool = False
-    """Whether the last message is open: its text is gone on with, as its own role."""
+    """Whether the model continues the text of the last message, in that message's role."""
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -75,13 +75,13 @@ Prompt = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationInput:
-    """What is to be continued, and how."""
+    """Prompts to continue, and how."""
 
     prompts: tuple[Prompt, ...]
     sampling: Mapping[str, object] = field(default_factory=dict)
-    """Fields of SamplingParams that the client has set."""
+    """Fields of SamplingParams that the client set."""
     default_max_tokens: int | None = None
-    """Tokens when the client sets no maximum; None is as many as the context has room for."""
+    """The maximum if the client sets none; None fills the context."""
     model: str | None = None
     """The model that the client named."""
     client_id: str | None = None
@@ -91,9 +91,9 @@ class GenerationInput:
     """On the monotonic clock."""
     tenant: str = ""
     skips_special_tokens: bool = True
-    """Whether special tokens have no text."""
+    """Whether special tokens are left out of the text."""
     includes_stop: bool = False
-    """Whether a stop string or stop token that ends a continuation is part of its text."""
+    """Whether the stop string or stop token that ends a sequence is part of its text."""
     origin: CallOrigin = CallOrigin()
 
     @property
@@ -110,14 +110,14 @@ class GenerationInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingInput:
-    """Texts, or their token ids, that are to become vectors."""
+    """Texts, or their token ids, to embed."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     pooling: Pooling | None = None
-    """None is what the model was made for."""
+    """None is the pooling of the checkpoint."""
     is_normalized: bool = True
     dimensions: int | None = None
-    """The first so many numbers of each vector; None is all of them."""
+    """Length to which each vector is truncated; None keeps all of it."""
     model: str | None = None
     deadline_s: float | None = None
     """On the monotonic clock."""
@@ -132,10 +132,10 @@ class EmbeddingInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeInput:
-    """A text or a conversation whose token ids are wanted."""
+    """A text or a conversation to tokenize."""
 
     prompt: str | ChatPrompt
     add_special_tokens: bool = True
-    """Whether a text gets what the model wants around a prompt; a conversation has it anyway."""
+    """Whether special tokens are added to a text; a chat template adds its own."""
     model: str | None = None
     tenant: str = ""

@@ -1,7 +1,7 @@
-"""A JSON body as Python objects, if it is one that the event loop can afford to read.
+"""JSON bodies as Python objects, within limits that the event loop can afford.
 
-Objects cost time by their number, not by their bytes, and the parser lets nothing run beside it:
-they are counted before they are made.
+Parsing costs time per object rather than per byte and blocks the event loop, so objects are
+counted before they are made.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ _MAX_VALUES = 2**20
 
 
 def read_json(raw: bytes) -> dict[str, object]:
-    """Return the object that a body holds. Raises InvalidRequestError.
+    """Return the JSON object of a body. Raises InvalidRequestError.
 
-    An object may not have two members of the same name: whoever reads it along the way might take
-    the other one.
+    Duplicate names in an object are rejected, because a proxy might read the other value.
     """
     check_counts(raw, "The body")
     try:
@@ -35,21 +34,25 @@ def read_json(raw: bytes) -> dict[str, object]:
 
 
 def check_counts(raw: bytes, what: str) -> None:
-    """Raise InvalidRequestError, naming `what`, for more objects than can be afforded."""
+    """Raise InvalidRequestError, naming `what`, if there are too many objects to parse."""
     quotes, containers, commas = _count(raw)
     if quotes <= 2 * _MAX_STRINGS and containers <= _MAX_CONTAINERS and commas <= _MAX_VALUES:
         return
-    # Quotes, brackets and commas may also stand in a text; then the count was too high.
+    # Quotes, brackets and commas inside strings made the count too high.
     unescaped = _unescaped(raw)
     num_strings = unescaped.count(b'"') // 2
-    _check(f"{what} may have {{}} strings, not {{}}.", num_strings, _MAX_STRINGS)
+    _check(f"{what} may have at most {{}} strings, not {{}}.", num_strings, _MAX_STRINGS)
     _, num_containers, num_commas = _count(_between_strings(unescaped))
-    _check(f"{what} may have {{}} lists and objects, not {{}}.", num_containers, _MAX_CONTAINERS)
-    _check(f"{what} may have {{}} values, not {{}}.", num_commas, _MAX_VALUES)
+    _check(
+        f"{what} may have at most {{}} arrays and objects, not {{}}.",
+        num_containers,
+        _MAX_CONTAINERS,
+    )
+    _check(f"{what} may have at most {{}} values, not {{}}.", num_commas, _MAX_VALUES)
 
 
 def _check_names(raw: bytes, parsed: dict[str, object]) -> None:
-    # Each name is followed by a colon; of two that are the same one is left.
+    # Each name is followed by a colon, but of duplicates only one was kept.
     bare = _between_strings(_unescaped(raw))
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")
@@ -63,7 +66,7 @@ def _check_names(raw: bytes, parsed: dict[str, object]) -> None:
         elif isinstance(one, list):
             waiting += one
     if num_left:
-        raise InvalidRequestError("The body has an object with two members of the same name.")
+        raise InvalidRequestError("The body has an object with a duplicate name.")
 
 
 def _unescaped(raw: bytes) -> bytes:

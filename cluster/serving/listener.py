@@ -1,4 +1,4 @@
-"""A port for a frontend, or one line that says why it is not to be had."""
+"""Listening sockets for the frontends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MAX_PORT = 65535
 
 
 def listen(frontend: str, host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 lets the system choose. Raises DeviceError."""
+    """Return a listening socket; port 0 lets the system choose. Raises DeviceError."""
     if not 0 <= port <= _MAX_PORT:
-        raise DeviceError(f"{frontend} port {port} is not allowed; use 0 to {_MAX_PORT}.")
+        raise DeviceError(f"{frontend} port must be from 0 to {_MAX_PORT}, not {port}.")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[4][:2], family=address[0], backlog=_BACKLOG)
     except OSError as error:
-        reason = error.strerror or "it cannot be bound"
-        raise DeviceError(f"Cannot bind {frontend} port {port} of {host}: {reason}.") from error
-    # Connections inherit it. Without it, what follows a small write waits until the client has
-    # acknowledged that, which clients do up to 40 ms later; asyncio sets it only on sockets that
-    # were made with the protocol's number.
+        reason = error.strerror or "unknown error"
+        raise DeviceError(f"Cannot bind {frontend} to {host}:{port}: {reason}.") from error
+    # Connections inherit TCP_NODELAY. Without it, Nagle's algorithm holds a small write back until
+    # the client acknowledges the last one, up to 40 ms later; asyncio sets it only on sockets made
+    # with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener

@@ -1,7 +1,6 @@
-"""The open calls of a server: whose they are, what they are called, what they may hold.
+"""The open calls of a server: their tenants, their ids, and the limits of each tenant.
 
-A call is counted from its arrival, so that what is being tokenized is within its tenant's
-limits too.
+A call counts from its arrival, so that calls being tokenized are within the limits too.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _MAX_SHOWN = 100
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
 _FIRST_DURATION_S = 1.0
-_WEIGHT_OF_NEWS = 0.1
+_DURATION_SMOOTHING = 0.1
 
 
 class _Task(Protocol):
-    """What runs for a call."""
+    """The running work of a call."""
 
     def abort(self) -> None:
-        """End it with what there is."""
+        """End it with its partial result."""
 
     def fail(self, error: PagedRayError) -> None:
         """End it with an error."""
@@ -45,15 +44,15 @@ class OpenCall:
         self.tenant = tenant
         self.started_s = time.monotonic()
         self.id = ""
-        """The id that the client knows, once it has one."""
+        """The id that its client knows; empty until it is set."""
         self.task: _Task | None = None
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_reserved_tokens = 0
-        """Prompt tokens and tokens that may be generated, once they are known."""
+        """Prompt tokens plus the most tokens it may generate."""
 
     def set_id(self, call_id: str) -> None:
-        """Give it an id. Raises InvalidRequestError if an open call of its tenant has it."""
+        """Set its id. Raises InvalidRequestError if another open call of its tenant has it."""
         self._calls.set_id(self, call_id)
 
     def reserve_tokens(self, *, num_prompt_tokens: int, num_tokens: int) -> None:
@@ -62,15 +61,15 @@ class OpenCall:
         self.num_prompt_tokens = num_prompt_tokens
 
     def release(self) -> None:
-        """Let its id and its part of the tenant's limits be used again."""
+        """Free its id and its share of the tenant's limits."""
         self._calls.release(self)
 
     def close(self) -> None:
-        """End it, and forget it."""
+        """Release it and remove it from the open calls."""
         self._calls.close(self)
 
     def info(self) -> CallInfo:
-        """Return what is told of it."""
+        """Return what the server reports of it."""
         return CallInfo(
             id=self.id,
             tenant=self.tenant.name,
@@ -81,7 +80,7 @@ class OpenCall:
 
 
 class _Account:
-    """What the open calls of one tenant hold together."""
+    """The sums over one tenant's open calls."""
 
     __slots__ = ("mean_duration_s", "num_calls", "num_tokens")
 
@@ -92,15 +91,15 @@ class _Account:
 
     @property
     def retry_after_s(self) -> float:
-        """When one of so many calls is likely to have ended."""
+        """Seconds until one of the open calls is expected to end."""
         return _within_bounds(self.mean_duration_s / max(self.num_calls, 1))
 
 
 class OpenCalls:
-    """Keeps every open call, and each tenant within its limits."""
+    """Holds every open call and enforces each tenant's limits."""
 
     def __init__(self) -> None:
-        # In the order in which they came.
+        # In the order of arrival.
         self._open: dict[OpenCall, None] = {}
         self._counted: set[OpenCall] = set()
         self._by_id: dict[tuple[str, str], OpenCall] = {}
@@ -113,12 +112,12 @@ class OpenCalls:
         return iter(tuple(self._open))
 
     def open_call(self, tenant: Tenant) -> OpenCall:
-        """Return a call that arrives. Raises OverloadedError beyond the tenant's limit."""
+        """Return a new call. Raises OverloadedError beyond the tenant's limit."""
         account = self._accounts.setdefault(tenant.name, _Account())
         if tenant.max_requests is not None and account.num_calls >= tenant.max_requests:
             raise OverloadedError(
-                f"{account.num_calls} calls of this key's tenant are open, which is all that it "
-                "may have.",
+                f"The tenant of this API key has {account.num_calls} open calls, which is its "
+                "limit.",
                 retry_after_s=account.retry_after_s,
             )
         call = OpenCall(self, tenant)
@@ -128,46 +127,46 @@ class OpenCalls:
         return call
 
     def find_call(self, tenant_name: str, call_id: str) -> OpenCall | None:
-        """Return a tenant's call of this id; what is another's is not found."""
+        """Return a tenant's own call by its id."""
         return self._by_id.get((tenant_name, call_id))
 
     def infos(self, tenant: Tenant) -> tuple[CallInfo, ...]:
-        """Return what a tenant may know of open calls, the oldest first."""
+        """Return the open calls that a tenant may see, oldest first."""
         shown = (call for call in self._open if tenant.is_admin or call.tenant.name == tenant.name)
         return tuple(call.info() for call, _ in zip(shown, range(_MAX_SHOWN), strict=False))
 
     def set_id(self, call: OpenCall, call_id: str) -> None:
-        """Give a call an id that no other of its tenant has."""
+        """Set a call's id, which no other open call of its tenant may have."""
         key = (call.tenant.name, call_id)
         if key in self._by_id:
             raise InvalidRequestError(
-                f"request_id {call_id!r} belongs to a request that is running.",
+                f"request_id {call_id!r} is in use by a running request.",
                 param="request_id",
             )
         self._by_id[key] = call
         call.id = call_id
 
     def reserve_tokens(self, call: OpenCall, num_tokens: int) -> None:
-        """Count the tokens of a call, within its tenant's limit."""
+        """Reserve a call's tokens within its tenant's limit."""
         account = self._accounts[call.tenant.name]
         limit = call.tenant.max_tokens
         if limit is not None and num_tokens > limit:
             raise InvalidRequestError(
-                f"The call may take {num_tokens} tokens, but all open calls of this key's tenant "
-                f"together may take {limit}.",
+                f"The request may use {num_tokens} tokens, but the limit for all open calls of "
+                f"this API key's tenant is {limit}.",
                 param="max_tokens",
             )
         if limit is not None and account.num_tokens + num_tokens > limit:
             raise OverloadedError(
-                f"The open calls of this key's tenant may take {account.num_tokens} tokens; with "
-                f"{num_tokens} more they would pass its limit of {limit}.",
+                f"The open calls of this API key's tenant may use {account.num_tokens} tokens; "
+                f"{num_tokens} more exceed the limit of {limit}.",
                 retry_after_s=account.retry_after_s,
             )
         account.num_tokens += num_tokens
         call.num_reserved_tokens = num_tokens
 
     def release(self, call: OpenCall) -> None:
-        """Take what a call holds from it; twice is harmless."""
+        """Free a call's id and its share of the tenant's limits; idempotent."""
         if call not in self._counted:
             return
         self._counted.remove(call)
@@ -177,10 +176,10 @@ class OpenCalls:
         account.num_calls -= 1
         account.num_tokens -= call.num_reserved_tokens
         age_s = time.monotonic() - call.started_s
-        account.mean_duration_s += _WEIGHT_OF_NEWS * (age_s - account.mean_duration_s)
+        account.mean_duration_s += _DURATION_SMOOTHING * (age_s - account.mean_duration_s)
 
     def close(self, call: OpenCall) -> None:
-        """End a call, and forget it; twice is harmless."""
+        """Release a call and remove it; idempotent."""
         self.release(call)
         self._open.pop(call, None)
 

@@ -1,6 +1,6 @@
-"""Prompts to token ids: texts are checked and tokenized, conversations written out first.
+"""Prompts to token ids: texts are checked and tokenized, conversations rendered first.
 
-Long texts are worked on in threads, so that the event loop is free meanwhile.
+Long texts are tokenized in threads, so that they do not block the event loop.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["PromptReader", "are_long", "check_unicode"]
 
 _LONG_TEXT = 2048
-"""Characters of a call from which on they are tokenized in a thread."""
+"""Characters of a call from which on tokenizing runs in a thread."""
 _LONG_CHAT = 64
-"""Messages from which on a template writes them in a thread."""
+"""Messages from which on the chat template is rendered in a thread."""
 
 
 class PromptReader:
-    """Knows the tokenizer of one model and how many tokens it can take."""
+    """Reads prompts with the tokenizer and within the context of one model."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
     ) -> None:
-        """Without a pool long texts are worked on at once, which an event loop cannot afford."""
+        """Without a pool, long texts are tokenized in place, which blocks an event loop."""
         self._tokenizer = tokenizer
         self._text_pool = text_pool
         self._vocab_size = config.model.vocab_size
@@ -47,10 +47,10 @@ class PromptReader:
         add_special_tokens: bool = True,
         param: str = "prompt",
     ) -> tuple[int, ...]:
-        """Return the token ids of a prompt, which may be too many, or none.
+        """Return the token ids of a prompt; the caller checks how many there are.
 
-        `is_long` is what `are_long` says of all prompts of the call. Raises InvalidRequestError,
-        and OverloadedError where too many long texts wait.
+        `is_long` is `are_long` of all prompts of the call. Raises InvalidRequestError, and
+        OverloadedError if too many long texts wait.
         """
         if isinstance(prompt, ChatPrompt):
             return await self._read_chat(prompt)
@@ -59,7 +59,7 @@ class PromptReader:
             return await self._encode(
                 prompt, param, add_special_tokens=add_special_tokens, is_long=is_long
             )
-        # What is too long is told by whoever knows how long a prompt may be.
+        # The caller rejects what is too long.
         if len(prompt) <= self._context:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
@@ -81,7 +81,7 @@ class PromptReader:
             else render()
         )
         check_unicode(text, "messages")
-        # The template writes the special tokens itself.
+        # The template adds the special tokens.
         return await self._encode(
             text, "messages", add_special_tokens=False, is_long=len(text) >= _LONG_TEXT
         )
@@ -89,12 +89,12 @@ class PromptReader:
     async def _encode(
         self, text: str, param: str, *, add_special_tokens: bool, is_long: bool
     ) -> tuple[int, ...]:
-        # A longer text cannot fit, whatever its tokens: they need not be counted.
+        # A longer text exceeds the context whatever its tokens are.
         most = self._context * self._tokenizer.max_token_length
         if len(text) > most:
             raise ContextLengthError(
-                f"{param} has {len(text)} characters, more than the {most} that the context of "
-                f"{self._context} tokens can hold.",
+                f"{param} has {len(text)} characters, but the context of {self._context} tokens "
+                f"holds at most {most}.",
                 param=param,
             )
         if self._text_pool is None or not is_long:
@@ -106,15 +106,15 @@ class PromptReader:
 
 
 def are_long(prompts: Iterable[Prompt]) -> bool:
-    """Return whether the texts of a call together are too long for the event loop."""
+    """Return whether a call's texts together are too long to tokenize on the event loop."""
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_TEXT
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Raise InvalidRequestError for a text that holds half of a character."""
+    """Raise InvalidRequestError if a text contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{param} holds a lone surrogate, which is no character.", param=param
+            f"{param} contains a lone surrogate, which is not valid Unicode.", param=param
         ) from error

@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 __all__ = ["CallInfo", "ServerInfo", "ServerLoads", "own_loads", "server_info", "server_loads"]
 
-_TOLD_TO_ALL = frozenset(("is_ready", "uptime_s", "num_blocks", "num_cpu_blocks", "calls"))
+_PUBLIC_FIELDS = frozenset(("is_ready", "uptime_s", "num_blocks", "num_cpu_blocks", "calls"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What does not change while a server runs."""
+    """The static properties of a server."""
 
     version: str
     model: str
     """The name under which the model is served."""
     architecture: str
-    """As the checkpoint's configuration names it, such as LlamaForCausalLM."""
+    """The architecture in the checkpoint's configuration, such as LlamaForCausalLM."""
     is_encoder: bool
-    """Whether it makes vectors of texts and generates nothing."""
+    """Whether the model embeds texts and does not generate."""
     vocab_size: int
     hidden_size: int
     context_length: int
-    """Tokens that prompt and output can have together."""
+    """The most tokens of prompt and output together."""
     dtype: str
     kv_cache_dtype: str
     attention_backend: str
     num_ranks: int
     block_size: int
     num_blocks: int
-    """Blocks on the device, the same number on every rank; 0 for an encoder."""
+    """Device blocks, equally many on every rank; 0 for an encoder."""
     num_cpu_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,7 +51,7 @@ class CallInfo:
     id: str
     """The id that its client knows."""
     tenant: str = ""
-    """Whose it is."""
+    """The name of the tenant."""
     age_s: float
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -59,39 +59,39 @@ class CallInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoads:
-    """What a server has to do at one moment; sums over all tenants are 0 for all but admins."""
+    """The current loads of a server; sums over all tenants are 0 except for admins."""
 
     is_ready: bool
     uptime_s: float
     num_running: int
-    """Sequences that have a row and all their blocks."""
+    """Sequences that have a row and all of their blocks."""
     num_waiting: int
     num_swapped: int
     num_queued_requests: int
     """Requests of which no sequence has started."""
     num_queued_tokens: int
-    """Prompt tokens of these."""
+    """Prompt tokens of the queued requests."""
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
-    """Free blocks whose content the prefix cache still knows."""
+    """Free blocks whose content is still in the prefix cache."""
     num_cpu_blocks: int
     num_free_cpu_blocks: int
     num_steps: int
     last_step_s: float
     num_prompt_tokens: int
-    """Prompt tokens taken since the start, as the following counts are."""
+    """Prompt tokens processed since the start; the following counts are since the start too."""
     num_generated_tokens: int
     num_queried_tokens: int
-    """Tokens that were looked up in the prefix cache."""
+    """Tokens looked up in the prefix cache."""
     num_hit_tokens: int
     num_preemptions: int
     calls: tuple[CallInfo, ...]
-    """The asking tenant's running calls, an admin's are everybody's, oldest first, 100 at most."""
+    """The tenant's running calls, or all calls for an admin; oldest first, at most 100."""
 
 
 def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
-    """Return what does not change while a server runs."""
+    """Return the static properties of a server."""
     model = config.model
     kv_cache_dtype = config.cache.kv_cache_dtype
     return ServerInfo(
@@ -118,7 +118,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
 def server_loads(
     stats: EngineStats, *, is_ready: bool, uptime_s: float, calls: tuple[CallInfo, ...]
 ) -> ServerLoads:
-    """Return what a server has to do at this moment."""
+    """Return the current loads of a server."""
     scheduler = stats.scheduler
     return ServerLoads(
         is_ready=is_ready,
@@ -145,13 +145,13 @@ def server_loads(
 
 
 def own_loads(loads: ServerLoads) -> ServerLoads:
-    """Return what one tenant of several may know, as if nobody had sent anything but its calls.
+    """Return the loads that a tenant may see: its own calls, without sums over other tenants.
 
-    Sums tell how long a prompt of another was, and when it came.
+    Sums would reveal when another tenant sent a prompt, and how long it was.
     """
-    # Any: fields of two types of numbers.
+    # Any: fields are integers and floats.
     none: dict[str, Any] = {
-        field.name: 0 for field in fields(ServerLoads) if field.name not in _TOLD_TO_ALL
+        field.name: 0 for field in fields(ServerLoads) if field.name not in _PUBLIC_FIELDS
     }
     none["num_free_blocks"] = loads.num_blocks
     none["num_free_cpu_blocks"] = loads.num_cpu_blocks

@@ -1,6 +1,6 @@
-"""The one servicer behind every frontend: validated requests in, text and vectors out.
+"""The servicer behind every frontend: it validates requests and returns text and vectors.
 
-It speaks no protocol. Frontends turn what it yields, and the errors it raises, into theirs.
+It knows no protocol. Frontends translate its outputs and errors into theirs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", 
 
 _IDLE_POLL_S = 0.02
 _MANY_TOKENS = 1024
-"""Token ids from which on they become text in a thread."""
+"""Token ids from which on detokenizing runs in a thread."""
 
 
 class _Phase(Enum):
@@ -76,10 +76,10 @@ class Servicer:
         authenticator: Authenticator | None = None,
         tool_format: ToolCallFormat | None = None,
     ) -> None:
-        """Long texts go to `text_pool`, which is closed with the servicer.
+        """Long texts are tokenized in `text_pool`, which the servicer closes.
 
-        Without an `authenticator` nobody is asked for a key. A `tool_format` of None is found in
-        the model's chat template.
+        Without an `authenticator` no key is required. A `tool_format` of None is detected in the
+        model's chat template.
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -97,7 +97,7 @@ class Servicer:
         )
         self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
         self.tool_format = tool_format or detect_format(tokenizer.template_source)
-        """How the model writes tool calls; None if that is not known."""
+        """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self._phase = _Phase.STARTING
@@ -106,30 +106,30 @@ class Servicer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken and the engine makes progress."""
+        """Whether requests are accepted and the engine makes progress."""
         return self._phase is _Phase.READY and self.client.is_healthy
 
     @property
     def num_open_calls(self) -> int:
-        """Calls that have not ended."""
+        """Number of calls that have not ended."""
         return len(self._calls)
 
     def warm_up(self) -> None:
-        """Begin what takes a while and need not wait for the model; returns at once."""
+        """Start slow preparations that do not need the model, and return immediately."""
         if not self.config.model.is_encoder:
             self.validator.warm_up()
 
     def set_ready(self) -> None:
-        """Take requests from now on."""
+        """Accept requests."""
         if self._phase is _Phase.STARTING:
             self._phase = _Phase.READY
 
     def stop_accepting(self) -> None:
-        """Take no more requests, and be ready no more."""
+        """Accept no more requests, and report not ready."""
         self._phase = _Phase.DRAINING
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests, and end those that run longer than `grace_s`."""
+        """Accept no more requests, and end those that run longer than `grace_s`."""
         self.stop_accepting()
         deadline_s = time.monotonic() + grace_s
         while len(self._calls) and time.monotonic() < deadline_s:
@@ -139,14 +139,14 @@ class Servicer:
                 call.task.fail(EngineError("The server shut down before the request was finished."))
 
     async def close(self) -> None:
-        """End the threads that work on texts; nothing is validated from then on."""
+        """End the text threads and the structure compiler; nothing can be validated afterwards."""
         await self._text_pool.close()
         await asyncio.to_thread(self.validator.close)
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Return whose call it is by its Authorization header, `Bearer KEY`.
+        """Return the tenant of an Authorization header, `Bearer KEY`; ANONYMOUS without a key file.
 
-        Raises AuthenticationError. Without a key file it is ANONYMOUS's.
+        Raises AuthenticationError.
         """
         return self.authenticator.authenticate(authorization)
 
@@ -165,9 +165,9 @@ class Servicer:
             raise
 
     async def start_generation(self, given: GenerationInput) -> GenerationCall:
-        """Validate a call and hand it to the engine; the caller closes what is returned.
+        """Validate a call and submit its requests; the caller closes the returned call.
 
-        Raises RequestError or EngineError; then nothing was started.
+        Raises RequestError or EngineError; then nothing was submitted.
         """
         watch = self.observer.watch_call(given.arrival)
         call: OpenCall | None = None
@@ -175,7 +175,7 @@ class Servicer:
             self._check_kind(is_encoder=False)
             tenant = self._admit(given)
             if given.priority < 0 and not tenant.is_admin:
-                raise ForbiddenError("A priority below 0 needs the key of an admin.")
+                raise ForbiddenError("A priority below 0 requires the API key of an admin.")
             call = self._calls.open_call(tenant)
             requests = await self.validator.validate(given)
             return self._open(given, requests, call, watch)
@@ -186,7 +186,7 @@ class Servicer:
             raise
 
     async def embed(self, given: EmbeddingInput) -> EmbeddingOutput:
-        """Return the vectors of texts; giving up the wait gives up the call.
+        """Return the vectors of texts; cancelling the wait cancels the call.
 
         Raises RequestError or EngineError.
         """
@@ -231,7 +231,7 @@ class Servicer:
         self.validator.check_model(model)
         if len(token_ids) > self.config.max_model_len:
             raise InvalidRequestError(
-                f"tokens has {len(token_ids)} token ids, more than the context of "
+                f"tokens has {len(token_ids)} token ids, but the context length is "
                 f"{self.config.max_model_len}.",
                 param="tokens",
             )
@@ -244,20 +244,17 @@ class Servicer:
         )
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:
-        """End a tenant's call with this id; without one, do nothing."""
+        """Abort a tenant's call by its id; an unknown id is ignored."""
         call = self._calls.find_call(tenant_name, client_id)
         if call is not None and call.task is not None:
             call.task.abort()
 
     def info(self) -> ServerInfo:
-        """Return what does not change while the server runs.
-
-        Raises EngineError before the model is loaded.
-        """
+        """Return the server's static properties. Raises EngineError before the model is loaded."""
         return server_info(self.config, self.client.engine.stats())
 
     def loads(self, tenant: Tenant) -> ServerLoads:
-        """Return what there is to do, as far as a tenant may know of it.
+        """Return the current loads, restricted to what the tenant may see.
 
         Raises EngineError before the model is loaded.
         """
@@ -274,9 +271,9 @@ class Servicer:
         if is_encoder == model.is_encoder:
             return
         if is_encoder:
-            text = "a decoder, which generates texts and makes no vectors of them."
+            text = "a decoder and does not support embeddings."
         else:
-            text = "an encoder, which makes vectors of texts and generates nothing."
+            text = "an encoder and does not support generation."
         raise InvalidRequestError(f"The model {model.name} is {text}", param="model")
 
     def _check_phase(self) -> None:
@@ -286,7 +283,7 @@ class Servicer:
             raise ShuttingDownError
 
     def _admit(self, given: GenerationInput | EmbeddingInput) -> Tenant:
-        """Return whose call it is, unless it can be refused before its texts are looked at."""
+        """Return the tenant of a call, or raise what can be known without reading its texts."""
         self._check_phase()
         tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:

@@ -1,7 +1,7 @@
-"""Certificates of the frontends, and their renewal while they serve.
+"""The TLS certificates of the frontends, and their reload while they serve.
 
-Files are looked at when a client connects, so that a renewed certificate needs no signal. Files
-that do not go together, or cannot be used, leave in force what there is.
+The files are checked when a client connects, so that renewing a certificate requires no signal.
+If the files do not match or cannot be used, the certificate in use is kept.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Where the certificates of a server are, in PEM."""
+    """The paths of a server's certificates, in PEM."""
 
     certificate: Path
-    """The server's certificate, followed by those that lead to its authority."""
+    """The server's certificate, followed by its chain."""
     key: Path
-    """Its private key, without a password."""
+    """Its private key, without a passphrase."""
     client_ca: Path | None = None
-    """The authorities of clients; with them, a client must show a certificate."""
+    """The certificate authorities of clients; if set, clients must present a certificate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """The content of the files at one moment, known to be usable."""
+    """The content of the files, verified to be usable."""
 
     certificate: bytes
     key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext
-    """Made of the same files, for servers that take one."""
+    """A context made from the same files."""
     expires: str
-    """When the certificate ends, as OpenSSL writes it."""
+    """When the certificate expires, as OpenSSL writes it."""
 
 
 class CertificateStore:
-    """The certificates in force. Any thread may ask for them."""
+    """The certificates in use; thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises StartupError, naming the file, if the certificates cannot be used."""
@@ -62,16 +62,16 @@ class CertificateStore:
 
     @property
     def needs_client_certificate(self) -> bool:
-        """Whether a client without a certificate is turned away."""
+        """Whether clients must present a certificate."""
         return self._files.client_ca is not None
 
     @property
     def server_context(self) -> ssl.SSLContext:
-        """A context whose handshakes use the certificates in force."""
+        """A context whose handshakes use the current certificates."""
         return self._context
 
     def current(self) -> Certificates:
-        """Return the certificates in force, after a look at the files."""
+        """Return the certificates, reloaded if the files have changed."""
         with self._lock:
             stamp = _stamp_of(self._files)
             if stamp != self._stamp:
@@ -83,35 +83,35 @@ class CertificateStore:
         try:
             self._current = _read_settled(self._files)
         except StartupError as error:
-            logger.error("The TLS certificate in force is kept: %s", error)
+            logger.error("Keeping the TLS certificate in use: %s", error)
         else:
-            logger.info("A TLS certificate is in force that ends %s.", self._current.expires)
+            logger.info("Reloaded the TLS certificate, which expires %s.", self._current.expires)
 
     def _choose(self, handshake: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
-        # Called in every handshake, whether the client names a server or not.
+        # Called in every handshake, even if the client sends no server name.
         handshake.context = self.current().context
 
 
 def certificate_store(
     certificate: Path | None, key: Path | None, client_ca: Path | None
 ) -> CertificateStore | None:
-    """Return the store of files that a user names, or None without any. Raises StartupError."""
+    """Return the store of the given files, or None if none are given. Raises StartupError."""
     if certificate is None and key is None and client_ca is None:
         return None
     if certificate is None or key is None:
         missing = "--tls-cert" if certificate is None else "--tls-key"
-        raise StartupError(f"TLS needs {missing} as well.")
+        raise StartupError(f"TLS requires {missing} as well.")
     return CertificateStore(TlsFiles(certificate=certificate, key=key, client_ca=client_ca))
 
 
 def _read_settled(files: TlsFiles) -> Certificates:
-    """Return what the files hold, all of one moment. Raises StartupError."""
+    """Return a consistent read of the files. Raises StartupError."""
     for _ in range(_MAX_READS):
         stamp = _stamp_of(files)
         certificates = _read(files)
         if _stamp_of(files) == stamp:
             return certificates
-    raise StartupError(f"The TLS certificate {files.certificate} changes while it is read.")
+    raise StartupError(f"The TLS certificate {files.certificate} keeps changing while it is read.")
 
 
 def _read(files: TlsFiles) -> Certificates:
@@ -138,12 +138,12 @@ def _content(path: Path, what: str) -> bytes:
 def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A resumed session would outlive the client's authority.
+    # A resumed session would not check the client's certificate again.
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # Without a password OpenSSL would ask for one on the terminal.
+        # Without a password, OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(files.certificate, files.key, password="")
     except (ssl.SSLError, ValueError) as error:
         raise StartupError(
@@ -164,15 +164,15 @@ def _with_client_ca(context: ssl.SSLContext, client_ca: Path | None) -> ssl.SSLC
             f"The TLS client CA {client_ca} cannot be used: {_reason(error)}."
         ) from error
     if not context.get_ca_certs():
-        raise StartupError(f"The TLS client CA {client_ca} cannot be used: it has no authority.")
+        raise StartupError(f"The TLS client CA {client_ca} contains no certificate authority.")
     return context
 
 
 def _expiry(files: TlsFiles) -> str:
-    """Return when the certificate ends, after a handshake with it. Raises StartupError."""
+    """Return when the certificate expires, after a test handshake. Raises StartupError."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
-    # The certificate is its own authority here: its dates and its use are what is in question.
+    # The certificate is trusted as its own authority: only its dates and key usage are checked.
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
         trusting.load_verify_locations(files.certificate)
@@ -187,7 +187,7 @@ def _handshake(server_side: ssl.SSLContext, client_side: ssl.SSLContext) -> str:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = server_side.wrap_bio(to_server, to_client, server_side=True)
     client = client_side.wrap_bio(to_client, to_server)
-    # The client is done once the server's first answer is read and found good.
+    # The client is done once it has verified the server's first flight.
     for _ in range(_MAX_READS):
         try:
             client.do_handshake()
@@ -221,4 +221,4 @@ def _reason(error: Exception) -> str:
         return error.verify_message
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
-    return str(error) or "it is no PEM"
+    return str(error) or "it is not PEM"

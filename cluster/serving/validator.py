@@ -1,7 +1,7 @@
-"""The one validator behind every frontend: what a client sent becomes requests, or is refused.
+"""The validator behind every frontend: it turns a client's input into requests or rejects it.
 
-Frontends only read their protocol. What a field may be, and the words of a refusal, is
-decided here and in `pagedray.request`, so that every frontend says the same.
+Frontends only parse their protocol. Limits and error messages are decided here and in
+`pagedray.request`, so that they are the same over every frontend.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_PRIORITY = 2**31 - 1
 
 
 class Validator:
-    """Knows the limits of one model and tokenizes what keeps them."""
+    """Checks input against the limits of one model and tokenizes it."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Validator:
         text_pool: TextPool | None = None,
         note_compile: Callable[[StructureKind, float], None] | None = None,
     ) -> None:
-        """Without a pool long texts are worked on at once, which an event loop cannot afford.
+        """Without a pool, long texts are tokenized in place, which blocks an event loop.
 
-        `note_compile` is told how many seconds a call waited for its structure.
+        `note_compile` is called with the seconds that a call waited for its structure.
         """
         self._note_compile = note_compile
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
@@ -88,11 +88,11 @@ class Validator:
         requests: list[Request] = []
         for prompt in given.prompts:
             requests.append(await self._request(prompt, sampling, given, is_long=is_long))
-            # Others come in between; many prompts take their time.
+            # Let other calls run between the prompts of a long list.
             await asyncio.sleep(0)
         if sampling.structure is None:
             return tuple(requests)
-        # Last, for it costs most.
+        # Last, because it is the most expensive.
         grammar = await self._compiled(sampling.structure, given.tenant)
         return tuple(msgspec.structs.replace(request, grammar=grammar) for request in requests)
 
@@ -105,11 +105,11 @@ class Validator:
                 self._note_compile(structure.kind, time.monotonic() - began_s)
 
     def warm_up(self) -> None:
-        """Start what compiles structures, so that the first of them finds it there."""
+        """Start the structure compiler before the first structure needs it."""
         self._structures.warm_up()
 
     def close(self) -> None:
-        """End the process that compiles structures, if there is one; may take a moment."""
+        """End the structure compiler's process, if it runs; blocks until it has ended."""
         self._structures.close()
 
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
@@ -123,14 +123,14 @@ class Validator:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError unless the model is served here or none is named."""
+        """Raise UnknownModelError if a model is named and not served here."""
         if name is not None and name != self._model_name:
             raise UnknownModelError(name[:MAX_CLIENT_ID_LENGTH], self._model_name)
 
     def _read_sampling(self, given: GenerationInput) -> SamplingParams:
         # SamplingParams checks the type and range of every field itself.
         fields: dict[str, Any] = dict(given.sampling)
-        # What the prompt leaves room for is known after tokenizing.
+        # How much room the prompt leaves is known after tokenizing.
         fields.setdefault("max_tokens", self._context)
         sampling = SamplingParams(**fields)
         for text in sampling.stop:
@@ -168,8 +168,8 @@ class Validator:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         if num_tokens + 1 > self._context:
             raise ContextLengthError(
-                f"{param} has {num_tokens} tokens, but the context of {self._context} tokens has "
-                f"room for {self._context - 1} and one generated token.",
+                f"{param} has {num_tokens} tokens, but the context length of {self._context} "
+                f"allows at most {self._context - 1} and one generated token.",
                 param=param,
             )
 
@@ -181,7 +181,7 @@ class Validator:
             if sampling.max_tokens > room:
                 raise ContextLengthError(
                     f"max_tokens must be from 1 to {room}, not {sampling.max_tokens}: the prompt "
-                    f"has {num_prompt_tokens} tokens and the context {self._context}.",
+                    f"has {num_prompt_tokens} tokens and the context length is {self._context}.",
                     param="max_tokens",
                 )
             return sampling
@@ -215,7 +215,7 @@ def _check_structure(structure: object) -> None:
         raise InvalidRequestError("structure must be a Structure.", param="structure")
     if structure.kind not in get_args(StructureKind) or not isinstance(structure.text, str):
         raise InvalidRequestError(
-            f"structure must have a text, and a kind of {', '.join(get_args(StructureKind))}.",
+            f"structure must have a text and a kind: {', '.join(get_args(StructureKind))}.",
             param="structure",
         )
     check_unicode(structure.text, "structure")
@@ -226,7 +226,7 @@ def _check_num_sequences(num_prompts: int, n: int) -> None:
         raise InvalidRequestError("prompt must not be empty.", param="prompt")
     if num_prompts * n > MAX_N:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} continuations; "
+            f"{num_prompts} prompts with n = {n} request {num_prompts * n} sequences; "
             f"at most {MAX_N} are allowed.",
             param="prompt" if num_prompts > 1 else "n",
         )

@@ -42,28 +42,27 @@ CASES = {
     "empty prompt": Case("prompt must not be empty.", "prompt", prompt=""),
     "no token ids": Case("prompt must not be empty.", "prompt", prompt=[]),
     "long prompt": Case(
-        "prompt has 256 tokens, but the context of 256 tokens has room for 255 and one generated "
+        "prompt has 256 tokens, but the context length of 256 allows at most 255 and one generated "
         "token.",
         "prompt",
         prompt=[5] * 256,
         code=TOO_LONG,
     ),
     "long text": Case(
-        "prompt has 301 tokens, but the context of 256 tokens has room for 255 and one generated "
+        "prompt has 301 tokens, but the context length of 256 allows at most 255 and one generated "
         "token.",
         "prompt",
         prompt="~" * 300,
         code=TOO_LONG,
     ),
     "huge text": Case(
-        "prompt has 1000000 characters, more than the 3328 that the context of 256 tokens can "
-        "hold.",
+        "prompt has 1000000 characters, but the context of 256 tokens holds at most 3328.",
         "prompt",
         prompt="x" * 1_000_000,
         code=TOO_LONG,
     ),
     "huge token list": Case(
-        "prompt has 1000000 tokens, but the context of 256 tokens has room for 255 and one "
+        "prompt has 1000000 tokens, but the context length of 256 allows at most 255 and one "
         "generated token.",
         "prompt",
         prompt=[5] * 1_000_000,
@@ -76,7 +75,8 @@ CASES = {
         "max_tokens must be 1 or more, not 0.", "max_tokens", sampling={"max_tokens": 0}
     ),
     "max_tokens too large": Case(
-        "max_tokens must be from 1 to 253, not 254: the prompt has 3 tokens and the context 256.",
+        "max_tokens must be from 1 to 253, not 254: the prompt has 3 tokens and the "
+        "context length is 256.",
         "max_tokens",
         prompt=[5, 6, 7],
         sampling={"max_tokens": 254},
@@ -215,9 +215,9 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "list of such lists.", "prompt"),
     ({"prompt": [[]]}, "prompt must not be empty.", "prompt"),
     ({"prompt": [-1]}, "prompt holds the token id -1, but ids are 0 to 319.", "prompt"),
-    ({"prompt": ["x"] * 129}, "129 prompts with n = 1 ask for 129 continuations; at most 128 are "
+    ({"prompt": ["x"] * 129}, "129 prompts with n = 1 request 129 sequences; at most 128 are "
      "allowed.", "prompt"),
-    ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 ask for 130 continuations; at most "
+    ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 request 130 sequences; at most "
      "128 are allowed.", "prompt"),
     ({"max_tokens": -1}, "max_tokens must be 1 or more, not -1.", "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens must be an integer, not '5'.", "max_tokens"),
@@ -347,7 +347,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "max_tokens and max_completion_tokens contradict each other."),
     ({"prompt": "x"}, "prompt is not supported."),
     ({"messages": [{"role": "user", "content": "~" * 300}]},
-     "messages has 304 tokens, but the context of 256 tokens has room for 255 and one generated "
+     "messages has 304 tokens, but the context length of 256 allows at most 255 and one generated "
      "token."),
 ]  # fmt: skip
 

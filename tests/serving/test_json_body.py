@@ -30,7 +30,7 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
     "messages": (
         ChatBody,
         b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 100_000),
-        "The body may have 32768 strings, not 400003.",
+        "The body may have at most 32768 strings, not 400003.",
     ),
     "bare messages": (
         ChatBody,
@@ -40,22 +40,22 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
     "parts": (
         ChatBody,
         b'{"model":"tiny","messages":[{"role":"user","content":[%s]}]}' % joined(PART, 100_000),
-        "The body may have 32768 strings, not 400006.",
+        "The body may have at most 32768 strings, not 400006.",
     ),
     "prompts": (
         CompletionBody,
         b'{"model":"tiny","prompt":[%s]}' % joined(b"[5]", 200_000),
-        "The body may have 8192 lists and objects, not 200002.",
+        "The body may have at most 8192 arrays and objects, not 200002.",
     ),
     "numbers": (
         CompletionBody,
         b'{"model":"tiny","prompt":[%s]}' % joined(b"5", 2_000_000),
-        "The body may have 1048576 values, not 2000000.",
+        "The body may have at most 1048576 values, not 2000000.",
     ),
     "escapes": (
         CompletionBody,
         b'{"model":"tiny","prompt":[%s]}' % joined(rb'"\\\"[{"', 100_000),
-        "The body may have 32768 strings, not 100003.",
+        "The body may have at most 32768 strings, not 100003.",
     ),
 }
 

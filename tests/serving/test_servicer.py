@@ -123,7 +123,9 @@ async def ended(generation: GenerationCall) -> FinishReason | None:
 
 async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
     calls = [await servicer.start_generation(given()) for _ in range(2)]
-    with pytest.raises(OverloadedError, match="2 calls of this key's tenant are open") as caught:
+    with pytest.raises(
+        OverloadedError, match="The tenant of this API key has 2 open calls"
+    ) as caught:
         await servicer.start_generation(given())
     assert 0.1 <= caught.value.retry_after_s <= 60
     others = [await servicer.start_generation(given("ben")) for _ in range(4)]
@@ -135,11 +137,11 @@ async def test_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
 
 
 async def test_tokens_of_open_calls_of_a_tenant_are_bounded(servicer: Servicer) -> None:
-    with pytest.raises(InvalidRequestError, match="may take 103 tokens, but") as refused:
+    with pytest.raises(InvalidRequestError, match="may use 103 tokens, but") as refused:
         await servicer.start_generation(given(max_tokens=100))
     assert refused.value.param == "max_tokens"
     call = await servicer.start_generation(given(max_tokens=60))
-    with pytest.raises(OverloadedError, match="pass its limit of 100"):
+    with pytest.raises(OverloadedError, match="exceed the limit of 100"):
         await servicer.start_generation(given(max_tokens=60))
     call.close()
     (await servicer.start_generation(given(max_tokens=60))).close()
@@ -219,12 +221,16 @@ async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: 
 async def test_encoder_generates_nothing_and_decoder_embeds_nothing(
     opened: Opened, tokenizer: Tokenizer
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="tiny is a decoder, which generates") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="tiny is a decoder and does not support embeddings"
+    ) as caught:
         await opened.servicer.embed(EmbeddingInput(prompts=("x",), tenant="ann"))
     assert caught.value.param == "model"
     encoder = Servicer(opened.client, tokenizer, encoder_config())
     encoder.set_ready()
-    with pytest.raises(InvalidRequestError, match="tiny is an encoder, which makes vectors"):
+    with pytest.raises(
+        InvalidRequestError, match="tiny is an encoder and does not support generation"
+    ):
         await encoder.start_generation(given(""))
     await encoder.close()
 
@@ -341,14 +347,14 @@ async def test_late_cancelled_and_drained_embeddings_are_given_up(
     [
         (texts(), "input", "1 to 2048 texts, not 0"),
         (texts(*["x"] * 2049), "input", "1 to 2048 texts, not 2049"),
-        (texts(()), "input", "has 0 tokens, but an encoder reads 1 to 256"),
-        (texts((5,) * 257), "input", "has 257 tokens"),
+        (texts(()), "input", "input must have 1 to 256 tokens, not 0"),
+        (texts((5,) * 257), "input", "input must have 1 to 256 tokens, not 257"),
         (texts((320,)), "input", "token id 320"),
         (texts("\ud800"), "input", "lone surrogate"),
         (texts("x", dimensions=0), "dimensions", "from 1 to 8, not 0"),
         (texts("x", dimensions=9), "dimensions", "from 1 to 8, not 9"),
         (replace(texts("x"), pooling="max"), "pooling", "one of mean, cls, last"),  # type: ignore[arg-type]  # the stubs are narrower than the library
-        (texts((5,) * 60, (5,) * 60), "max_tokens", "may take 120 tokens"),
+        (texts((5,) * 60, (5,) * 60), "max_tokens", "may use 120 tokens"),
     ],
 )
 async def test_broken_texts_never_reach_the_encoder(

@@ -82,7 +82,7 @@ def test_renewed_files_are_taken(files: TlsFiles, caplog: pytest.LogCaptureFixtu
     renewed = AUTHORITY.issue()
     renewed.write(files.certificate.parent)
     assert store.current().certificate == renewed.certificate
-    assert "A TLS certificate is in force that ends" in caplog.text
+    assert "Reloaded the TLS certificate, which expires" in caplog.text
 
 
 def test_broken_renewal_keeps_what_is_in_force_and_is_told_once(
@@ -94,7 +94,7 @@ def test_broken_renewal_keeps_what_is_in_force_and_is_told_once(
     files.certificate.write_bytes(renewed.certificate)
     for _ in range(3):
         assert store.current() is before
-    assert caplog.text.count("The TLS certificate in force is kept") == 1
+    assert caplog.text.count("Keeping the TLS certificate in use") == 1
     files.certificate.unlink()
     assert store.current() is before
     renewed.write(files.certificate.parent)
@@ -170,7 +170,7 @@ def test_half_of_the_files_is_refused(
     tmp_path: Path, names: tuple[str | None, ...], missing: str
 ) -> None:
     certificate, key, ca = (None if name is None else tmp_path / name for name in names)
-    with pytest.raises(StartupError, match=f"TLS needs {missing} as well."):
+    with pytest.raises(StartupError, match=f"TLS requires {missing} as well."):
         certificate_store(certificate, key, ca)
 
 

@@ -78,8 +78,8 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "part"),
     [
-        ([], "has 0 tokens, but an encoder reads 1 to 40"),
-        ([7] * 41, "has 41 tokens, but an encoder reads 1 to 40"),
+        ([], "input must have 1 to 40 tokens, not 0"),
+        ([7] * 41, "input must have 1 to 40 tokens, not 41"),
         ([3, VOCAB_SIZE], "token id 131, but ids are 0 to 130"),
         ("w1 \ud800", "lone surrogate"),
     ],
@@ -127,7 +127,7 @@ def test_checkpoint_says_how_it_pools(folder: Path, tmp_path: Path) -> None:
     with opened(copy, executor="local") as llm:
         assert llm.embed(PROMPTS) == llm.embed(PROMPTS, pooling="cls")
     settings.write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(CheckpointError, match="pools by pooling_mode_max_tokens"):
+    with pytest.raises(CheckpointError, match="enables pooling_mode_max_tokens"):
         opened(copy, executor="local")
 
 

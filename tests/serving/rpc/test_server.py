@@ -221,7 +221,7 @@ async def test_running_id_is_refused_and_free_again_later(server: Server) -> Non
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(message).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "'mine' belongs to a request that is running" in str(caught.value.details())
+        assert "'mine' is in use by a running request" in str(caught.value.details())
         first.cancel()
         await wait_until(lambda: server.frontends.servicer.num_open_calls == 0)
         message.sampling.max_tokens = 1

@@ -118,4 +118,4 @@ async def test_broken_files_keep_the_certificate(
         assert await _ask(frontend, _channel(frontend)) == 3
         Authority("unknown").issue(num_days=-1).write(tmp_path)
         assert await _ask(frontend, _channel(frontend)) == 3
-    assert caplog.text.count("The TLS certificate in force is kept") >= 4
+    assert caplog.text.count("Keeping the TLS certificate in use") >= 4
