@@ -2,17 +2,15 @@
 
     python bench/attention_backends.py --output bench/results/attention.json
 
-As a script it would hide the package of its name.
+32 query heads, 8 KV heads, head size 128, bfloat16. `decode` is one token for each of 64 sequences
+of 2048, in TB/s of keys and values read. `paged prefill` is 8 chunks of 2048 tokens after one
+cached block each, read through the cache; `ragged prefill` is 8 prompts of 2048 over their own
+keys; both in TFLOP/s, 4 x visible pairs of query and key x heads x head size.
 
-32 query heads, 8 KV heads, head size 128, bfloat16. `decode` is one token for each of 64
-sequences of 2048, in TB/s of keys and values read. `paged prefill` is 8 chunks of 2048 tokens
-behind a cached block each, read through the cache; `ragged prefill` is 8 prompts of 2048 over their
-own keys; both in TFLOP/s, 4 x visible pairs of query and key x heads x head size.
-
-Times are the attention's alone, planned by the backend's builder, of a CUDA graph with one call for
-each of some layers, between CUDA events; the median over rounds. `layer` is the same step by the
-model's layer, its cache write included; decodes are then captured and replayed by the backend's
-state, as workers do.
+Times are medians over rounds, between CUDA events, of the attention alone: a CUDA graph with one
+call per layer, planned by the backend's builder. `layer` runs the same step through the model's
+layer, including its cache write; its decodes are captured and replayed by the backend's state, as
+in workers.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ TARGETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     workload: str
     backend: str
@@ -197,7 +195,7 @@ class Bench:
     def _batch(
         self, num_prefills: int, num_sequences: int, query_len: int, seq_len: int
     ) -> AttentionBatch:
-        """Return equal sequences whose blocks lie anywhere."""
+        """Return sequences of equal length with blocks in random order."""
         size = self._spec.block_size
         width = -(-seq_len // size)
         blocks = np.random.default_rng(0).permutation(len(self._cache))[: num_sequences * width]
@@ -240,7 +238,7 @@ class Bench:
         live = self._backend.get_builder_cls()(self._spec).build(batch)
         assert isinstance(live, GpuMetadata)
         clone.prepare_graph_input_buffers(buffers, live)
-        # What the graph reads belongs to the state, which must live as long.
+        # The state owns the inputs of the graph and must live as long.
         self._graph_state = clone
         return graph
 
@@ -305,7 +303,7 @@ def _measure(backend: type[AttentionBackend], block_sizes: list[int], num_rounds
 
 
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a graph of what runs, after it ran a few times and compiled what it needs."""
+    """Return a CUDA graph of `run`, captured after a few warm-up calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

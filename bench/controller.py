@@ -1,10 +1,10 @@
-"""Milliseconds a step that controller and scheduler cost, with ranks that take no time.
+"""Milliseconds per step of the controller and the scheduler, with ranks that take no time.
 
     python bench/controller.py --sequences 64 --sequences 256
 
-The real controller and the real scheduler serve requests over an executor that answers at once.
-The figure is the wall time of a steady decode step: schedule, encode and decode the plan as the
-step channel does, take the output, update, note what ended, publish.
+The controller and the scheduler serve requests over an executor that answers immediately. The
+result is the wall time of a steady decode step: schedule, encode and decode the plan as the step
+channel does, take the output, update, record finished requests, publish.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 400
 
 
 class InstantExecutor(Executor):
-    """Ranks that sample a token without computing, behind a channel's encoding."""
+    """Ranks that sample a token without computing; messages are encoded as on the step channel."""
 
     def __init__(self) -> None:
         self._outputs: deque[StepOutput] = deque()
@@ -64,7 +64,7 @@ class InstantExecutor(Executor):
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:
-        """There are no layers."""
+        """No layers."""
         return {}
 
     @property
@@ -113,13 +113,15 @@ class CountingSink:
             self.is_done.set()
 
     def fail_all(self, error: EngineError) -> None:
-        """Give up."""
+        """End the wait."""
         self.is_done.set()
 
 
 def main() -> int:
     """Measure each number of sequences and print a table."""
-    parser = argparse.ArgumentParser(description="Cost of controller and scheduler a step.")
+    parser = argparse.ArgumentParser(
+        description="Time per step of the controller and the scheduler."
+    )
     parser.add_argument("--sequences", type=int, action="append")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

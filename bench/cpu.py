@@ -1,15 +1,15 @@
-"""Tokens per second on the CPU beside Hugging Face transformers, in one run.
+"""Tokens per second on the CPU compared with Hugging Face transformers, in one run.
 
     python bench/cpu.py --output bench/results/cpu.json
 
-Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers, 8 heads
-and 4 KV heads, each in a process of its own, and take turns: A B A B. A waiting process sleeps.
+Both engines load the same random checkpoint, a Llama of hidden size 512 with 8 layers, 8 heads and
+4 KV heads, each in a process of its own, and take turns: A B A B. A waiting process sleeps.
 
-`decode` counts the tokens after the first: (n - 1) tokens over the time of a call for n tokens
-less that of a call for one, which is the same prompt's prefill. `call` is all n tokens over the
-whole call. `mixed` is requests of mixed prompt and output lengths, all at once, beside
-transformers' own continuous batching; the time is that of the whole call. The ratio is the
-median over rounds of the ratio within a round.
+`decode` counts the tokens after the first: n - 1 tokens over the time of a call for n tokens minus
+that of a call for one, which is the prefill. `call` is n tokens over the whole call. `mixed` is
+requests of mixed prompt and output lengths, submitted at once, compared with the continuous
+batching of transformers over the whole call. The ratio is the median over rounds of the ratio
+within a round.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIXED_REQUESTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     workload: str
     dtype: str
@@ -122,9 +122,9 @@ class Transformers(Engine):
         assert output.shape[1] == input_ids.shape[1] + num_tokens
 
     def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
-        # Its one call takes one length for all, so each request is added to its manager.
+        # Its batch call takes one length for all, so each request is added to the manager.
         batching = transformers.generation.configuration_utils.ContinuousBatchingConfig(
-            # Left to itself it takes half of the memory for its cache and clears it for seconds.
+            # The default cache takes half of the memory and seconds to clear.
             num_blocks=128,
             max_batch_tokens=2048,
         )
@@ -151,7 +151,7 @@ class Transformers(Engine):
 
 
 class EngineProcess:
-    """An engine in a process that sleeps when it is not asked."""
+    """An engine in a process of its own, which sleeps between calls."""
 
     def __init__(self, kind: type[Engine], folder: Path, dtype: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -172,7 +172,7 @@ class EngineProcess:
 
 def main() -> int:
     """Run what the command line asks for, print the table, write the results."""
-    parser = argparse.ArgumentParser(description="CPU throughput beside transformers.")
+    parser = argparse.ArgumentParser(description="CPU throughput compared with transformers.")
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -1,9 +1,10 @@
-"""How fast paged decode attention reads keys and values on a CPU, beside a plain memory copy.
+"""Bandwidth of paged decode attention on a CPU, compared with a plain memory copy.
 
     python bench/cpu_decode.py --output bench/results/cpu_decode.json
 
-Both run in turns in one process. A copy reads as many bytes as the decode does, and writes them;
-its rate counts the bytes read. Caches are larger than the processor's, and blocks lie scattered.
+Both run in turns in one process. The copy reads as many bytes as the decode and writes them; its
+rate counts the bytes read. The KV cache is larger than the CPU caches, and its blocks are in random
+order.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CACHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     shape: str
     dtype: str
@@ -64,7 +65,7 @@ class Row:
 
 
 def main() -> int:
-    """Measure, print a table, and write it if asked to."""
+    """Measure, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=9)

@@ -2,11 +2,11 @@
 
     python bench/engine.py --backend torch_sdpa --backend flashinfer --output engine.json
 
-Weights are random numbers, which take as long as trained ones; requests are token ids, all given
-at once, and outputs have a fixed length. Each combination of backend and executor runs in a
-process of its own, so that none finds memory of another. `latency` is one request's whole time
-over its tokens; `throughput` is generated tokens of all requests over the time of the call;
-`prefill` is prompt tokens over the time of a call for one token each.
+Weights are random, which does not change the speed; requests are token ids, submitted at once, and
+outputs have a fixed length. Each combination of backend and executor runs in a process of its own
+and starts with free memory. `latency` is the time of one request over its tokens; `throughput` is
+the generated tokens of all requests over the time of the call; `prefill` is prompt tokens over the
+time of a call for one token each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LLAMA_8B: dict[str, Any] = {  # Any: JSON values
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# What a CPU gets through in seconds, to try the program out.
+# Small enough to try the program on a CPU within seconds.
 SMALL: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
     "hidden_size": 256,
@@ -71,7 +71,7 @@ SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Equal requests, given at once."""
+    """Equal requests, submitted at once."""
 
     name: str
     num_requests: int
@@ -79,7 +79,7 @@ class Workload:
     num_new_tokens: int
 
     def figure(self, seconds: float) -> float:
-        """Return milliseconds a token for `latency`, and else tokens per second."""
+        """Return milliseconds per token for `latency`, otherwise tokens per second."""
         if self.name == "latency":
             return seconds / self.num_new_tokens * 1e3
         is_prefill = self.name == "prefill"
@@ -104,7 +104,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     backend: str
     executor: str
@@ -119,7 +119,7 @@ class Row:
 
 
 def main() -> int:
-    """Measure every combination, print a table, and write it if asked to."""
+    """Measure every combination, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--backend", action="append", help="may be given several times (auto)")
     parser.add_argument("--executor", action="append", help="local or ray, or both (local)")
@@ -141,7 +141,7 @@ def main() -> int:
         try:
             rows += receiver.recv()
         except EOFError:
-            print(f"{backend} on {executor} ended without figures.", file=sys.stderr)
+            print(f"{backend} on {executor} ended without results.", file=sys.stderr)
             return 1
         finally:
             process.join()
@@ -176,7 +176,7 @@ def _run(
             start_s = time.perf_counter() - started_s
             rows = []
             for workload in WORKLOADS[shape]:
-                # What compiles or allocates when first used does so now.
+                # The first call compiles kernels and allocates buffers.
                 _seconds(llm, workload, num_new_tokens=min(16, workload.num_new_tokens))
                 times = [_seconds(llm, workload) for _ in range(rounds)]
                 rows.append(

@@ -2,8 +2,8 @@
 
     python -m bench.frontend_server --core 0 --counter FILE
 
-It says on stdout where it serves, as a line of JSON, and answers each line of JSON on stdin with
-what it has used so far. `bench.fronts` drives it.
+It prints its addresses to stdout as a line of JSON, and answers each line of JSON on stdin with the
+CPU time used so far. `bench.fronts` drives it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _POLL_S = 0.0002
 
 
 class PacedEngine:
-    """Publishes one token of every request a step, and no more than clients can take.
+    """Publishes one token of every request per step, and no more than clients can read.
 
-    A step is run when its time has come and what clients have read lies less than `lead` tokens
-    a request behind what was published. Its thread does nothing else.
+    A step runs when it is due and fewer than `lead` published tokens per request are unread. Its
+    thread does nothing else.
     """
 
     def __init__(self, client: EngineClient, counter: TokenCounter) -> None:
@@ -131,7 +131,7 @@ class PacedEngine:
             if now_s < next_s:
                 time.sleep(next_s - now_s)
             elif self._step():
-                # A step that is late is not made up for: a rank cannot either.
+                # A late step is not made up for, as on a rank.
                 next_s = max(next_s + self._step_s, now_s)
             else:
                 time.sleep(_POLL_S)

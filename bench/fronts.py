@@ -1,15 +1,14 @@
-"""Streamed tokens a second over each frontend, with engines that compute nothing.
+"""Streamed tokens per second over each frontend, with engines that compute nothing.
 
     python -m bench.fronts --output bench/results/fronts.json
 
-The frontends have a process of their own on one core, and clients that only count have another. The
-engine is a thread of that process; it is in what is measured, and what it took is told apart. Ray
-Serve runs its proxy, its replica and the clients on all cores.
+The frontends run in a process of their own on one core, and clients that only count tokens in
+another. The engine is a thread of the frontends' process: its CPU time is included, and also
+reported alone. Ray Serve runs its proxy, its replica and the clients on all cores.
 
-Its pace is one of two. Either a step, which is one token for every stream, follows as soon as
-clients have read so much of what was published that no more than `lead` tokens a stream are on
-their way: with a lead of 1 every message has exactly one token. Or steps come at a fixed rate, as
-ranks would make them. Tokens that a stream has not sent yet when it has its turn go in one message.
+A step produces one token per stream. Steps run either as soon as clients have read so much that at
+most `lead` tokens per stream are unread, so that with a lead of 1 every message has one token, or
+at a fixed rate, as on ranks. All tokens that a stream has not sent yet go in one message.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SERVE_WARM_UP_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     frontend: str
     connections: int
@@ -73,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A frontend, as a client calls it."""
+    """A frontend as clients see it."""
 
     name: str
     is_grpc: bool
@@ -116,11 +115,11 @@ class FrontendProcess:
         self.grpc_port, self.http_port = int(ports["grpc_port"]), int(ports["http_port"])
 
     def set_pace(self, *, step_s: float, lead: int) -> None:
-        """Wait until no request runs, then run steps at this pace."""
+        """Wait until no request runs, then set the pace of the steps."""
         self._ask({"step_s": step_s, "lead": lead})
 
     def usage(self) -> tuple[float, float]:
-        """Return the CPU seconds that the process, and its engine alone, have taken."""
+        """Return the CPU seconds of the process, and of its engine alone."""
         used = self._ask({})
         return used["cpu_s"], used["engine_cpu_s"]
 
@@ -144,7 +143,7 @@ class FrontendProcess:
 
 def main() -> int:
     """Measure every frontend and print a table."""
-    parser = argparse.ArgumentParser(description="Streamed tokens a second over each frontend.")
+    parser = argparse.ArgumentParser(description="Streamed tokens per second over each frontend.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--output", type=Path)

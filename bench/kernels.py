@@ -1,10 +1,10 @@
-"""Bytes of keys and values per second of our paged decode kernel on a GPU.
+"""Bandwidth of the Triton paged decode kernel on a GPU.
 
     python bench/kernels.py --output bench/results/kernels.json
 
-Each case is captured in a CUDA graph of some launches, and the time is the median over replays,
-from CUDA events. A launch reads keys and values many times the size of the L2 cache. Blocks lie
-in random order. The bytes counted are those of keys and values alone.
+Each case is a CUDA graph of several launches; times are medians over replays, between CUDA events.
+A launch reads many times the size of the L2 cache, with blocks in random order. Only bytes of keys
+and values are counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPLAYS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A batch of decodes, all equally long."""
+    """A batch of decodes of equal length."""
 
     batch_size: int = 64
     seq_len: int = 2048
@@ -62,7 +62,7 @@ class Row:
 
 
 def defaults(workload: Workload) -> PagedAttentionTuning:
-    """Return the tuning that a backend would use."""
+    """Return the tuning that backends use."""
     properties = torch.cuda.get_device_properties("cuda")
     num_splits = default_num_splits(
         num_sequences=workload.batch_size,
@@ -79,7 +79,7 @@ def defaults(workload: Workload) -> PagedAttentionTuning:
 
 
 def sweep(default: PagedAttentionTuning) -> list[PagedAttentionTuning]:
-    """Return the default and others around it."""
+    """Return the default tuning and variations of it."""
     tunings = [default]
     for tile_keys, num_warps, num_stages, num_splits in itertools.product(
         (32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 8)

@@ -1,7 +1,7 @@
 """PagedRay on a local Ray cluster, with ranks that compute nothing.
 
-The application is the real one: controller, servicer and Serve's proxy. A step takes no longer
-than it is told to. `bench.fronts` starts it and reads its streams.
+Controller, servicer and Serve's proxy are real; a step takes a configured time. `bench.fronts`
+starts it and reads its streams.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUM_BLOCKS = 1_000_000
 
 
 class TimedExecutor(Executor):
-    """Ranks that sample one token again and again, a step at a time."""
+    """Ranks that sample the same token in every step."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TimedExecutor(Executor):
         report_progress: ReportProgress,
         placement: PlacementGroup | None,
     ) -> None:
-        # The name of the model says it, since Serve starts the executor without arguments.
+        # The step time is part of the model's name: Serve starts the executor without arguments.
         self._step_s = float(config.model.name.partition("-")[2])
         self._plans: deque[StepPlan] = deque()
         self._step = -1
@@ -60,7 +60,7 @@ class TimedExecutor(Executor):
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:
-        """There are no layers."""
+        """No layers."""
         return {}
 
     @property
@@ -91,7 +91,7 @@ class TimedExecutor(Executor):
 
 
 class TimedPagedRay(PagedRay):
-    """The deployment over such ranks."""
+    """The deployment over these ranks."""
 
     @staticmethod
     def make_executor(
@@ -104,14 +104,14 @@ class TimedPagedRay(PagedRay):
 
 
 class ServeCluster:
-    """Ray Serve on the loopback, until the block that holds it is left."""
+    """Ray Serve on the loopback interface, as a context manager."""
 
     def __init__(self) -> None:
         self.http_port, self.grpc_port = _free_port(), _free_port()
         self._folder = tempfile.TemporaryDirectory()
 
     def deploy(self, step_s: float) -> str:
-        """Run one replica whose steps take so long, in place of any other; return its model."""
+        """Run one replica with steps of this duration, replacing any other; return its model."""
         folder = Path(tempfile.mkdtemp(dir=self._folder.name), f"step-{step_s}")
         folder.mkdir()
         for path in MODEL.iterdir():
@@ -127,7 +127,7 @@ class ServeCluster:
         return folder.name
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that proxy and replica have taken."""
+        """Return the CPU seconds of the proxy and the replica."""
         total_s = 0.0
         for process in psutil.Process().children(recursive=True):
             title = "".join(process.cmdline()[:1])

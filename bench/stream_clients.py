@@ -1,6 +1,6 @@
-"""Clients that read streams and only count, so cheaply that a server is the slower one.
+"""Clients that read streams and only count tokens, so that the server is the bottleneck.
 
-They know as much of HTTP as a well-behaved server needs to send them what they count.
+They implement only as much of HTTP as a well-behaved server needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FRAME = struct.Struct(">HBBBI")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What came in some time."""
+    """What arrived within a period."""
 
     num_tokens: int
     num_messages: int
@@ -45,7 +45,7 @@ class Counts:
 
 
 class _Connection(ABC):
-    """A connection on which one or more streams come."""
+    """A connection with one or more streams."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection((_HOST, port))
@@ -57,7 +57,7 @@ class _Connection(ABC):
 
 
 class StreamClients:
-    """Some connections, read in turns by one thread."""
+    """Connections that one thread reads in turns."""
 
     def __init__(self, connections: list[_Connection], counter: TokenCounter) -> None:
         self._counter = counter
@@ -68,7 +68,7 @@ class StreamClients:
             self._poll.register(number, select.EPOLLIN)
 
     def read(self, seconds: float) -> Counts:
-        """Count for some time. Raises ConnectionError if a stream ends."""
+        """Count for a period. Raises ConnectionError if a stream ends."""
         num_tokens = num_messages = num_bytes = 0
         cpu_s, started_s = time.process_time(), time.monotonic()
         end_s = started_s + seconds
@@ -140,7 +140,7 @@ class _EventConnection(_Connection):
             self._is_accepted = True
         num_events = data.count(b"\n\n") + (self._end[-1:] == b"\n" == data[:1])
         seen = self._end + data
-        # As much as can be the start of a token that ends in the bytes after these.
+        # Long enough to hold the start of a token that ends in the next bytes.
         self._end = seen[-self._num_held :]
         return seen.count(self._token_text), num_events
 
@@ -174,7 +174,7 @@ class _GrpcConnection(_Connection):
         super().__init__(port)
         self._token_text = token_text
         self._unread = b""
-        # What is there of a message that goes on in the next frame of its stream.
+        # The part of a message that continues in the next frame of its stream.
         self._parts: dict[int, bytes] = {}
         headers = _header_block(
             {
@@ -243,7 +243,7 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 
 def _header_block(headers: dict[str, str]) -> bytes:
-    """Return headers in HPACK, all of them as literals that are short and not to be indexed."""
+    """Return headers in HPACK, all as short literals that are not indexed."""
     return b"".join(
         b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
         for name, value in headers.items()

@@ -1,18 +1,18 @@
-"""What structured output costs those who ask for it, and those who do not.
+"""The cost of structured output, for requests with and without it.
 
     python -m bench.structured --output bench/results/structured.json
 
 With a vocabulary of 128 256 tokens, which are those of examples/tiny-llama and pairs of them, and
 64 sequences:
 
-- masks: the time to make those of a step, for sequences in random places of a grammar.
-- steps: the time between two steps of the real controller, over ranks whose forward pass takes
-  15 ms, as that of a model of 8 billion parameters on a GPU does. Some of the sequences follow a
-  grammar. A rank samples when it has computed and has its masks.
-- compilations: the wait for the grammars of strings of a limited length, by a server that has
-  just started and by one that has had a moment.
-- first request: how long a server's first structured request takes, and the longest that its event
-  loop does not come round meanwhile.
+- masks: the time to make the masks of a step, for sequences at random places of a grammar.
+- steps: the time between two steps of the controller, over ranks whose forward pass takes 15 ms, as
+  a model of 8 billion parameters does on a GPU. Some of the sequences follow a grammar. A rank
+  samples when its forward pass is done and it has its masks.
+- compilations: the time to compile strings of limited length, on a server that has just started and
+  after its warm-up.
+- first request: the duration of a server's first structured request, and the longest time that its
+  event loop is blocked meanwhile.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ Rows = list[dict[str, Any]]  # Any: names and numbers
 
 
 class TimedExecutor(Executor):
-    """A rank whose forward pass takes a given time, and that samples any token that it may."""
+    """A rank whose forward pass takes a given time, and that samples any allowed token."""
 
     def __init__(self) -> None:
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
@@ -105,7 +105,7 @@ class TimedExecutor(Executor):
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:
-        """There are no layers."""
+        """No layers."""
         return {}
 
     @property
@@ -156,7 +156,7 @@ class TimedExecutor(Executor):
 
 
 class EndlessSink:
-    """Puts a request in the place of each that ends, until there were enough steps."""
+    """Replaces each request that ends by a new one, until there were enough steps."""
 
     def __init__(self) -> None:
         self.controller: Controller | None = None
@@ -164,7 +164,7 @@ class EndlessSink:
         self._ids = itertools.count()
 
     def submit(self, request: Request) -> None:
-        """Submit a request under an id of its own."""
+        """Submit a request with an id of its own."""
         assert self.controller is not None
         named = Request(
             id=f"{next(self._ids):032x}",
@@ -186,11 +186,11 @@ class EndlessSink:
                 self.submit(self.requests.pop(event.request_id))
 
     def fail_all(self, error: EngineError) -> None:
-        """The engine was stopped."""
+        """Ignore the end of the engine."""
 
 
 def main() -> int:
-    """Measure, print, and write what was found."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description="Cost of structured output.")
     parser.add_argument("--vocab-size", type=int, default=128_256)
     parser.add_argument("--num-steps", type=int, default=200)
@@ -321,7 +321,7 @@ def _masks(name: str, grammar: CompiledGrammar, num_steps: int) -> dict[str, Any
             assert isinstance(mask, bytes), mask
             token_id = _pick(np.frombuffer(mask, np.uint32), generator)
             if token_id == _EOS:
-                # One that has ended begins anew.
+                # A sequence that has ended starts again.
                 asked[index] = grammar.matcher(_request(grammar)), [7]
             else:
                 asked[index][1].append(token_id)
@@ -355,7 +355,7 @@ def _times(what: str, times_s: list[float]) -> dict[str, float]:
 
 
 def _pick(words: Any, generator: random.Random) -> int:
-    """Return a token that a mask allows; the end only where it is all that may come."""
+    """Return a token that a mask allows; the end-of-sequence token only if there is no other."""
     places = np.flatnonzero(words)
     for _ in range(4):
         place = int(places[generator.randrange(len(places))])

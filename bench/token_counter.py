@@ -1,4 +1,4 @@
-"""A number that one process counts and another reads, in a file that both have mapped."""
+"""A counter that one process increments and another reads, in a file mapped by both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TokenCounter"]
 
 
 class TokenCounter:
-    """How many tokens clients have read. One process adds."""
+    """The number of tokens that clients have read; one process adds."""
 
     NUM_BYTES: ClassVar = 8
     """What its file needs."""
@@ -21,14 +21,14 @@ class TokenCounter:
     def __init__(self, path: Path) -> None:
         """The file has NUM_BYTES."""
         with path.open("r+b") as file:
-            # A number of eight bytes that lies on such a border is written at once.
+            # An aligned number of eight bytes is written atomically.
             self._numbers = memoryview(mmap.mmap(file.fileno(), self.NUM_BYTES)).cast("Q")
 
     @property
     def value(self) -> int:
-        """The number of this moment."""
+        """The current number."""
         return self._numbers[0]
 
     def add(self, num_tokens: int) -> None:
-        """Count some."""
+        """Add tokens."""
         self._numbers[0] += num_tokens
