@@ -29,21 +29,16 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec
-from attention.flashinfer.backend import FlashInferBackend
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
-from attention.gpu.torch_sdpa import (
-    TorchSDPAGpuBackend,
-    TorchSDPAGpuMetadataBuilder,
-    TorchSDPAGpuState,
-)
+from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
+from attention.gpu_backends import FlashInferBackend, TorchSDPAGpuBackend, XFormersBackend
 from attention.layer import Attention
-from attention.xformers.backend import XFormersBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attention.abstract import AttentionBackend
-    from attention.gpu.group import GpuGroup
+    from attention.gpu.layer_kernels import LayerKernels
 
 NUM_LAYERS = 8
 SEQ_LEN = 2048
@@ -77,23 +72,17 @@ class Row:
 class SharedBuilder(TorchSDPAGpuMetadataBuilder):
     """Plans for the shared kernels alone."""
 
-    def _make_group(self, params: AttentionParams, *, is_graph: bool) -> GpuGroup:
-        from attention.gpu.shared_group import SharedGroup
+    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
+        from attention.gpu.shared_kernels import SharedKernels
 
-        return SharedGroup(params, self._spec, is_graph=is_graph)
-
-
-class SharedState(TorchSDPAGpuState):
-    """Keeps graphs of the shared kernels."""
-
-    builder_cls = SharedBuilder
+        return SharedKernels(params, self._spec, is_graph=is_graph)
 
 
 class SharedKernelBackend(TorchSDPAGpuBackend):
     """The kernels that all backends share, by themselves."""
 
     name = "shared kernel"
-    state_cls = SharedState
+    builder_cls = SharedBuilder
 
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (
@@ -130,7 +119,7 @@ class Bench:
         """Measure decodes."""
         batch = self._batch(0, NUM_DECODES, 1, SEQ_LEN)
         builder = self._graph_builder()
-        rows = builder.build(batch).gpu_batch.decodes
+        rows = builder.build(batch).prepare_step().decodes
         assert rows is not None
         query, key, value, out = _tokens(NUM_DECODES)
 
@@ -159,20 +148,20 @@ class Bench:
         builder = self._backend.make_metadata_builder(self._spec)
         assert isinstance(builder, GpuMetadataBuilder)
         metadata = builder.build(batch)
-        rows = metadata.gpu_batch.prefills
+        rows = metadata.prepare_step().prefills
         assert rows is not None
         query, key, value, out = _tokens(NUM_PREFILLS * SEQ_LEN)
 
         def attend() -> None:
             for i in range(NUM_LAYERS):
-                group = builder.layer(i)[1]
+                kernels = builder.layer(i)[1]
                 if has_no_context:
-                    group.prefill_ragged(
+                    kernels.prefill_ragged(
                         rows, _heads(query), _heads(key), _heads(value), _heads(out)
                     )
                 else:
                     cache = builder.layer_cache(i, self._cache)
-                    group.prefill(rows, _heads(query), cache, _heads(out))
+                    kernels.prefill(rows, _heads(query), cache, _heads(out))
 
         def forward() -> None:
             for layer in self._layers:

@@ -1,4 +1,4 @@
-"""The parts of the FlashInfer backend, which starts at `attention.flashinfer.backend`.
+"""The builders, kernels and limits of the FlashInfer and hybrid backends.
 
 Only `decode` and `prefill` import the library, whose name is this folder's: no file here may be
 run as a script.

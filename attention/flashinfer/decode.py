@@ -6,27 +6,28 @@ from typing import Any
 import torch
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 
-from attention.flashinfer.kernels import announce, plan_arguments
 from attention.flashinfer.memory import PlanMemory, SharedScratch
 from attention.flashinfer.pages import Pages
-from attention.gpu.batch import Rows
-from attention.gpu.group import LayerCache
+from attention.flashinfer.plan_arguments import log_loading, plan_arguments
+from attention.gpu.batch import SubBatch
+from attention.gpu.layer_kernels import LayerCache
 from attention.params import AttentionParams, AttentionSpec
 
 __all__ = ["FlashInferDecode"]
 
-# The kernels of prompts, on tensor cores: they have every group size and read fastest.
-_GENERATION = "fa2"
-# Bytes that alignment may take of a buffer.
+# The prefill kernels, on tensor cores: they support any number of query heads per KV head, and
+# read fastest.
+_KERNEL_VERSION = "fa2"
+# Bytes of a buffer that alignment may use up.
 _PLAN_SLACK = 4096
 
 
 class FlashInferDecode:
-    """One wrapper of the library, planned for one step after the other."""
+    """A decode wrapper of the library, planned for each step."""
 
     def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
         self._is_graph = is_graph
-        self._scratch = SharedScratch.of(spec.device)
+        self._scratch = SharedScratch.for_device(spec.device)
         self._arguments = {
             **plan_arguments(params, spec, spec.cache_dtype),
             "head_dim": params.head_size,
@@ -36,18 +37,18 @@ class FlashInferDecode:
         self._spec = spec
         self._wrapper: Any = None  # Any: the library has no types
         self._memory: PlanMemory | None = None
-        self.planned: Rows | None = None
-        """What the last plan was for."""
+        self.planned: SubBatch | None = None
+        """The argument of the last plan."""
 
-    def plan(self, rows: Rows, pages: Pages) -> None:
-        """Plan for the decodes of a step; waits for nothing."""
+    def plan_decodes(self, sub_batch: SubBatch, pages: Pages) -> None:
+        """Plan the decodes of a step, without waiting for the GPU."""
         if self._wrapper is None:
-            announce(_GENERATION, self._params, self._spec.dtype, self._spec.cache_dtype)
+            log_loading(_KERNEL_VERSION, self._params, self._spec.dtype, self._spec.cache_dtype)
             self._wrapper = self._make_wrapper(pages)
             self._memory = PlanMemory(self._wrapper)
             plan = self._wrapper.plan
         elif self._is_graph:
-            # The pages are in the graph's buffers: only the schedule is left to do.
+            # The pages are in the graph's buffers: only the schedule has to be made.
             plan = partial(fast_decode_plan, self._wrapper, global_override_indptr_cpu=pages.starts)
         else:
             plan = self._wrapper.plan
@@ -59,10 +60,10 @@ class FlashInferDecode:
                 last_page_len=pages.last_lens,
                 **self._arguments,
             )
-        self.planned = rows
+        self.planned = sub_batch
 
-    def run(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
-        """Attend for one query of each sequence; sequences without keys come out as zeros."""
+    def run_decodes(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
+        """Attend for one query of each sequence; the result of a sequence without keys is zero."""
         self._wrapper.run(
             query, cache.blocks, k_scale=cache.k_scale, v_scale=cache.v_scale, out=out
         )
@@ -72,7 +73,7 @@ class FlashInferDecode:
             BatchDecodeWithPagedKVCacheWrapper,
             self._scratch.at_least(),
             use_tensor_cores=True,
-            backend=_GENERATION,
+            backend=_KERNEL_VERSION,
         )
         if pages.graph is None:
             return make()
@@ -82,8 +83,8 @@ class FlashInferDecode:
             paged_kv_indices_buffer=pages.graph.indices,
             paged_kv_last_page_len_buffer=pages.graph.last_lens,
         )
-        # What a graph needs follows from its batch size alone. By default each takes 8 MiB for
-        # its plans, of which it uses some KiB.
+        # What a graph needs depends on its batch size alone. By default each allocates 8 MiB for
+        # its plans and uses a few KiB of them.
         scratch_bytes, plan_bytes = wrapper.workspace_size(
             pages.starts, pages.indices, pages.last_lens, **self._arguments
         )

@@ -1,4 +1,4 @@
-"""Memory that FlashInfer's wrappers work in: scratch that all share, and plans of their own."""
+"""The working memory of FlashInfer's wrappers: a shared scratch buffer, and plans of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ import torch
 
 __all__ = ["PlanMemory", "SharedScratch"]
 
-# What the library recommends; eager steps need less, graphs of large batches may need more.
+# The library's recommendation. Eager steps need less, graphs of large batches may need more.
 _SCRATCH_BYTES = 128 << 20
 
 
 class SharedScratch:
-    """Scratch for sequences whose keys are split; one of a device serves all wrappers.
+    """Scratch for sequences whose keys are split, shared by all wrappers of a device.
 
-    They may share it because no two of them run at the same time, on one stream.
+    They can share it because they run on one stream, one at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,8 +24,8 @@ class SharedScratch:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     @staticmethod
-    def of(device: torch.device) -> "SharedScratch":
-        """Return that of a device, newly made if nobody holds it."""
+    def for_device(device: torch.device) -> "SharedScratch":
+        """Return the scratch of a device, a new one if none is alive."""
         index = torch.cuda.current_device() if device.index is None else device.index
         scratch = _scratches.get(index)
         if scratch is None:
@@ -33,23 +33,23 @@ class SharedScratch:
         return scratch
 
     def at_least(self, num_bytes: int = 0) -> torch.Tensor:
-        """Return a buffer of that size or more; whoever was given a smaller one keeps that."""
+        """Return a buffer of that size or more; buffers returned earlier stay valid."""
         num_bytes = max(num_bytes, _SCRATCH_BYTES)
         if num_bytes > len(self._buffer):
-            # The library asks for zeros at the first use.
+            # The library expects zeros on first use.
             self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffer
 
 
-# Graphs of many sizes are captured by builders that know nothing of one another.
+# Shared by builders that do not know each other: each captured batch size has one.
 _scratches: WeakValueDictionary[int, SharedScratch] = WeakValueDictionary()
 
 
 class PlanMemory:
-    """Pinned buffers that take turns for the plans of one wrapper.
+    """Two alternating pinned buffers for the plans of one wrapper.
 
-    A plan is copied to the device behind all work that is queued there. The library writes each
-    to the same place on the host, and so a plan would change before it is copied.
+    A plan is copied to the device after all work that is queued there. The library writes every
+    plan to the same host buffer, and would overwrite it before it is copied.
     """
 
     def __init__(self, wrapper: Any) -> None:  # Any: the library has no types
@@ -61,9 +61,9 @@ class PlanMemory:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the wrapper plan into the buffer that has not been used for longer."""
+        """Have the wrapper plan into the buffer that the last plan did not use."""
         self._turn = 1 - self._turn
-        # The copy of the plan before the last one: long done, unless the host is far ahead.
+        # Waits only if the host is two plans ahead of the GPU.
         self._copied[self._turn].synchronize()
         self._wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
         yield

@@ -1,4 +1,4 @@
-"""Block tables as FlashInfer wants them: one after the other, without what pads them.
+"""Block tables in FlashInfer's format: concatenated, without padding.
 
 The library calls a block a page.
 """
@@ -9,21 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.gpu.batch import Rows
+from attention.gpu.batch import SubBatch
 
 __all__ = ["GraphPages", "PageUploader", "Pages", "pinned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphPages:
-    """Where a captured graph finds the pages of each step."""
+    """The buffers from which a captured graph reads the pages of each step."""
 
     starts: torch.Tensor
     """`[num_sequences + 1]` int32."""
     last_lens: torch.Tensor
     """`[num_sequences]` int32."""
     indices: torch.Tensor
-    """`[num_sequences * width]` int32; those of a step lie at the front."""
+    """`[num_sequences * width]` int32, filled from the front."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,31 +37,31 @@ class Pages:
     indices: torch.Tensor
     """Blocks of all sequences, `[starts[-1]]` int32."""
     graph: GraphPages | None
-    """The same on the device, at addresses that stay; None for an eager step."""
+    """The same on the device, at fixed addresses; None for an eager step."""
 
 
 class PageUploader:
-    """Makes the pages of each step once, for all groups of layers that see the same keys."""
+    """Makes the pages of each step once, for all layers that see the same keys."""
 
     def __init__(self, device: torch.device, block_size: int, *, is_graph: bool) -> None:
         self._device = device
         self._block_size = block_size
         self._is_graph = is_graph
         self._fixed: torch.Tensor | None = None
-        self._known: list[tuple[Rows, Pages]] = []
+        self._known: list[tuple[SubBatch, Pages]] = []
 
-    def pages_of(self, rows: Rows) -> Pages:
-        """Return the pages of the rows of a step, uploaded once; waits for nothing."""
+    def pages_of(self, sub_batch: SubBatch) -> Pages:
+        """Return the pages of a sub-batch, uploaded once, without waiting for the GPU."""
         for known, pages in self._known:
-            if known is rows:
+            if known is sub_batch:
                 return pages
-        pages = self._upload(rows)
-        # A step has prefills and decodes.
-        self._known = [*self._known[-1:], (rows, pages)]
+        pages = self._upload(sub_batch)
+        # A step has two sub-batches: prefills and decodes.
+        self._known = [*self._known[-1:], (sub_batch, pages)]
         return pages
 
-    def _upload(self, rows: Rows) -> Pages:
-        tables, lens = rows.host_block_tables, rows.host_seq_lens
+    def _upload(self, sub_batch: SubBatch) -> Pages:
+        tables, lens = sub_batch.host_block_tables, sub_batch.host_seq_lens
         assert tables is not None
         size = len(lens)
         num_pages = -(-lens // self._block_size)
@@ -95,9 +95,9 @@ class PageUploader:
 
 
 def pinned(numbers: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:
-    """Return numbers as int32 on the host, from where they are copied without a wait.
+    """Return numbers as int32 on the host, pinned so that copies to a GPU do not block.
 
-    Torch gives the memory to nobody else before the copies from it are done.
+    Torch does not reuse the memory before the copies from it are done.
     """
     host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=device.type == "cuda")
     host.numpy()[:] = numbers

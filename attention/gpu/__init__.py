@@ -1,6 +1,6 @@
-"""The skeleton of every backend on a GPU: upload, plan, cache write, graphs.
+"""What every backend on a GPU shares: uploads, plans, cache writes, graphs and shared kernels.
 
-Knows the shared kernels, but no kernel library: a backend adds its groups of layers.
+Knows no kernel library: a backend adds a builder and its kernels.
 """
 
 __all__: list[str] = []

@@ -1,8 +1,4 @@
-"""What the backends on a GPU have in common, so that each says no more than what is its own.
-
-The classes of a backend are named in one place each: by the backend its layer and its state, by the
-state the builder, and by the builder the metadata.
-"""
+"""What all backends on a GPU have in common; a subclass is a row of a table of its differences."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -14,25 +10,24 @@ from attention.abstract import AttentionBackend, AttentionSpec
 from attention.gpu import blocks
 from attention.gpu.impl import GpuImpl
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
-from attention.gpu.state import GpuState
+from attention.gpu.state import GpuState, state_class
 
 __all__ = ["GpuBackend"]
 
 
 class GpuBackend(AttentionBackend):
-    """A backend whose kernels are a library's or the shared ones; a subclass names its parts."""
+    """A backend whose kernels are those of a library and the shared ones."""
 
     supports_graph_capture = True
 
     name: ClassVar[str]
-    """By which the selector knows it."""
-    impl_cls: ClassVar[type[GpuImpl]]
-    state_cls: ClassVar[type[GpuState]]
+    builder_cls: ClassVar[type[GpuMetadataBuilder]]
     packages: ClassVar[dict[str, str]] = {"triton": "triton"}
-    """What must be installed: the package of each module."""
+    """Required packages, by the module to import."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     oldest_capability: ClassVar[tuple[int, int] | None] = None
-    """Of the GPU; None for any."""
+    """Compute capability that the GPU must have; None for any."""
+    largest_head_size: ClassVar[int | None] = None
 
     @classmethod
     def get_name(cls) -> str:
@@ -42,22 +37,22 @@ class GpuBackend(AttentionBackend):
     @classmethod
     def get_impl_cls(cls) -> type[GpuImpl]:
         """Return the class of a layer's computation."""
-        return cls.impl_cls
+        return GpuImpl
 
     @classmethod
     def get_metadata_cls(cls) -> type[GpuMetadata]:
         """Return the class of a step's metadata."""
-        return cls.get_builder_cls().metadata_cls
+        return GpuMetadata
 
     @classmethod
     def get_state_cls(cls) -> type[GpuState]:
         """Return the class of a worker's state."""
-        return cls.state_cls
+        return state_class(cls.builder_cls)
 
     @classmethod
     def get_builder_cls(cls) -> type[GpuMetadataBuilder]:
         """Return the class that builds metadata."""
-        return cls.state_cls.builder_cls
+        return cls.builder_cls
 
     copy_blocks = staticmethod(blocks.copy_blocks)
 
@@ -69,6 +64,10 @@ class GpuBackend(AttentionBackend):
         yield from cls._refusals_of_device(spec.device)
         if spec.dtype not in cls.dtypes:
             yield f"dtype is {spec.dtype}, but must be {_alternatives(cls.dtypes)}"
+        largest = cls.largest_head_size
+        for head_size in sorted({layer.head_size for layer in spec.layers}):
+            if largest is not None and head_size > largest:
+                yield f"head_size is {head_size}, but must be at most {largest}"
 
     @classmethod
     def _refusals_of_device(cls, device: torch.device) -> Iterator[str]:
@@ -76,7 +75,7 @@ class GpuBackend(AttentionBackend):
         if device.type != "cuda":
             yield f"device is {device.type}, but must be cuda"
         elif not torch.cuda.is_available():
-            yield "there is no CUDA device"
+            yield "CUDA is not available on this machine"
         elif oldest is not None and (found := torch.cuda.get_device_capability(device)) < oldest:
             yield (
                 f"the GPU has compute capability {found[0]}.{found[1]}, but must have "

@@ -1,6 +1,6 @@
-"""A step's numbers on the GPU, brought there in one copy.
+"""A step's numbers on the GPU, uploaded by one copy.
 
-Equal shapes lie at equal addresses: that is all that a captured graph needs of its inputs.
+Equal shapes have equal addresses, which is all that a captured graph needs of its inputs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from attention.batch import AttentionBatch
 from attention.params import AttentionType
 
-__all__ = ["GpuBatch", "GpuBatchUploader", "Rows"]
+__all__ = ["GpuBatch", "GpuBatchUploader", "SubBatch"]
 
 _Ints = npt.NDArray[np.int32]
 _Array = npt.NDArray[Any]  # int32 or int64
@@ -24,8 +24,8 @@ _NUM_SLOT_ARRAYS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Neighbouring sequences of one step, and the keys that they see."""
+class SubBatch:
+    """Adjacent sequences of one step, and the keys that they see."""
 
     first_token: int
     num_tokens: int
@@ -42,13 +42,13 @@ class Rows:
     """`[num_sequences, width]` int32."""
     max_query_len: int
     max_seq_len: int
-    """No sequence is longer, now or when a graph is replayed."""
+    """An upper bound, also for every replay of a captured graph."""
     has_no_context: bool
-    """Whether nobody has keys but those of its own query."""
+    """Whether every sequence has only the keys of its own query tokens."""
 
     @property
     def tokens(self) -> slice:
-        """Return which tokens of the step these are."""
+        """Return the tokens of the step that these sequences compute."""
         return slice(self.first_token, self.first_token + self.num_tokens)
 
 
@@ -56,19 +56,19 @@ class Rows:
 class GpuBatch:
     """One step on the GPU; valid until its uploader is used again."""
 
-    prefills: Rows | None
-    decodes: Rows | None
-    cross_prefills: Rows | None
+    prefills: SubBatch | None
+    decodes: SubBatch | None
+    cross_prefills: SubBatch | None
     """The prefills again, over the keys of their encoders."""
-    cross_decodes: Rows | None
-    encoders: Rows | None
-    """The encoders that run in this step, over their own tokens."""
+    cross_decodes: SubBatch | None
+    encoders: SubBatch | None
+    """The encoders that run in this step."""
     slot_mapping: torch.Tensor
     """`[num_tokens]` int64."""
     encoder_slot_mapping: torch.Tensor | None
     num_padding: int
 
-    def rows_of(self, kind: AttentionType) -> tuple[Rows | None, Rows | None]:
+    def sub_batches_of(self, kind: AttentionType) -> tuple[SubBatch | None, SubBatch | None]:
         """Return the prefills and the decodes over the keys that layers of a type see."""
         if kind is AttentionType.ENCODER_DECODER:
             return self.cross_prefills, self.cross_decodes
@@ -83,10 +83,10 @@ class GpuBatch:
 
 
 class GpuBatchUploader:
-    """Two pinned buffers that take turns, and one on the GPU that all steps share."""
+    """Uploads steps from two alternating pinned buffers to one on the GPU."""
 
     def __init__(self, device: torch.device, *, max_seq_len: int | None = None) -> None:
-        """`max_seq_len` is what `Rows` say of every step, for graphs; None is each step's own."""
+        """`max_seq_len` is that of every `SubBatch`, for graphs; None for each step's own."""
         self._device = device
         self._max_seq_len = max_seq_len
         self._is_cuda = device.type == "cuda"
@@ -98,16 +98,18 @@ class GpuBatchUploader:
         self._latest: GpuBatch | None = None
 
     def upload(self, batch: AttentionBatch) -> GpuBatch:
-        """Return the step's numbers on the device; waits for nothing."""
-        parts = _Parts(batch)
-        slots, encoder_slots, *tensors = self._copy(parts.arrays)
-        rows = [None if part is None else self._rows(part, tensors) for part in parts.rows]
+        """Return the step's numbers on the device, without waiting for it."""
+        host = _HostBatch(batch)
+        slots, encoder_slots, *tensors = self._copy(host.arrays)
+        prefills, decodes, cross_prefills, cross_decodes, encoders = (
+            None if part is None else self._sub_batch(part, tensors) for part in host.sub_batches
+        )
         self._latest = GpuBatch(
-            prefills=rows[0],
-            decodes=rows[1],
-            cross_prefills=rows[2],
-            cross_decodes=rows[3],
-            encoders=rows[4],
+            prefills=prefills,
+            decodes=decodes,
+            cross_prefills=cross_prefills,
+            cross_decodes=cross_decodes,
+            encoders=encoders,
             slot_mapping=slots,
             encoder_slot_mapping=encoder_slots if batch.encoder is not None else None,
             num_padding=batch.num_padding,
@@ -115,35 +117,34 @@ class GpuBatchUploader:
         return self._latest
 
     def advance(self, batch: AttentionBatch, *, after: GpuBatch, block_size: int) -> GpuBatch:
-        """Return the numbers of a batch of decodes that is `after`, each one token further.
+        """Return the numbers of a batch of decodes that is `after` advanced by one token.
 
-        They are brought forward where they lie, or uploaded if they were overwritten meanwhile.
+        They are advanced in place, or uploaded if another step has overwritten them.
         """
-        rows = after.decodes
-        if self._latest is not after or rows is None:
+        before = after.decodes
+        if self._latest is not after or before is None:
             return self.upload(batch)
-        # Imported where it is used: a backend can be asked for its refusals without Triton.
+        # Imported here so that this module can be imported without Triton.
         from attention.kernels.triton.advance import advance
 
-        assert rows.block_tables is not None
-        # What pads a graph has no keys, and stays.
-        advance(rows.seq_lens, after.slot_mapping, rows.block_tables, block_size=block_size)
+        assert before.block_tables is not None
+        # The padding of a graph has no keys, and is not advanced.
+        advance(before.seq_lens, after.slot_mapping, before.block_tables, block_size=block_size)
         longest = int(batch.seq_lens.max(initial=0))
         decodes = replace(
-            rows,
+            before,
             host_seq_lens=batch.seq_lens,
             max_seq_len=self._max_seq_len or longest,
-            # Whoever is a token further has keys of before.
             has_no_context=False,
         )
         self._latest = replace(after, decodes=decodes)
         return self._latest
 
-    def _rows(self, part: "_Part", tensors: list[torch.Tensor]) -> Rows:
+    def _sub_batch(self, part: "_HostSubBatch", tensors: list[torch.Tensor]) -> SubBatch:
         starts, lens = tensors[part.index], tensors[part.index + 1]
         tables = None if part.block_tables is None else tensors[part.index + 2]
         max_seq_len = int(part.seq_lens.max(initial=0))
-        return Rows(
+        return SubBatch(
             first_token=part.first_token,
             num_tokens=int(part.query_lens.sum()),
             query_lens=part.query_lens,
@@ -165,7 +166,7 @@ class GpuBatchUploader:
         self._turn = 1 - self._turn
         pinned = self._pinned[self._turn]
         if self._is_cuda:
-            # The copy of the step before the last one: long done, unless the host is far ahead.
+            # Waits only if the host is two steps ahead of the GPU.
             self._copied[self._turn].synchronize()
         host = pinned.numpy()
         for array, offset in zip(arrays, offsets, strict=False):
@@ -193,8 +194,8 @@ class GpuBatchUploader:
         self._on_device = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
 
 
-class _Part:
-    """Some neighbouring sequences of a batch on the host, and where their arrays are."""
+class _HostSubBatch:
+    """Adjacent sequences of a batch on the host, and the index of their arrays."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class _Part:
         self.seq_lens = seq_lens
         self.block_tables = block_tables
         self.index = len(arrays) - _NUM_SLOT_ARRAYS
-        """Of the starts; the lengths follow, and then the tables, if any."""
+        """Index of the starts; the lengths follow, and then the tables, if any."""
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
         arrays += [starts, seq_lens]
@@ -217,8 +218,8 @@ class _Part:
             arrays.append(block_tables)
 
 
-class _Parts:
-    """What goes to the GPU of a batch."""
+class _HostBatch:
+    """The arrays of a batch to upload."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         encoder = batch.encoder
@@ -227,14 +228,14 @@ class _Parts:
             batch.slot_mapping,
             no_slots if encoder is None else encoder.slot_mapping,
         ]
-        self.rows: list[_Part | None] = [None] * 5
+        self.sub_batches: list[_HostSubBatch | None] = [None] * 5
         first, total = batch.num_prefills, len(batch.query_lens)
         starts = (0, batch.num_prefill_tokens)
         for index, part in enumerate((slice(0, first), slice(first, total))):
             if part.start == part.stop:
                 continue
             query_lens = batch.query_lens[part]
-            self.rows[index] = _Part(
+            self.sub_batches[index] = _HostSubBatch(
                 self.arrays,
                 starts[index],
                 query_lens,
@@ -242,7 +243,7 @@ class _Parts:
                 batch.block_tables[part],
             )
             if encoder is not None:
-                self.rows[2 + index] = _Part(
+                self.sub_batches[2 + index] = _HostSubBatch(
                     self.arrays,
                     starts[index],
                     query_lens,
@@ -251,4 +252,4 @@ class _Parts:
                 )
         if encoder is not None and (is_run := encoder.query_lens > 0).any():
             lens = encoder.query_lens[is_run]
-            self.rows[4] = _Part(self.arrays, 0, lens, lens, None)
+            self.sub_batches[4] = _HostSubBatch(self.arrays, 0, lens, lens, None)

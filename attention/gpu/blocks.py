@@ -13,25 +13,25 @@ __all__ = ["copy_blocks"]
 def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy block `src` to block `dst` within a cache, all layers, for each pair, all at once.
 
-    What `attention.cache.copy_blocks` does, to the same result. Blocks that lie apart are one
-    launch of a kernel there; neighbours are one copy, for which no kernel is needed.
+    The result equals that of `attention.cache.copy_blocks`. Scattered blocks are one launch of a
+    kernel; adjacent ones are one copy without a kernel.
     """
-    if not _is_served(cache, pairs):
+    if not _can_use_kernel(cache, pairs):
         copy_runs(cache, pairs)
         return
-    # Imported where it is used: a backend can be asked for its refusals without Triton.
+    # Imported here so that this module can be imported without Triton.
     from attention.kernels.triton import copy_blocks as kernel
 
     check_pairs(pairs, len(cache), len(cache))
-    # Torch gives pinned memory to nobody else before the copies from it are done.
+    # Torch does not reuse pinned memory before the copies from it are done.
     host = torch.tensor(pairs, dtype=torch.int64)
     if cache.is_cuda:
         host = host.pin_memory()
     kernel.copy_blocks(cache, host.to(cache.device, non_blocking=True))
 
 
-def _is_served(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the kernel is of use, which reads and writes in no order."""
+def _can_use_kernel(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the kernel, which copies in no order, gives the right result and is faster."""
     sources, destinations = zip(*pairs, strict=True) if pairs else ((), ())
     is_apart = len(runs_of(pairs)) > 1
     return is_apart and set(sources).isdisjoint(destinations) and cache.is_contiguous()

@@ -1,20 +1,15 @@
-"""One layer's attention on a GPU: the registered op around what its group runs."""
-
-from typing import ClassVar
+"""One layer's attention on a GPU: calls the registered op around its kernels."""
 
 import torch
 
 from attention.abstract import AttentionImpl, AttentionMetadata
 from attention.gpu.metadata import GpuMetadata
-from attention.gpu.unified_op import AttentionOp
 
 __all__ = ["GpuImpl"]
 
 
 class GpuImpl(AttentionImpl):
-    """The same for every backend but for the name of its op."""
-
-    op: ClassVar[AttentionOp]
+    """The same for every backend on a GPU."""
 
     def forward(
         self,
@@ -30,5 +25,5 @@ class GpuImpl(AttentionImpl):
         assert isinstance(metadata, GpuMetadata)
         if out is None:
             out = query.new_empty(query.shape)
-        type(self).op(query, key, value, kv_cache, out, metadata.handle, self._layer_index)
+        metadata.op(query, key, value, kv_cache, out, metadata.handle, self._layer_index)
         return out

@@ -1,6 +1,7 @@
-"""What a worker keeps for captured graphs, the same for every backend on a GPU."""
+"""What a worker keeps for captured graphs; the same for every backend on a GPU."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -16,18 +17,18 @@ from attention.abstract import (
 )
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 
-__all__ = ["GpuState"]
+__all__ = ["GpuState", "state_class"]
 
 
 class GpuState(AttentionState):
-    """A builder for each captured batch size; the inputs of a graph are what it uploads to."""
+    """Keeps a builder for each captured batch size, whose buffers are the inputs of the graph."""
 
     builder_cls: ClassVar[type[GpuMetadataBuilder]]
 
     def __init__(
         self, spec: AttentionSpec, *, graph_builder: GpuMetadataBuilder | None = None
     ) -> None:
-        """`graph_builder` is that of the one graph that a clone is kept with."""
+        """`graph_builder` is the builder of the graph that a clone belongs to."""
         super().__init__(spec)
         self._graph_builder = graph_builder
         self._builders: dict[int, GpuMetadataBuilder] | None = None
@@ -41,7 +42,7 @@ class GpuState(AttentionState):
     def graph_capture_get_metadata_for_batch(self, batch_size: int) -> GpuMetadata:
         """Return planned metadata of decodes without keys; within `graph_capture`."""
         if self._builders is None:
-            raise RuntimeError("Metadata to capture with is to be had within graph_capture only.")
+            raise RuntimeError("Metadata for a capture is available within graph_capture only.")
         builder = self.builder_cls(self._spec, graph_batch_size=batch_size)
         self._builders[batch_size] = builder
         metadata = builder.build(_no_decodes(self._spec))
@@ -51,13 +52,15 @@ class GpuState(AttentionState):
     def graph_clone(self, batch_size: int) -> "GpuState":
         """Return the state to keep with the graph of this size; within `graph_capture`."""
         if self._builders is None or batch_size not in self._builders:
-            raise RuntimeError(f"There is no metadata for a batch of {batch_size} yet.")
+            raise RuntimeError(
+                f"Call graph_capture_get_metadata_for_batch({batch_size}) before graph_clone."
+            )
         return type(self)(self._spec, graph_builder=self._builders[batch_size])
 
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
         """Return the tensors whose addresses the captured graph holds, by name."""
         assert isinstance(metadata, GpuMetadata)
-        batch = metadata.gpu_batch
+        batch = metadata.prepare_step()
         assert batch.decodes is not None
         assert batch.decodes.block_tables is not None
         buffers = {
@@ -74,25 +77,32 @@ class GpuState(AttentionState):
     def prepare_graph_input_buffers(
         self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
-        """Bring live metadata to a graph's input buffers, and plan for it, before a replay."""
+        """Upload live metadata to the input buffers of a graph and plan it, before a replay."""
         if self._graph_builder is None:
-            raise RuntimeError("This state belongs to no graph: ask its clone.")
+            raise RuntimeError("This state belongs to no graph; call this method of its clone.")
         planned = self._graph_builder.build(metadata.batch)
         self.begin_forward(planned)
         for name, live in self.get_graph_input_buffers(planned).items():
-            # The graph's builder uploads to where it did for the capture, so that its own buffers
-            # are filled already; buffers of anyone else are filled here.
+            # The graph's builder has filled its own buffers, at the addresses of the capture; only
+            # buffers of other owners are left.
             if live.data_ptr() != input_buffers[name].data_ptr():
                 input_buffers[name].copy_(live)
 
     def begin_forward(self, metadata: AttentionMetadata) -> None:
         """Upload and plan a step before an eager forward."""
         assert isinstance(metadata, GpuMetadata)
-        _ = metadata.gpu_batch
+        metadata.prepare_step()
+
+
+@cache
+def state_class(builder_cls: type[GpuMetadataBuilder]) -> type[GpuState]:
+    """Return the class of states whose graphs have builders of this class."""
+    name = builder_cls.__name__.replace("MetadataBuilder", "State")
+    return type(name, (GpuState,), {"builder_cls": builder_cls})
 
 
 def _no_decodes(spec: AttentionSpec) -> AttentionBatch:
-    """Return a batch of no sequences, which a graph's builder pads to its size."""
+    """Return a batch of no sequences, which the builder of a graph pads to its batch size."""
     none = np.zeros(0, dtype=np.int32)
     tables = np.zeros((0, 0), dtype=np.int32)
     slots = np.zeros(0, dtype=np.int64)

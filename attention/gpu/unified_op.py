@@ -1,7 +1,7 @@
-"""Attention with its cache write as one torch op, which compilers and graphs do not look into.
+"""Cache write and attention as one torch op, which is opaque to compilers and graphs.
 
-An op takes tensors and numbers only, so metadata goes by a handle: a number that stands for it
-as long as it lives.
+An op takes tensors and numbers only, so it identifies the metadata by a handle: a number that is
+valid as long as the metadata lives.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["AttentionOp", "LayerRunner", "define_op", "handle_of"]
+__all__ = ["AttentionOp", "OpTarget", "define_op", "handle_of"]
 
 AttentionOp = Callable[
     [
@@ -28,8 +28,8 @@ AttentionOp = Callable[
 """Query, key, value, cache, out, the metadata's handle, the layer's index."""
 
 
-class LayerRunner(Protocol):
-    """What a handle stands for."""
+class OpTarget(Protocol):
+    """The object that a handle identifies."""
 
     def run_layer(
         self,
@@ -48,22 +48,22 @@ _SCHEMA = (
     "int metadata, int layer_index) -> ()"
 )
 _library = torch.library.Library("pagedray", "DEF")
-# The only way from a number that passed through an op back to the object.
-_alive: WeakValueDictionary[int, LayerRunner] = WeakValueDictionary()
+# Global because an op can pass a number, but no object.
+_alive: WeakValueDictionary[int, OpTarget] = WeakValueDictionary()
 _handles = count()
 
 
-def handle_of(runner: LayerRunner) -> int:
-    """Return a number that stands for metadata as long as it lives; ask once for each."""
+def handle_of(target: OpTarget) -> int:
+    """Return a number that identifies an object as long as it lives; call it once for each."""
     handle = next(_handles)
-    _alive[handle] = runner
+    _alive[handle] = target
     return handle
 
 
 def define_op(name: str) -> AttentionOp:
     """Return the op `pagedray::name`, newly registered."""
     _library.define(name + _SCHEMA)
-    # One body for all devices; a compiler is told that it returns nothing and what it changes.
+    # All devices share one implementation; the schema declares what it mutates.
     _library.impl(name, _run, "CUDA")
     _library.impl(name, _run, "CPU")
     _library.impl(name, _run_fake, "Meta")
@@ -92,4 +92,4 @@ def _run_fake(
     metadata: int,
     layer_index: int,
 ) -> None:
-    """Compute nothing, as tensors without data have none."""
+    """Return without computing: meta tensors have no data."""

@@ -1,4 +1,4 @@
-"""The parts of the xFormers backend, which starts at `attention.xformers.backend`.
+"""The builder, kernels and limits of the xFormers backend.
 
 Only `library` imports the library, whose name is this folder's: no file here may be run as a
 script.

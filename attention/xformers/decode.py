@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention.gpu.group import LayerCache
+from attention.gpu.layer_kernels import LayerCache
 from attention.params import AttentionParams, AttentionSpec
 from attention.xformers.library import attend, attn_bias, decode_op
 
@@ -12,48 +12,53 @@ __all__ = ["PagedDecodes"]
 
 
 class _Inputs(NamedTuple):
-    """What the op reads from the GPU; of a captured graph, always the same tensors."""
+    """The tensors that the op reads; always the same ones in a captured graph.
+
+    `padded_size` is the number of sequences, padded.
+    """
 
     query_starts: torch.Tensor
-    """`[num_rows + 1]` int32."""
+    """`[padded_size + 1]` int32."""
     key_starts: torch.Tensor
-    """First key that is seen, `[num_rows]` int32; all zero without a window."""
+    """First visible key, `[padded_size]` int32; all zero without a window."""
     key_stops: torch.Tensor
-    """`[num_rows]` int32; 0 for a row that pads."""
+    """`[padded_size]` int32; 0 for padding."""
     tables: torch.Tensor
-    """Blocks as the op counts them, `[num_rows, width]` int32."""
+    """Blocks as the op counts them, `[padded_size, width]` int32."""
 
 
 class PagedDecodes:
-    """Plans one query token for each of some sequences, and attends layer by layer.
+    """Plans one query token for each of some sequences, and computes layer by layer.
 
-    The op is compiled for each number of rows and each width of the tables. Both are padded to
-    powers of two, but for a graph, which has one of each.
+    The op is compiled for each number of sequences and each width of the tables. Both are padded
+    to powers of two, except in a graph, which has one of each.
     """
 
     def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
         self._window = params.sliding_window
         self._scale = params.scale
         self._block_size = spec.block_size
-        # The op has one table for keys and values of one layer. To it, a block of the cache of
-        # all layers is a run of so many blocks, of which a layer sees its own.
+        # The op has one table for the keys and values of one layer. It sees a block of the cache of
+        # all layers as so many blocks, of which a layer addresses its own.
         self._blocks_per_block = 2 * spec.num_cache_layers
         self._op = decode_op(spec.block_size)
         self._is_graph = is_graph
         self._inputs: _Inputs | None = None
         self._mask: Any = None  # Any: xFormers declares no types
 
-    def plan(self, seq_lens: torch.Tensor, max_seq_len: int, block_tables: torch.Tensor) -> None:
-        """Plan for keys of so many tokens, `[num_sequences]`, in the blocks of these tables."""
-        num_rows = len(seq_lens)
+    def plan_decodes(
+        self, seq_lens: torch.Tensor, max_seq_len: int, block_tables: torch.Tensor
+    ) -> None:
+        """Plan for sequences of these lengths, `[num_sequences]`, in the blocks of these tables."""
+        padded_size = len(seq_lens)
         width = max(1, -(-max_seq_len // self._block_size))
         if not self._is_graph:
-            num_rows, width = _next_power_of_two(num_rows), _next_power_of_two(width)
+            padded_size, width = _next_power_of_two(padded_size), _next_power_of_two(width)
         if self._inputs is None or not self._is_graph:
-            self._inputs = _new_inputs(num_rows, width, seq_lens.device)
+            self._inputs = _new_inputs(padded_size, width, seq_lens.device)
             self._mask = self._new_mask(self._inputs)
         inputs = self._inputs
-        assert inputs.tables.shape == (num_rows, width)
+        assert inputs.tables.shape == (padded_size, width)
         stops = inputs.key_stops[: len(seq_lens)]
         stops.copy_(seq_lens)
         if self._window is not None:
@@ -66,52 +71,52 @@ class PagedDecodes:
             out=inputs.tables[: tables.shape[0], : tables.shape[1]],
         )
 
-    def run(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
-        """Attend for the planned decodes; sequences without keys come out as zeros."""
+    def run_decodes(self, query: torch.Tensor, cache: LayerCache, out: torch.Tensor) -> None:
+        """Attend for the planned decodes; the result of a sequence without keys is zero."""
         assert self._inputs is not None
-        num_rows = len(self._inputs.key_stops)
-        if len(query) < num_rows:
-            padded = query.new_zeros(num_rows, *query.shape[1:])
+        padded_size = len(self._inputs.key_stops)
+        if len(query) < padded_size:
+            padded = query.new_zeros(padded_size, *query.shape[1:])
             padded[: len(query)].copy_(query)
             query = padded
-        key, value = _layer_rows(cache)
+        key, value = _layer_slots(cache)
         result = attend(self._op, query, key, value, mask=self._mask, scale=self._scale)
         out.copy_(result[: len(out)])
 
     def _new_mask(self, inputs: _Inputs) -> Any:  # Any: xFormers declares no types
-        """Return the mask around tensors that are filled later.
+        """Return a mask of tensors that are filled later.
 
-        Its lists on the host are what its own constructors would put there for full tables; the
-        op reads tensors and shapes only.
+        Its lists on the host are those of its own constructors for full tables; the op reads
+        tensors and shapes only.
         """
-        num_rows, width = inputs.tables.shape
-        row_len = width * self._block_size
+        padded_size, width = inputs.tables.shape
+        padded_len = width * self._block_size
         query_info = attn_bias._SeqLenInfo(
             seqstart=inputs.query_starts,
             max_seqlen=1,
             min_seqlen=1,
-            seqstart_py=list(range(num_rows + 1)),
+            seqstart_py=list(range(padded_size + 1)),
         )
         if self._window is None:
             key_info = attn_bias._PaddedSeqLenInfo(
                 seqstart=inputs.key_starts,
-                max_seqlen=row_len,
-                min_seqlen=row_len,
-                seqstart_py=list(range(0, num_rows * row_len + 1, row_len)),
+                max_seqlen=padded_len,
+                min_seqlen=padded_len,
+                seqstart_py=list(range(0, padded_size * padded_len + 1, padded_len)),
                 seqlen=inputs.key_stops,
-                seqlen_py=[row_len] * num_rows,
-                padding=row_len,
+                seqlen_py=[padded_len] * padded_size,
+                padding=padded_len,
             )
             mask_type = attn_bias.PagedBlockDiagonalPaddedKeysMask
         else:
-            # In a paged mask the lengths of the gappy kind are where rows end.
+            # In a paged mask the lengths of the gappy kind are end positions.
             key_info = attn_bias._GappySeqInfo(
                 seqstart=inputs.key_starts,
-                max_seqlen=row_len,
-                min_seqlen=row_len,
-                seqstart_py=[0] * num_rows,
+                max_seqlen=padded_len,
+                min_seqlen=padded_len,
+                seqstart_py=[0] * padded_size,
                 seqlen=inputs.key_stops,
-                seqlen_py=[row_len] * num_rows,
+                seqlen_py=[padded_len] * padded_size,
             )
             mask_type = attn_bias.PagedBlockDiagonalGappyKeysMask
         return mask_type(
@@ -122,23 +127,23 @@ class PagedDecodes:
         )
 
 
-def _new_inputs(num_rows: int, width: int, device: torch.device) -> _Inputs:
+def _new_inputs(padded_size: int, width: int, device: torch.device) -> _Inputs:
     return _Inputs(
-        query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-        key_starts=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        key_stops=torch.zeros(num_rows, dtype=torch.int32, device=device),
-        tables=torch.zeros(num_rows, width, dtype=torch.int32, device=device),
+        query_starts=torch.arange(padded_size + 1, dtype=torch.int32, device=device),
+        key_starts=torch.zeros(padded_size, dtype=torch.int32, device=device),
+        key_stops=torch.zeros(padded_size, dtype=torch.int32, device=device),
+        tables=torch.zeros(padded_size, width, dtype=torch.int32, device=device),
     )
 
 
-def _layer_rows(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all rows of the cache from a layer's first key, and from its first value."""
+def _layer_slots(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all slots of the cache from a layer's first key, and from its first value."""
     num_blocks, num_layers, _, block_size, num_kv_heads, head_size = cache.pool.shape
-    rows = cache.pool.view(-1, num_kv_heads, head_size)
-    num_rows = ((num_blocks - 1) * 2 * num_layers + 1) * block_size
+    slots = cache.pool.view(-1, num_kv_heads, head_size)
+    num_slots = ((num_blocks - 1) * 2 * num_layers + 1) * block_size
     first_key = 2 * cache.place * block_size
     first_value = first_key + block_size
-    return rows[first_key : first_key + num_rows], rows[first_value : first_value + num_rows]
+    return slots[first_key : first_key + num_slots], slots[first_value : first_value + num_slots]
 
 
 def _next_power_of_two(number: int) -> int:

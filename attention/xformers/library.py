@@ -1,8 +1,7 @@
-"""The ops of xFormers that serve us, called directly; imported when the backend is chosen.
+"""The ops of xFormers that the backend uses, called directly.
 
-Beside any torch but the one that it was built for, xFormers' own extension does not load, and its
-dispatcher then refuses every op. Those used here are written in Triton or are torch's own, and
-need neither.
+With any torch but the one that it was built for, xFormers' extension does not load, and its
+dispatcher refuses every op. The ops used here are Triton's or torch's own, and need neither.
 """
 
 import logging
@@ -18,7 +17,7 @@ from attention.xformers.unsupported import SMALLEST_TILE
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    # On import it warns of its extension, which nothing here needs, and Triton of how it is used.
+    # On import it warns about its extension, which is not needed here, and Triton about its usage.
     log = logging.getLogger("xformers")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -39,8 +38,8 @@ __all__ = ["RAGGED_OP", "attend", "attn_bias", "decode_op"]
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    # xFormers keeps why its extension did not load, and with it every frame of whoever imported
-    # it: an engine that is closed would stay on the GPU.
+    # xFormers keeps the exception of its extension, and with it all frames of the importing call,
+    # which would keep a closed engine on the GPU.
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -49,20 +48,20 @@ def _forget_frames(error: BaseException | None) -> None:
 _forget_frames(_cpp_lib._cpp_library_load_exception)
 
 RAGGED_OP: Any = flash.FwOp  # Any: xFormers declares no types
-"""FlashAttention 2 as torch has it: keys and values in rows, none from blocks."""
+"""Torch's FlashAttention 2, over contiguous keys and values and not blocks."""
 
 _LARGEST_TILE = 64
 _PROGRAMS = 8448
 """Programs that fill a large GPU several times over: 64 for each of 132 multiprocessors."""
 _FEWEST_KEYS = 128
-"""Of a split, as fewer do not pay for its partial result."""
+"""Of a split; fewer do not outweigh the cost of merging it."""
 _MOST_SPLITS = 64
 
 
 class _SplitDecode(triton_splitk.FwOp):  # type: ignore[misc]  # xFormers declares no types
-    """Split-k decode, its splits counted for tables that are wider than what they hold."""
+    """Split-k decode, with a number of splits for tables that are wider than the sequences."""
 
-    # Partial results are padded to a multiple of so many rows, which nothing reads.
+    # Partial results are padded to a multiple of this, and the padding is not read.
     MAX_BLOCK_M = 1
 
     @classmethod
@@ -76,8 +75,8 @@ class _SplitDecode(triton_splitk.FwOp):  # type: ignore[misc]  # xFormers declar
         page_size: int,
         is_paged: bool = False,
     ) -> int:
-        """Return how many programs share the keys of one KV head; a power of two."""
-        # The original counts on tables that are full, and would split a wide one for nothing.
+        """Return how many programs share the keys of one KV head, a power of two."""
+        # The original assumes full tables, and splits wide ones too much.
         wanted = _PROGRAMS // (batch_size * num_kv_heads * num_heads)
         splits = max(1, min(wanted, num_keys // _FEWEST_KEYS, _MOST_SPLITS))
         return 1 << (splits.bit_length() - 1)
@@ -105,13 +104,13 @@ def attend(
     mask: Any,  # Any: xFormers declares no types
     scale: float,
 ) -> torch.Tensor:
-    """Return `[num_queries, num_heads, head_size]` from rows of queries, keys and values.
+    """Return the attention of `query`, `[num_queries, num_heads, head_size]`.
 
-    `key` and `value` are `[num_rows, num_kv_heads, head_size]`. Rows may be strided.
+    `key` and `value` are `[num_keys, num_kv_heads, head_size]`. All three may be strided.
     """
     num_kv_heads = key.shape[1]
     num_queries_per_kv = query.shape[1] // num_kv_heads
-    # The heads of a group share keys without a copy: their axis has a stride of 0.
+    # Query heads share a KV head without a copy, by an axis with stride 0.
     key, value = (
         t[None, :, :, None].expand(-1, -1, -1, num_queries_per_kv, -1) for t in (key, value)
     )

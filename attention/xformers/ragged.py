@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attention.gpu.batch import Rows
-from attention.gpu.group import LayerCache
+from attention.gpu.batch import SubBatch
+from attention.gpu.layer_kernels import LayerCache
 from attention.kernels.triton.gather_blocks import gather_blocks
 from attention.params import AttentionParams
 from attention.xformers.library import RAGGED_OP, attend, attn_bias
@@ -16,60 +16,60 @@ __all__ = ["RaggedAttention"]
 
 
 class _Gather(NamedTuple):
-    """Which cached keys of each sequence are read."""
+    """The cached keys that are read."""
 
     starts: torch.Tensor
     """First key, `[num_sequences]` int32."""
     cu_lens: torch.Tensor
-    """Rows before each sequence, `[num_sequences + 1]` int32."""
-    num_rows: int
+    """Gathered keys before each sequence, `[num_sequences + 1]` int32."""
+    num_keys: int
     longest: int
     mask: Any  # Any: xFormers declares no types
 
 
 class RaggedAttention:
-    """Attends for queries of several tokens; what a step needs is made by its first layer."""
+    """Attends for queries of several tokens; the first layer of a step makes its masks."""
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
-        self._masks: dict[Rows, Any] = {}  # Any: xFormers declares no types
-        self._gathers: dict[Rows, _Gather] = {}
+        self._masks: dict[SubBatch, Any] = {}  # Any: xFormers declares no types
+        self._gathers: dict[SubBatch, _Gather] = {}
 
     def forget_step(self) -> None:
-        """Forget what was made for the rows of the step before."""
+        """Forget the masks and gathers of the last step."""
         self._masks.clear()
         self._gathers.clear()
 
     def prefill_ragged(
         self,
-        rows: Rows,
+        sub_batch: SubBatch,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for sequences whose keys are those of their own tokens."""
-        if rows not in self._masks:
-            info = _lengths_info(rows.query_starts, rows.query_lens)
-            self._masks[rows] = self._mask(info, info)
+        """Attend for sequences whose keys are those of their own tokens, without the cache."""
+        if sub_batch not in self._masks:
+            info = _lengths_info(sub_batch.query_starts, sub_batch.query_lens)
+            self._masks[sub_batch] = self._mask(info, info)
         scale = self._params.scale
-        out.copy_(attend(RAGGED_OP, query, key, value, mask=self._masks[rows], scale=scale))
+        out.copy_(attend(RAGGED_OP, query, key, value, mask=self._masks[sub_batch], scale=scale))
 
     def prefill(
-        self, rows: Rows, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
     ) -> None:
-        """Attend over cached keys, gathered into rows; an fp8 cache's are widened on the way."""
-        if rows not in self._gathers:
-            self._gathers[rows] = self._gather(rows)
-        starts, cu_lens, num_rows, longest, mask = self._gathers[rows]
-        assert rows.block_tables is not None
-        key = query.new_empty(num_rows, self._params.num_kv_heads, self._params.head_size)
+        """Attend over cached keys, which are gathered and, if fp8, widened."""
+        if sub_batch not in self._gathers:
+            self._gathers[sub_batch] = self._gather(sub_batch)
+        starts, cu_lens, num_keys, longest, mask = self._gathers[sub_batch]
+        assert sub_batch.block_tables is not None
+        key = query.new_empty(num_keys, self._params.num_kv_heads, self._params.head_size)
         value = torch.empty_like(key)
-        # Numbers of 8 bits are widened exactly. Their scales come in where nothing is rounded
-        # for them: with that of the scores, and with the result.
+        # fp8 values are widened exactly. Their scales are applied to the scores and to the result,
+        # where they cause no additional rounding.
         gather_blocks(
             cache.blocks,
-            block_tables=rows.block_tables,
+            block_tables=sub_batch.block_tables,
             starts=starts,
             cu_lens=cu_lens,
             max_len=longest,
@@ -83,23 +83,23 @@ class RaggedAttention:
         else:
             torch.mul(result, cache.v_scale, out=out)
 
-    def _gather(self, rows: Rows) -> _Gather:
-        """Return which keys the queries see between them; all, but for a window."""
-        host_lens = rows.host_seq_lens
-        lens, starts = rows.seq_lens, torch.zeros_like(rows.seq_lens)
+    def _gather(self, sub_batch: SubBatch) -> _Gather:
+        """Return the keys that any of the queries sees: all, unless there is a window."""
+        host_lens = sub_batch.host_seq_lens
+        lens, starts = sub_batch.seq_lens, torch.zeros_like(sub_batch.seq_lens)
         window = self._params.sliding_window
         if window is not None:
-            host_lens = np.minimum(host_lens, rows.query_lens + np.int32(window - 1))
-            query_lens = rows.query_starts[1:] - rows.query_starts[:-1]
+            host_lens = np.minimum(host_lens, sub_batch.query_lens + np.int32(window - 1))
+            query_lens = sub_batch.query_starts[1:] - sub_batch.query_starts[:-1]
             starts = (lens - query_lens - (window - 1)).clamp_(min=0)
             lens = lens - starts
         cu_lens = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
         torch.cumsum(lens, 0, dtype=torch.int32, out=cu_lens[1:])
-        query_info = _lengths_info(rows.query_starts, rows.query_lens)
+        query_info = _lengths_info(sub_batch.query_starts, sub_batch.query_lens)
         return _Gather(
             starts=starts,
             cu_lens=cu_lens,
-            num_rows=int(host_lens.sum()),
+            num_keys=int(host_lens.sum()),
             longest=int(host_lens.max()),
             mask=self._mask(query_info, _lengths_info(cu_lens, host_lens)),
         )
@@ -119,7 +119,7 @@ class RaggedAttention:
 def _lengths_info(
     starts: torch.Tensor, lens: npt.NDArray[np.int32]
 ) -> Any:  # Any: xFormers declares no types
-    """Return xFormers' record of sequences in a row, which would else copy to the GPU and wait."""
+    """Return xFormers' record of sequence lengths, without the copy that its constructor makes."""
     return attn_bias._SeqLenInfo(
         seqstart=starts,
         max_seqlen=int(lens.max()),

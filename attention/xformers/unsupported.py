@@ -1,20 +1,20 @@
-"""What xFormers lacks, cell by cell. Does not import it."""
+"""The features that xFormers does not support. Does not import it."""
 
 from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["SMALLEST_TILE", "why_decode_is_shared", "why_prefill_is_shared"]
+__all__ = ["SMALLEST_TILE", "unsupported_by_decode", "unsupported_by_prefill"]
 
 SMALLEST_TILE = 16
-"""The fewest keys that the decode's loop takes at a time; blocks are multiples of them."""
+"""The fewest keys in a step of the decode's loop; block sizes must be multiples of it."""
 
 _DECODE_HEADS = (16, 32, 64, 128, 256)
 _LARGEST_HEAD = 256
 _HEAD_STEP = 8
 
 
-def why_prefill_is_shared(params: AttentionParams) -> str | None:
-    """Return what queries of several tokens need that xFormers lacks; None if it has it all."""
-    if (reason := _lack_of_scores(params)) is not None:
+def unsupported_by_prefill(params: AttentionParams) -> str | None:
+    """Return a feature of prefills that xFormers does not support, or None."""
+    if (reason := _unsupported_scores(params)) is not None:
         return reason
     if params.sliding_window is not None and not params.is_causal:
         return "a window on both sides"
@@ -23,9 +23,9 @@ def why_prefill_is_shared(params: AttentionParams) -> str | None:
     return None
 
 
-def why_decode_is_shared(params: AttentionParams, spec: AttentionSpec) -> str | None:
-    """Return what decodes need that xFormers lacks; None if it has it all."""
-    if (reason := _lack_of_scores(params)) is not None:
+def unsupported_by_decode(params: AttentionParams, spec: AttentionSpec) -> str | None:
+    """Return a feature of decodes that xFormers does not support, or None."""
+    if (reason := _unsupported_scores(params)) is not None:
         return reason
     if spec.cache_dtype != spec.dtype:
         return "an fp8 cache"
@@ -36,10 +36,10 @@ def why_decode_is_shared(params: AttentionParams, spec: AttentionSpec) -> str | 
     return None
 
 
-def _lack_of_scores(params: AttentionParams) -> str | None:
+def _unsupported_scores(params: AttentionParams) -> str | None:
     if params.soft_cap is not None:
         return "a soft cap"
-    # Its dense biases have the model's dtype, in which distances are not exact.
+    # Its biases have the model's dtype, which does not represent distances exactly.
     if params.alibi_slopes is not None:
         return "ALiBi"
     return None

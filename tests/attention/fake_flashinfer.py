@@ -19,7 +19,7 @@ class FakeScratch:
     """Stands for the scratch of a device."""
 
     @staticmethod
-    def of(device: torch.device) -> "FakeScratch":
+    def for_device(device: torch.device) -> "FakeScratch":
         """Return any."""
         return FakeScratch()
 
@@ -50,7 +50,7 @@ class FakeWrapper:
     """What all wrappers have in common: the plan's numbers."""
 
     plans: ClassVar[list[str]] = []
-    """Which wrappers were planned, and for which generation of kernels."""
+    """Which wrappers were planned, and for which version of the kernels."""
 
     def __init__(self, scratch: torch.Tensor, *, backend: str) -> None:
         assert backend in ("fa2", "fa3")

@@ -161,11 +161,11 @@ def _backend(cell: Cell, name: str) -> type[AttentionBackend]:
 def _providers(rig: Rig) -> str:
     """Return who computed, and what, where it was not one alone."""
     parts: dict[str, dict[str, None]] = {}
-    for group in rig.builder.groups:
-        for part, provider in group.providers.items():
+    for kernels in rig.builder.kernels:
+        for part, provider in kernels.providers.items():
             # Without a cache every prefill is ragged, and with an fp8 cache none is.
-            has_part = group.params.kv_cache_dtype == "auto" or part != "prefill_ragged"
-            if has_part if group.params.is_cached else part == "prefill_ragged":
+            has_part = kernels.params.kv_cache_dtype == "auto" or part != "prefill_ragged"
+            if has_part if kernels.params.is_cached else part == "prefill_ragged":
                 parts.setdefault(provider, {})[part] = None
     if len(parts) == 1:
         return next(iter(parts))

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 
 from attention.abstract import AttentionSpec
 from attention.gpu.backend import GpuBackend
-from attention.gpu.impl import GpuImpl
 from attention.gpu.metadata import GpuMetadataBuilder
-from attention.gpu.shared_group import SharedGroup
-from attention.gpu.state import GpuState
+from attention.gpu.shared_kernels import SharedKernels
 from attention.gpu.unified_op import define_op
 from attention.params import AttentionParams
 
@@ -15,24 +13,17 @@ __all__ = ["SharedBackend"]
 
 
 class _Builder(GpuMetadataBuilder):
-    def _make_group(self, params: AttentionParams, *, is_graph: bool) -> SharedGroup:
-        return SharedGroup(params, self._spec, is_graph=is_graph)
-
-
-class _State(GpuState):
-    builder_cls = _Builder
-
-
-class _Impl(GpuImpl):
     op = define_op("unified_shared_test")
+
+    def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> SharedKernels:
+        return SharedKernels(params, self._spec, is_graph=is_graph)
 
 
 class SharedBackend(GpuBackend):
     """Attention by the shared kernels, which the selector does not know."""
 
     name = "shared"
-    impl_cls = _Impl
-    state_cls = _State
+    builder_cls = _Builder
 
     @classmethod
     def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:

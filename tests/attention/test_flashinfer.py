@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
-from attention.flashinfer.backend import FlashInferBackend
-from attention.flashinfer.kernels import plan_arguments, reason_for_shared
 from attention.flashinfer.pages import PageUploader
-from attention.gpu.batch import Rows
+from attention.flashinfer.plan_arguments import plan_arguments
+from attention.flashinfer.unsupported import reason_for_shared
+from attention.gpu.batch import SubBatch
+from attention.gpu_backends import FlashInferBackend
 from attention.selector import select_backend
 from tests.attention.rig import params_of
 
@@ -26,10 +27,10 @@ def _each_way_of_decodes() -> None:
     """Replace the fixture that runs each test twice: there is one way."""
 
 
-def rows_of(seq_lens: list[int], tables: list[list[int]]) -> Rows:
+def rows_of(seq_lens: list[int], tables: list[list[int]]) -> SubBatch:
     """Return decodes of sequences with these keys."""
     ones = np.ones(len(seq_lens), dtype=np.int32)
-    return Rows(
+    return SubBatch(
         first_token=0,
         num_tokens=len(seq_lens),
         query_lens=ones,
@@ -72,12 +73,12 @@ def test_selector_asks_without_loading_the_library() -> None:
         (params_of(7, 1, 64, sliding_window=5, soft_cap=2.0, scale=0.3), None),
         (params_of(8, 2, 256, fp8="fp8_e5m2"), None),
         (params_of(8, 2, 128, has_alibi=True), "ALiBi"),
-        (params_of(8, 2, 80), "64, 128, 256 and not of 80"),
+        (params_of(8, 2, 80), "64, 128, 256 and not 80"),
         (params_of(8, 2, 64, attention_type=AttentionType.ENCODER), None),
         (params_of(8, 2, 64, attention_type=AttentionType.ENCODER_DECODER), None),
         (
             params_of(8, 2, 64, sliding_window=5, attention_type=AttentionType.ENCODER_ONLY),
-            "no window behind",
+            "a window on both sides",
         ),
     ],
 )

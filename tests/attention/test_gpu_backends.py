@@ -15,11 +15,13 @@ import torch
 
 from attention.abstract import AttentionBackend, AttentionBatch, AttentionParams, AttentionType
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from attention.flashinfer.backend import FlashInferBackend
-from attention.flashinfer.hybrid_backend import HybridBackend
 from attention.gpu.backend import GpuBackend
-from attention.gpu.torch_sdpa import TorchSDPAGpuBackend
-from attention.xformers.backend import XFormersBackend
+from attention.gpu_backends import (
+    FlashInferBackend,
+    HybridBackend,
+    TorchSDPAGpuBackend,
+    XFormersBackend,
+)
 from tests.attention.dense_reference import relative_error
 from tests.attention.gpu_steps import (
     BLOCK_SIZES,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from attention.gpu_backends import XFormersBackend
 from attention.selector import select_backend
-from attention.xformers.backend import XFormersBackend, XFormersMetadataBuilder
-from attention.xformers.unsupported import why_decode_is_shared, why_prefill_is_shared
+from attention.xformers.builder import XFormersMetadataBuilder
+from attention.xformers.unsupported import unsupported_by_decode, unsupported_by_prefill
 from tests.attention.rig import params_of
 
 PLAIN = params_of(8, 2, 128)
@@ -70,7 +71,7 @@ def test_refusal_does_not_import_the_library() -> None:
     ],
 )
 def test_prefills_are_shared_for_a_reason(params: AttentionParams, reason: str | None) -> None:
-    assert why_prefill_is_shared(params) == reason
+    assert unsupported_by_prefill(params) == reason
 
 
 @pytest.mark.parametrize(
@@ -91,11 +92,11 @@ def test_decodes_are_shared_for_a_reason(
     params: AttentionParams, block_size: int, reason: str | None
 ) -> None:
     spec = replace(SPEC, layers=(params,), block_size=block_size)
-    assert why_decode_is_shared(params, spec) == reason
+    assert unsupported_by_decode(params, spec) == reason
 
 
-class Groups(SimpleNamespace):
-    """Stands for the groups of layers, which need the library."""
+class FakeKernels(SimpleNamespace):
+    """Stands for the kernels of layers, which need the library."""
 
     def __init__(self, params: AttentionParams, *, is_graph: bool) -> None:
         provider = "xformers" if params.soft_cap is None else "shared"
@@ -106,12 +107,13 @@ class Groups(SimpleNamespace):
 
 
 def test_builder_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(XFormersMetadataBuilder, "_make_group", staticmethod(Groups))
+    monkeypatch.setattr(XFormersMetadataBuilder, "_make_kernels", staticmethod(FakeKernels))
     encoder = replace(PLAIN, soft_cap=2.0, attention_type=AttentionType.ENCODER)
     layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5), encoder
     builder = XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
     assert builder.provider_sentences() == [
         "xformers serves prefill, prefill_ragged, decode of layers [0, 2].",
-        "shared serves prefill, prefill_ragged, decode of layers [1]: xFormers lacks a soft cap.",
-        "shared serves prefill_ragged of layers [3]: xFormers lacks a soft cap.",
+        "shared serves prefill, prefill_ragged, decode of layers [1]: "
+        "xFormers does not support a soft cap.",
+        "shared serves prefill_ragged of layers [3]: xFormers does not support a soft cap.",
     ]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from attention.abstract import AttentionBatch, AttentionParams, AttentionSpec, AttentionType
-from attention.gpu.batch import GpuBatchUploader, Rows
-from attention.gpu.group import LayerCache
+from attention.gpu.batch import GpuBatchUploader, SubBatch
+from attention.gpu.layer_kernels import LayerCache
 from tests.attention.rig import params_of
 
 pytest.importorskip("triton")
 pytest.importorskip("xformers")
 
-from attention.xformers.decode import PagedDecodes, _layer_rows
+from attention.xformers.decode import PagedDecodes, _layer_slots
 from attention.xformers.library import attn_bias, decode_op
 from attention.xformers.ragged import RaggedAttention
 
@@ -34,7 +34,7 @@ def spec_of(*layers: AttentionParams) -> AttentionSpec:
     return AttentionSpec(layers=layers, dtype=torch.bfloat16, device=CPU, block_size=16)
 
 
-def rows_of(query_lens: list[int], seq_lens: list[int], *, num_prefills: int) -> Rows:
+def rows_of(query_lens: list[int], seq_lens: list[int], *, num_prefills: int) -> SubBatch:
     """Return sequences with blocks 1, 2, 3, ..."""
     width = -(-max(seq_lens) // 16)
     batch = AttentionBatch(
@@ -56,7 +56,7 @@ def test_decode_mask_is_that_of_the_constructor(window: int | None) -> None:
     rows = rows_of([1] * 5, SEQ_LENS, num_prefills=0)
     decodes = PagedDecodes(params, spec_of(params, params, params), is_graph=False)
     assert rows.block_tables is not None
-    decodes.plan(rows.seq_lens, rows.max_seq_len, rows.block_tables)
+    decodes.plan_decodes(rows.seq_lens, rows.max_seq_len, rows.block_tables)
     mask = decodes._mask
     assert mask.block_tables.shape == (8, 4)
     assert torch.equal(mask.block_tables[:5], rows.block_tables * 6)
@@ -74,9 +74,9 @@ def test_graph_keeps_the_tensors_of_its_mask() -> None:
     params = replace(PLAIN, sliding_window=20)
     decodes = PagedDecodes(params, spec_of(params), is_graph=True)
     tables = torch.arange(6, dtype=torch.int32).view(2, 3)
-    decodes.plan(torch.tensor([48, 3], dtype=torch.int32), 48, tables)
+    decodes.plan_decodes(torch.tensor([48, 3], dtype=torch.int32), 48, tables)
     mask = decodes._mask
-    decodes.plan(torch.tensor([9, 44], dtype=torch.int32), 48, tables + 1)
+    decodes.plan_decodes(torch.tensor([9, 44], dtype=torch.int32), 48, tables + 1)
     assert decodes._mask is mask
     assert mask.k_seqinfo.seqlen.tolist() == [9, 44]
     assert mask.k_seqinfo.seqstart.tolist() == [0, 24]
@@ -87,7 +87,7 @@ def test_scaled_tables_find_a_layers_keys_and_values() -> None:
     pool = torch.arange(5 * 3 * 2 * 16 * 2 * 4).view(5, 3, 2, 16, 2, 4)
     for place in range(3):
         cache = LayerCache(pool[:, place], pool, place, 1.0, 1.0)
-        keys, values = _layer_rows(cache)
+        keys, values = _layer_slots(cache)
         for block in range(5):
             start = block * 6 * 16
             assert torch.equal(keys[start : start + 16], pool[block, place, 0])
@@ -101,9 +101,9 @@ def test_chunks_see_what_they_should(window: int | None) -> None:
     rows = rows_of([3, 9, 1], [20, 9, 13], num_prefills=3)
     gather = RaggedAttention(params)._gather(rows)
     lens = np.diff(gather.cu_lens.numpy())
-    assert gather.num_rows == lens.sum()
+    assert gather.num_keys == lens.sum()
     assert gather.longest == lens.max()
-    visible = gather.mask.materialize((13, gather.num_rows)).exp() > 0
+    visible = gather.mask.materialize((13, gather.num_keys)).exp() > 0
     for i, (query_len, seq_len) in enumerate(zip([3, 9, 1], [20, 9, 13], strict=True)):
         first_query, first_row = int(rows.query_starts[i]), int(gather.cu_lens[i])
         for query in range(query_len):

@@ -162,11 +162,11 @@ def test_advanced_steps_equal_steps_that_are_uploaded(graph_batch_size: int | No
     batch = replace(rig.batch([], [a, b]), block_tables=tables)
     kept = builder()
     step = kept.build(batch)
-    address = step.gpu_batch.slot_mapping.data_ptr()
+    address = step.prepare_step().slot_mapping.data_ptr()
     for _ in range(5):
         step, batch = step.advance_step(), batch.advanced(spec.block_size)
         assert_same_step(step, builder().build(batch))
-        assert step.gpu_batch.slot_mapping.data_ptr() == address
+        assert step.prepare_step().slot_mapping.data_ptr() == address
 
 
 def test_step_that_was_overwritten_is_uploaded_when_it_advances() -> None:
@@ -175,8 +175,8 @@ def test_step_that_was_overwritten_is_uploaded_when_it_advances() -> None:
     rig.step(prefills=[(a, 3), (b, 5)])
     step = rig.builder.build(rig.batch([], [a]))
     expected = rig.builder.alike().build(step.batch.advanced(rig.spec.block_size))
-    assert step.gpu_batch.slot_mapping.tolist() == step.batch.slot_mapping.tolist()
-    assert rig.builder.build(rig.batch([], [b])).gpu_batch.decodes is not None
+    assert step.prepare_step().slot_mapping.tolist() == step.batch.slot_mapping.tolist()
+    assert rig.builder.build(rig.batch([], [b])).prepare_step().decodes is not None
     assert_same_step(step.advance_step(), expected)
 
 
@@ -184,11 +184,11 @@ def assert_same_step(step: AttentionMetadata, expected: AttentionMetadata) -> No
     """Check that two decodes say the same to the device and to the host."""
     assert isinstance(step, GpuMetadata)
     assert isinstance(expected, GpuMetadata)
-    batch, other = step.gpu_batch, expected.gpu_batch
+    batch, other = step.prepare_step(), expected.prepare_step()
     assert batch.slot_mapping.tolist() == other.slot_mapping.tolist()
     assert batch.num_padding == other.num_padding
     for kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
-        (_, rows), (_, others) = batch.rows_of(kind), other.rows_of(kind)
+        (_, rows), (_, others) = batch.sub_batches_of(kind), other.sub_batches_of(kind)
         assert (rows is None) == (others is None)
         if rows is None or others is None:
             continue

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
-from attention.gpu.torch_sdpa import TorchSDPAGpuBackend, TorchSDPAGpuMetadataBuilder
+from attention.gpu.torch_sdpa import TorchSDPAGpuMetadataBuilder
+from attention.gpu_backends import TorchSDPAGpuBackend
 from attention.selector import select_backend
 from tests.attention.rig import Rig, params_of
 
@@ -38,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(query.shape)
         return scaled_dot_product_attention(query, *rest, **options)
 
-    name = "attention.gpu.sdpa_group.scaled_dot_product_attention"
+    name = "attention.gpu.sdpa_kernels.scaled_dot_product_attention"
     monkeypatch.setattr(name, counted)
     return shapes
 
@@ -93,8 +94,12 @@ def test_even_encoders_go_to_torch(calls: list[torch.Size]) -> None:
 )
 def test_providers_are_named(params: AttentionParams, dtype: torch.dtype, provider: str) -> None:
     spec = AttentionSpec(layers=(params,), dtype=dtype, device=torch.device("cpu"), block_size=16)
-    (group,) = TorchSDPAGpuMetadataBuilder(spec).groups
-    assert group.providers == {"prefill": "shared", "prefill_ragged": provider, "decode": "shared"}
+    (kernels,) = TorchSDPAGpuMetadataBuilder(spec).kernels
+    assert kernels.providers == {
+        "prefill": "shared",
+        "prefill_ragged": provider,
+        "decode": "shared",
+    }
 
 
 def test_selector_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

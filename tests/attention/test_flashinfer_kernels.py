@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from attention.abstract import AttentionParams, AttentionType
-from attention.flashinfer.backend import FlashInferBackend
-from attention.flashinfer.hybrid_backend import HybridBackend
 from attention.gpu.backend import GpuBackend
+from attention.gpu_backends import FlashInferBackend, HybridBackend
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.dense_reference import relative_error
 from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules
@@ -20,10 +19,7 @@ from tests.attention.rig import TOLERANCE, Rig, params_of
 
 pytest.importorskip("triton")
 
-OURS = tuple(
-    f"attention.flashinfer.{name}"
-    for name in ("decode", "prefill", "prompt_group", "group", "hybrid_group")
-)
+OURS = tuple(f"attention.flashinfer.{name}" for name in ("decode", "prefill", "layer_kernels"))
 BACKENDS = FlashInferBackend, HybridBackend
 over_backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 FEATURES: dict[str, AttentionParams] = {
@@ -136,9 +132,9 @@ def test_hybrid_plans_prompts_alone() -> None:
     assert planned() == []
 
 
-def test_groups_say_who_serves_them() -> None:
+def test_kernels_name_their_providers() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"]).builder
-    assert [group.providers["decode"] for group in builder.groups] == ["flashinfer", "shared"]
+    assert [kernels.providers["decode"] for kernels in builder.kernels] == ["flashinfer", "shared"]
 
 
 def test_hybrid_says_who_serves_and_why() -> None:

@@ -1,0 +1,126 @@
+"""The kernels of the FlashInfer and hybrid backends for layers that the library supports."""
+
+from abc import abstractmethod
+
+import torch
+
+from attention.flashinfer.decode import FlashInferDecode
+from attention.flashinfer.pages import PageUploader
+from attention.flashinfer.prefill import PagedPrefill, RaggedPrefill
+from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.layer_kernels import LayerCache, LayerKernels
+from attention.gpu.shared_kernels import SharedKernels
+from attention.params import AttentionParams, AttentionSpec, AttentionType
+
+__all__ = ["FlashInferKernels", "HybridKernels"]
+
+
+class _FlashInferPrefills(LayerKernels):
+    """Prefills by the library: those of a step are planned ahead, others when they are run."""
+
+    def __init__(
+        self,
+        params: AttentionParams,
+        spec: AttentionSpec,
+        *,
+        is_graph: bool,
+        uploader: PageUploader,
+    ) -> None:
+        """`uploader` is shared by all layers that see the same keys."""
+        super().__init__(params, spec, is_graph=is_graph)
+        self._uploader = uploader
+        self._is_cross = params.attention_type is AttentionType.ENCODER_DECODER
+        self._is_encoder = params.attention_type is AttentionType.ENCODER
+        self._paged = PagedPrefill(params, spec)
+        self._ragged = RaggedPrefill(params, spec)
+        self._make_decode()
+
+    @abstractmethod
+    def _make_decode(self) -> None:
+        """Create what runs the decodes."""
+
+    def plan_step(self, batch: GpuBatch) -> None:
+        prefills, _ = batch.sub_batches_of(self.params.attention_type)
+        if not self.params.is_cached:
+            ragged = batch.encoders if self._is_encoder else prefills
+            if ragged is not None:
+                self._ragged.plan_prefills(ragged)
+        elif prefills is not None:
+            self._plan_cached(prefills)
+
+    def prefill(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        if self._paged.planned is not sub_batch:
+            self._paged.plan_prefills(sub_batch, self._uploader.pages_of(sub_batch))
+        self._paged.run_prefills(query, cache, out)
+
+    def prefill_ragged(
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        if self._ragged.planned is not sub_batch:
+            self._ragged.plan_prefills(sub_batch)
+        self._ragged.run_prefills(query, key, value, out)
+
+    def _plan_cached(self, prefills: SubBatch) -> None:
+        is_same_dtype = self.spec.cache_dtype == self.spec.dtype
+        if prefills.has_no_context and not self._is_cross and is_same_dtype:
+            self._ragged.plan_prefills(prefills)
+        elif self._has_blocks(prefills):
+            self._paged.plan_prefills(prefills, self._uploader.pages_of(prefills))
+
+    def _has_blocks(self, sub_batch: SubBatch) -> bool:
+        """Return whether the keys have blocks: in a profile run they have none."""
+        assert sub_batch.host_block_tables is not None
+        num_slots: int = sub_batch.host_block_tables.shape[1] * self.spec.block_size
+        return int(sub_batch.host_seq_lens.max(initial=0)) <= num_slots
+
+
+class FlashInferKernels(_FlashInferPrefills):
+    """Prefills and decodes by the library."""
+
+    def _make_decode(self) -> None:
+        self._decode = FlashInferDecode(self.params, self.spec, is_graph=self.is_graph)
+
+    @property
+    def providers(self) -> dict[str, str]:
+        return dict.fromkeys(("prefill", "prefill_ragged", "decode"), "flashinfer")
+
+    def plan_step(self, batch: GpuBatch) -> None:
+        super().plan_step(batch)
+        _, decodes = batch.sub_batches_of(self.params.attention_type)
+        if self.params.is_cached and decodes is not None and self._has_blocks(decodes):
+            self._decode.plan_decodes(decodes, self._uploader.pages_of(decodes))
+
+    def decode(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        # A graph's plan is made before each replay, and never while it is captured.
+        if self._decode.planned is not sub_batch and not self.is_graph:
+            self._decode.plan_decodes(sub_batch, self._uploader.pages_of(sub_batch))
+        self._decode.run_decodes(query, cache, out)
+
+
+class HybridKernels(_FlashInferPrefills):
+    """Prefills by the library; decodes by the shared kernel, which needs no plan of pages."""
+
+    def _make_decode(self) -> None:
+        self._shared = SharedKernels(self.params, self.spec, is_graph=self.is_graph)
+
+    @property
+    def providers(self) -> dict[str, str]:
+        return {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "shared"}
+
+    def plan_step(self, batch: GpuBatch) -> None:
+        super().plan_step(batch)
+        self._shared.plan_step(batch)
+
+    def decode(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        self._shared.decode(sub_batch, query, cache, out)

@@ -1,0 +1,71 @@
+"""The kernels of layers with equal parameters on a GPU: planned once a step, run for each layer."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from attention.gpu.batch import GpuBatch, SubBatch
+from attention.params import AttentionParams, AttentionSpec
+
+__all__ = ["LayerCache", "LayerKernels"]
+
+
+class LayerCache(NamedTuple):
+    """One layer's part of the cache and its scales."""
+
+    blocks: torch.Tensor
+    """`[num_blocks, 2, block_size, num_kv_heads, head_size]`, strided; fp8 is viewed as such."""
+    pool: torch.Tensor
+    """The cache of all layers, viewed likewise."""
+    place: int
+    """The layer's place on the cache's layer axis."""
+    k_scale: float
+    v_scale: float
+
+
+class LayerKernels(ABC):
+    """Plans each step once for a set of layers with equal parameters, and computes each layer.
+
+    Queries and results are `[num_tokens, num_heads, head_size]`, keys and values `[num_tokens,
+    num_kv_heads, head_size]`. Tokens may be strided, except those of a result. Results are written
+    completely; those of sequences without keys are zero.
+    """
+
+    def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
+        """`is_graph`: plans are for a captured graph, whose shapes and addresses are fixed."""
+        self.params = params
+        self.spec = spec
+        self.is_graph = is_graph
+
+    @property
+    @abstractmethod
+    def providers(self) -> dict[str, str]:
+        """Return who computes each part of a step: the name of a library, or "shared"."""
+
+    @abstractmethod
+    def plan_step(self, batch: GpuBatch) -> None:
+        """Plan a step in place of the last one, without waiting for the GPU."""
+
+    @abstractmethod
+    def prefill(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Attend for queries of several tokens over cached keys."""
+
+    @abstractmethod
+    def prefill_ragged(
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for sequences whose keys are those of their own tokens, without the cache."""
+
+    @abstractmethod
+    def decode(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        """Attend for one query token of each sequence over cached keys."""

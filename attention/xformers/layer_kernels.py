@@ -1,0 +1,94 @@
+"""The kernels of the xFormers backend: the library where it supports a layer, or shared ones."""
+
+from typing import NamedTuple
+
+import torch
+
+from attention.gpu.batch import GpuBatch, SubBatch
+from attention.gpu.layer_kernels import LayerCache
+from attention.gpu.shared_kernels import SharedKernels
+from attention.params import AttentionParams, AttentionSpec
+from attention.xformers.decode import PagedDecodes
+from attention.xformers.ragged import RaggedAttention
+from attention.xformers.unsupported import unsupported_by_decode, unsupported_by_prefill
+
+__all__ = ["XFormersKernels"]
+
+
+class _KeyTables(NamedTuple):
+    """Where the keys of some sequences are."""
+
+    seq_lens: torch.Tensor
+    """`[num_sequences]` int32."""
+    max_seq_len: int
+    block_tables: torch.Tensor
+    """`[num_sequences, width]` int32."""
+
+
+class XFormersKernels(SharedKernels):
+    """FlashAttention 2 for prefills and split-k for decodes, or the shared kernels."""
+
+    def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
+        super().__init__(params, spec, is_graph=is_graph)
+        self._ragged: RaggedAttention | None = None
+        if unsupported_by_prefill(params) is None:
+            self._ragged = RaggedAttention(params)
+        self._decodes: PagedDecodes | None = None
+        if unsupported_by_decode(params, spec) is None:
+            self._decodes = PagedDecodes(params, spec, is_graph=is_graph)
+
+    @property
+    def providers(self) -> dict[str, str]:
+        prefill = "shared" if self._ragged is None else "xformers"
+        decode = "shared" if self._decodes is None else "xformers"
+        return {"prefill": prefill, "prefill_ragged": prefill, "decode": decode}
+
+    def plan_step(self, batch: GpuBatch) -> None:
+        if self._ragged is not None:
+            self._ragged.forget_step()
+        if self._decodes is None:
+            super().plan_step(batch)
+        elif (tables := _get_seq_len_block_table_args(batch, self.params)) is not None:
+            self._decodes.plan_decodes(*tables)
+
+    def prefill(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        if self._ragged is None:
+            super().prefill(sub_batch, query, cache, out)
+        else:
+            self._ragged.prefill(sub_batch, query, cache, out)
+
+    def prefill_ragged(
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        if self._ragged is None:
+            super().prefill_ragged(sub_batch, query, key, value, out)
+        else:
+            self._ragged.prefill_ragged(sub_batch, query, key, value, out)
+
+    def decode(
+        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+    ) -> None:
+        if self._decodes is None:
+            super().decode(sub_batch, query, cache, out)
+        else:
+            self._decodes.run_decodes(query, cache, out)
+
+
+def _get_seq_len_block_table_args(batch: GpuBatch, params: AttentionParams) -> _KeyTables | None:
+    """Return where the keys of the decodes of a step are; None if none are cached.
+
+    Decoders read their own sequences, cross attention those of the encoders, and encoders have no
+    blocks.
+    """
+    _, decodes = batch.sub_batches_of(params.attention_type)
+    if decodes is None or not params.is_cached:
+        return None
+    assert decodes.block_tables is not None
+    return _KeyTables(decodes.seq_lens, decodes.max_seq_len, decodes.block_tables)
