@@ -44,7 +44,7 @@ from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_process import Limits
+from cluster.structured.processes.compiler_messages import CompileLimits
 from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of
 from pagedray.batch import StepOutput
 from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.scheduling.event import TokenEvent
-    from cluster.structured.processes.mask_maker import CompiledGrammar
+    from cluster.structured.processes.compiled_grammar import CompiledGrammar
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
     from pagedray.errors import EngineError
 
@@ -79,7 +79,7 @@ _EOS = 0
 _NUM_SEQUENCES = 64
 _FORWARD_S = 0.015
 _LEARNING_S = 10.0
-_LIMITS = Limits(compile_s=60.0, wait_s=120.0, mask_s=5.0)
+_LIMITS = CompileLimits(compile_s=60.0, wait_s=120.0, mask_s=5.0)
 
 Rows = list[dict[str, Any]]  # Any: names and numbers
 

@@ -22,7 +22,7 @@ from cluster.serving.inputs import (
 )
 from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_process import limits_of
+from cluster.structured.processes.compiler_messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
 from pagedray.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from pagedray.request import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.mask_maker import CompiledGrammar
+    from cluster.structured.processes.compiled_grammar import CompiledGrammar
     from pagedray.config import EngineConfig
 
 __all__ = ["Validator"]
@@ -71,7 +71,7 @@ class Validator:
             lambda: vocabulary_of(
                 tokenizer.token_bytes, size=self._vocab_size, eos_token_ids=self._eos_token_ids
             ),
-            limits=limits_of(config.structure_compile_s),
+            limits=limits_for(config.structure_compile_s),
         )
         self._eos_token_ids = tuple(
             dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))

@@ -1,6 +1,6 @@
-"""Structured output: from a structure that a client asks for to a grammar, and to masks.
+"""Structured output: compiles the structures of clients to grammars, and makes token masks.
 
-A structure becomes a grammar of our own words (`expressions`), is written in xgrammar's EBNF and
-compiled by xgrammar in a process that may be killed. Another makes the masks. Neither the serving
+`grammar` converts a structure to expressions and to xgrammar's EBNF. `processes` compiles it with
+xgrammar in a process that may be killed, and makes the masks in another. Neither the serving
 process nor a rank imports xgrammar.
 """

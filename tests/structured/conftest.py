@@ -1,4 +1,4 @@
-"""Small models that generate, and one compiler for all tests of a module."""
+"""The tokenizer of a small model, and one compiler for all tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_process import Limits
+from cluster.structured.processes.compiler_messages import CompileLimits
 from cluster.structured.processes.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
-    """A compiler that minds no busy machine."""
+    """A compiler with limits for a busy machine."""
     compiler = StructureCompiler(
-        lambda: vocabulary(tokenizer), limits=Limits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
+        lambda: vocabulary(tokenizer), limits=CompileLimits(compile_s=4.0, wait_s=120.0, mask_s=4.0)
     )
     yield compiler
     compiler.close()

@@ -1,7 +1,4 @@
-"""Compiles structures: asks the process that may be killed, and keeps what it made.
-
-The event loop waits for none of it.
-"""
+"""Compiles structures in another process and caches the results, without blocking event loops."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
-from cluster.structured.processes.compiler_process import Died, Limits, Refused
-from cluster.structured.processes.mask_maker import CompiledGrammar, MaskMaker
-from cluster.structured.processes.structure_process import StructureProcess
-from cluster.structured.processes.tenant_threads import TenantThreads
+from cluster.structured.processes.compiled_grammar import CompiledGrammar
+from cluster.structured.processes.compiler_client import CompilerClient
+from cluster.structured.processes.compiler_messages import CompileLimits, Died, Refused
+from cluster.structured.processes.fair_thread_pool import FairThreadPool
+from cluster.structured.processes.mask_client import MaskClient
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 
 if TYPE_CHECKING:
@@ -33,88 +31,88 @@ __all__ = ["StructureCompiler"]
 logger = logging.getLogger(__name__)
 
 _CACHE_BYTES = 128 * 2**20
-"""When more is kept, the tenant that has most loses what it used longest ago."""
+"""Above this, the tenant with the largest share loses its least recently used structures."""
 _NUM_THREADS = 3
-_MOST_RUNNING = 2
-"""Of one tenant; another one always finds a thread."""
-_MOST_OPEN = 18
+_MAX_RUNNING = 2
+"""Of one tenant, so that a thread is left for others."""
+_MAX_OPEN = 18
 """Of one tenant."""
-_MOST_OPEN_OF_ALL = 144
+_MAX_OPEN_TOTAL = 144
 
 _DEFECTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""What the library dies of by itself, also when a thread of its own gets no memory."""
+"""Signals by which the library crashes, for example when one of its threads gets no memory."""
 
 _Loaded = tuple[CompiledGrammar, int]
 _Key = tuple[str, "Structure"]
 
 
 class StructureCompiler:
-    """The compiled structures of one model. Any thread and any event loop may use it."""
+    """Compiles the structures of one model. Any thread and any event loop may use it."""
 
     def __init__(
         self,
         make_vocabulary: Callable[[], Vocabulary],
         *,
-        limits: Limits | None = None,
+        limits: CompileLimits | None = None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        """`make_vocabulary` is called once, when the first structure comes or before."""
-        self._limits = limits or Limits()
+        """`make_vocabulary` is called once, for the first structure or at warm-up."""
+        self._limits = limits or CompileLimits()
         self._cache_bytes = cache_bytes
-        # By tenant: the time that a structure takes must not tell what others have sent.
+        # By tenant: the time that a structure takes must not reveal what others have sent.
         self._cache: OrderedDict[_Key, _Loaded] = OrderedDict()
         self._running: dict[_Key, Future[_Loaded]] = {}
         self._lock = threading.Lock()
-        self._threads = TenantThreads(
+        self._threads = FairThreadPool(
             _NUM_THREADS,
-            most_running=_MOST_RUNNING,
-            most_open=_MOST_OPEN,
-            most_open_of_all=_MOST_OPEN_OF_ALL,
+            max_running=_MAX_RUNNING,
+            max_open=_MAX_OPEN,
+            max_open_total=_MAX_OPEN_TOTAL,
         )
-        self._process = StructureProcess(make_vocabulary, self._limits)
-        self._maker: MaskMaker | None = None
-        self._maker_lock = threading.Lock()
+        self._process = CompilerClient(make_vocabulary, self._limits)
+        self._client: MaskClient | None = None
+        self._client_lock = threading.Lock()
         self._is_closed = False
 
     @property
     def process_id(self) -> int | None:
-        """The process that compiles, if one was started."""
+        """The id of the compiler process, if it was started."""
         return self._process.process_id
 
     @property
     def num_cached_bytes(self) -> int:
-        """Bytes of the grammars that are kept."""
+        """Bytes of the cached grammars."""
         with self._lock:
             return sum(size for _, size in self._cache.values())
 
     def warm_up(self) -> None:
-        """Start the process that compiles, in a thread, so that no client waits for it."""
+        """Start the compiler process in a thread, so that no client waits for it."""
         with contextlib.suppress(ShuttingDownError):
-            self._threads.submit("", self._start)
+            self._threads.submit_task("", self._start)
 
     async def compile(self, structure: Structure, *, tenant: str = "") -> CompiledGrammar:
-        """Return a structure's grammar, which is kept for its tenant.
+        """Return a structure's grammar, which is cached for its tenant.
 
-        Raises RequestError, or EngineError if there is none.
+        Raises RequestError, or EngineError if the process fails.
         """
         if len(structure.text) > MAX_TEXT_LENGTH:
             raise invalid_structure(
                 f"structure has {len(structure.text)} characters; "
                 f"at most {MAX_TEXT_LENGTH} are allowed."
             )
-        # One who gives up leaves the work to the others who wait for it.
+        # A call that is cancelled does not cancel the others that wait for the same structure.
         grammar, _ = await asyncio.shield(asyncio.wrap_future(self._submit((tenant, structure))))
         return grammar
 
     def close(self) -> None:
-        """End the process and what waits for it. May be called twice."""
+        """End the process and the calls that wait for it. May be called twice."""
         with self._lock:
             self._is_closed = True
         self._threads.close()
         self._process.close()
-        with self._maker_lock:
-            if self._maker is not None:
-                self._maker.close()
+        with self._client_lock:
+            if self._client is not None:
+                self._client.close()
         self._threads.join()
 
     def _submit(self, key: _Key) -> Future[_Loaded]:
@@ -128,13 +126,13 @@ class StructureCompiler:
                 return ready
             if key in self._running:
                 return self._running[key]
-            running = self._threads.submit(key[0], lambda: self._compile(*key))
+            running = self._threads.submit_task(key[0], lambda: self._compile(*key))
             self._running[key] = running
-        # Outside of the lock: what has ended already calls at once.
-        running.add_done_callback(lambda done: self._keep(key, done))
+        # Outside of the lock, as the callback runs at once if the task has ended.
+        running.add_done_callback(lambda done: self._cache_result(key, done))
         return running
 
-    def _keep(self, key: _Key, done: Future[_Loaded]) -> None:
+    def _cache_result(self, key: _Key, done: Future[_Loaded]) -> None:
         with self._lock:
             del self._running[key]
             if done.cancelled() or done.exception() is not None:
@@ -157,12 +155,12 @@ class StructureCompiler:
         if isinstance(answer, Refused):
             raise invalid_structure(answer.message)
         if isinstance(answer, Died):
-            raise self._refusal_of(answer)
-        grammar, num_bytes = self._masks().grammar(answer.text, tenant=tenant)
-        # The text is kept as well, for another process that makes masks.
+            raise self._error_of(answer)
+        grammar, num_bytes = self._mask_client().load_grammar(answer.text, tenant=tenant)
+        # The text is kept as well, to load it into another mask process.
         return grammar, num_bytes + len(answer.text)
 
-    def _refusal_of(self, death: Died) -> Exception:
+    def _error_of(self, death: Died) -> Exception:
         match death.signal:
             case signal.SIGPROF:
                 return invalid_structure(
@@ -177,22 +175,22 @@ class StructureCompiler:
         name = signal.strsignal(death.signal) or f"signal {death.signal}"
         if death.signal in _DEFECTS:
             return invalid_structure(f"structure cannot be compiled: the compiler died ({name}).")
-        return EngineError(f"The process that compiled the structure was ended: {name}.")
+        return EngineError(f"The structure compiler was killed by a signal: {name}.")
 
-    def _masks(self) -> MaskMaker:
-        with self._maker_lock:
-            if self._maker is None:
+    def _mask_client(self) -> MaskClient:
+        with self._client_lock:
+            if self._client is None:
                 num_mask_bytes = -(-self._process.vocab_size // 32) * 4
-                self._maker = MaskMaker(
+                self._client = MaskClient(
                     self._process.connect_masks,
                     num_mask_bytes=num_mask_bytes,
-                    most_tenant_bytes=self._limits.mask_memory_bytes // 2,
+                    max_tenant_bytes=self._limits.mask_memory_bytes // 2,
                 )
-            return self._maker
+            return self._client
 
     def _start(self) -> None:
         try:
-            self._process.start()
+            self._process.start_process()
         except (EngineError, OSError) as error:
-            # The first structure tries again, and its client is told.
+            # The first structure tries again, and reports the error to its client.
             logger.warning("%s", error)

@@ -1,4 +1,4 @@
-"""Frames on a socket: a length of four bytes, then so many bytes."""
+"""Frames on a socket: a length of four bytes, followed by as many bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["read_frame", "write_frame"]
 _MAX_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
 _DISCARDED = bytearray(64 * 2**10)
-"""Takes what nobody reads: there may be no memory left when it is needed."""
+"""Allocated in advance, since it is used when no memory is left."""
 
 
 def write_frame(connection: socket.socket, body: bytes) -> None:
@@ -22,15 +22,15 @@ def write_frame(connection: socket.socket, body: bytes) -> None:
 
 
 def read_frame(connection: socket.socket) -> bytearray:
-    """Return the next frame. Raises OSError, or EOFError when the other end closes.
+    """Return the next frame. Raises OSError, or EOFError if the other end closes.
 
-    Raises MemoryError for one that there is no room for; what comes behind it can be read.
+    Raises MemoryError if it does not fit in memory; the frames after it can still be read.
     """
     prefix = bytearray(_LENGTH.size)
     _fill(connection, memoryview(prefix))
     (length,) = _LENGTH.unpack(prefix)
     if length > _MAX_BYTES:
-        raise EOFError(f"A frame of {length} bytes is over {_MAX_BYTES}.")
+        raise EOFError(f"Frame of {length} bytes exceeds the maximum of {_MAX_BYTES}.")
     try:
         body = bytearray(length)
     except MemoryError:
@@ -53,5 +53,5 @@ def _discard(connection: socket.socket, num_bytes: int) -> None:
 def _received(connection: socket.socket, room: memoryview) -> int:
     num_bytes = connection.recv_into(room)
     if not num_bytes:
-        raise EOFError("The other end has closed.")
+        raise EOFError("Connection closed by the other end.")
     return num_bytes

@@ -1,4 +1,4 @@
-"""What is said between the controller's process and the one that makes its masks."""
+"""The messages between the replica and the process that makes masks."""
 
 from __future__ import annotations
 
@@ -6,79 +6,85 @@ import msgspec
 
 from pagedray.request import FinishReason
 
-__all__ = ["Ask", "AskMasks", "Follow", "Load", "LoadFailed", "Loaded", "Masks"]
+__all__ = [
+    "GrammarLoaded",
+    "LoadFailed",
+    "LoadGrammar",
+    "MaskQuery",
+    "MatcherStart",
+    "StepQuery",
+    "StepReply",
+]
 
 
-class Follow(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that begins to follow a grammar, and what else limits its tokens."""
+class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
+    """Starts a sequence's matcher: its grammar, and what else limits its tokens."""
 
     grammar_id: int
     min_tokens: int
     ignores_eos: bool
     eos_token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
-    spent_s: float = 0.0
-    """CPU time that it took in another process, when all of it is told again."""
+    cpu_s: float = 0.0
+    """CPU time that the sequence took in another process, if its tokens are replayed."""
     tenant: str = ""
-    """Whose account pays for its masks."""
+    """The tenant whose CPU budget its masks are charged to."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """For one mask."""
+class MaskQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for one mask."""
 
     sequence_id: int
     token_ids: list[int]
-    """Those generated since the sequence was last asked for."""
-    follow: Follow | None = None
-    """Given for a sequence that is not known yet."""
+    """Tokens generated since the last query of the sequence."""
+    start: MatcherStart | None = None
+    """Set if the process does not know the sequence."""
 
 
-class AskMasks(msgspec.Struct, frozen=True, array_like=True):
-    """For the masks of a step."""
+class StepQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for the masks of a step."""
 
-    asks: list[Ask]
+    queries: list[MaskQuery]
     ended_sequence_ids: list[int]
-    """Never asked for again."""
     ended_grammar_ids: list[int]
     limit_s: float
-    """Time in which there must be an answer; then the kernel ends the process."""
+    """Time after which the kernel kills the process unless it has replied."""
 
 
-class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to `AskMasks`."""
+class StepReply(msgspec.Struct, frozen=True, array_like=True):
+    """The reply to a `StepQuery`. Rows are indices of its queries."""
 
-    ends: dict[int, FinishReason]
-    """How sequences end, by their places in the question; their masks mean nothing."""
-    complaints: list[str]
+    finish_reasons: dict[int, FinishReason]
+    """How sequences end, by row; their masks are undefined."""
+    errors: list[str]
     """Why some of them end with an error."""
     words: bytes
-    """A mask for each ask, one behind another."""
-    culprits: list[int]
-    """Places of sequences that the process could not go on with: it ends. They are in `ends`."""
-    unmade: list[int]
-    """Places whose masks were not made before that."""
-    spent_s: list[float]
-    """CPU time that each sequence took so far; 0 for one whose mask was not made."""
+    """The masks of all rows, concatenated."""
+    offenders: list[int]
+    """Rows that took too long or too much memory; the process exits. In `finish_reasons` too."""
+    missing: list[int]
+    """Rows whose masks were not made before that."""
+    cpu_s: list[float]
+    """CPU time that each sequence has taken; 0 for one whose mask was not made."""
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
-    """A compiled grammar to keep, as xgrammar writes it in JSON."""
+class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """Loads a compiled grammar, as JSON of xgrammar."""
 
     grammar_id: int
     text: bytes
     ended_grammar_ids: list[int]
-    """Others that nobody needs any more."""
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
-    """The grammar is kept."""
+class GrammarLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
+    """The grammar is loaded."""
 
     num_bytes: int
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Why a grammar is not kept."""
+    """The grammar could not be loaded."""
 
     message: str
     is_out_of_memory: bool
-    """Whether it may be kept when others are needed no more."""
+    """Whether it may succeed once other grammars are freed."""

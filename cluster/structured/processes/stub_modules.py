@@ -1,4 +1,4 @@
-"""Modules that stand in for others while a library is imported that names those in passing."""
+"""Stubs for modules that a library imports without needing them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["StandIn", "in_place"]
+__all__ = ["StubModule", "stubbed"]
 
 
-class StandIn(ModuleType):
-    """A module in which every name is a class without a meaning."""
+class StubModule(ModuleType):
+    """A module in which every name is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -23,12 +23,12 @@ class StandIn(ModuleType):
 
 
 @contextmanager
-def in_place(**modules: ModuleType | None) -> Iterator[None]:
-    """Put modules in the place of others, which are not imported yet; None makes imports fail.
+def stubbed(**modules: ModuleType | None) -> Iterator[None]:
+    """Replace modules that are not imported yet; None makes their import fail.
 
-    Meanwhile no other thread may import them.
+    No other thread may import them at the same time.
     """
-    # The type says that a module is a module, but Python knows None as well.
+    # The type of sys.modules excludes None, which Python allows.
     sys.modules.update(modules)  # type: ignore[arg-type]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What grammars must know of a tokenizer: the bytes of each token, and which ones end a text."""
+"""The vocabulary that grammars are compiled for: the bytes of each token, and the end tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["TokenTexts", "Vocabulary", "vocabulary_of"]
 
 
 class TokenTexts(Protocol):
-    """What tokens stand for."""
+    """The texts of tokens."""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is control, not text."""
+        """Whether the token is a control token."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; none for an id without a token."""
+        """Return the bytes of a token; empty for an id without a token."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that a model has logits for."""
 
     tokens: tuple[bytes, ...]
-    """Nothing where an id has no text: control tokens, and ids that no token has."""
+    """Empty for ids without text: control tokens and unused ids."""
     eos_token_ids: tuple[int, ...]
 
 
 def vocabulary_of(
     token_bytes: TokenTexts, *, size: int, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """Return the vocabulary of a model of so many logits."""
+    """Return the vocabulary of a model with `size` logits."""
     return Vocabulary(
         tokens=tuple(
             b""

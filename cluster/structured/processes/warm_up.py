@@ -1,8 +1,8 @@
-"""What the process that compiles finds out while nobody asks it.
+"""Warm-up of the compiler process while it is idle.
 
-Most of what schemas cost is strings of a limited length: each place in them is compared with every
-token. The places are the same in all schemas, so that they are gone through once, before a client
-waits for it, a few at a time and behind whatever else wants to compute.
+Strings of limited length are the largest part of what schemas cost to compile: xgrammar checks each
+position against the whole vocabulary. Positions are the same in all schemas, so they are computed
+once, before a client needs them, in small steps of low priority.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from cluster.structured.grammar.json_strings import limited_string
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.structured.processes.xgrammar_library import Library
+    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
-__all__ = ["NICENESS", "IdleLearning"]
+__all__ = ["NICENESS", "WarmUp"]
 
 _MAX_LENGTH = 128
-"""Up to here xgrammar has a state for each character, and shares them among all lengths."""
+"""Up to this length xgrammar has a state for each character, which all lengths share."""
 _STEP = 2
 NICENESS = 10
-"""How far what nobody waits for at each token stands behind what they wait for."""
+"""Priority of compilations, below that of masks and ranks."""
 
 
-class IdleLearning:
-    """Goes through the strings of each length, a few lengths a step."""
+class WarmUp:
+    """Compiles strings of each length, a few lengths a step."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: XGrammarLibrary) -> None:
         self._library = library
         self._texts = self._grammars()
-        self.is_over = False
-        """Whether there is nothing left to do."""
+        self.is_done = False
+        """Whether all lengths are compiled."""
 
-    def step(self) -> None:
-        """Do a little, for as long as nothing else has to be done."""
-        # A thread of its own, since who has let others pass may not come back to the front. It
-        # has ended when this returns, so that a fork loses nothing.
-        thread = threading.Thread(target=self._step)
+    def run_step(self) -> None:
+        """Compile the next lengths at low priority."""
+        # In a thread, since a process cannot raise its priority again. It has ended when this
+        # returns, so that a fork loses no thread.
+        thread = threading.Thread(target=self._run_step)
         thread.start()
         thread.join()
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            self._library.learn(next(self._texts))
+            self._library.warm_up(next(self._texts))
         except (StopIteration, RuntimeError):
-            # Nobody asked for it, so that nobody is told either.
-            self.is_over = True
+            # A failure is not reported, since no client asked for it.
+            self.is_done = True
 
     def _grammars(self) -> Iterator[str]:
         for length in range(_STEP, _MAX_LENGTH + 1, _STEP):

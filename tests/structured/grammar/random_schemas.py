@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import random
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.structured.processes.mask_maker import CompiledGrammar
+    from cluster.structured.processes.compiled_grammar import CompiledGrammar
 
 import numpy as np
 

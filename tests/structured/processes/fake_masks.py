@@ -1,4 +1,4 @@
-"""A process that makes masks of grammars that do what their texts say; no xgrammar in it.
+"""A mask process without xgrammar, whose grammars do what their texts say.
 
 `python -m tests.structured.processes.fake_masks MASKS GRAMMARS MEMORY`, with descriptors of two
 sockets.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["FakeMasks"]
 
 
-class _Walk:
-    """Allows the token after the last one, once it is done with what its grammar says."""
+class _Matcher:
+    """Allows the token after the last one, after doing what its grammar says."""
 
     is_complete = False
 
@@ -34,7 +34,7 @@ class _Walk:
         self._last = 0
         self._kept: list[NDArray[np.uint8]] = []
 
-    def take(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         self._last = token_id
         return True
 
@@ -56,7 +56,7 @@ class _Walk:
                 re.match("(a+)+$", "a" * 40 + "b")
             case "eats":
                 while True:
-                    # Nothing is written to it, which would take time too.
+                    # Not written to, which would take time too.
                     self._kept.append(np.empty(4 * 2**20, np.uint8))
 
 
@@ -64,18 +64,18 @@ class _Library:
     vocab_size = 32
     num_mask_words = 1
 
-    # Any: a grammar is what the library says.
-    def load(self, text: str) -> tuple[Any, int]:
+    # Any: the library decides what a grammar is.
+    def load_grammar(self, text: str) -> tuple[Any, int]:
         kind, _, size = text.partition(" of ")
         kept = bytearray(int(size or 0))
         return (kind, kept), len(kept)
 
-    def walk(self, compiled: Any) -> _Walk:
-        return _Walk(compiled[0])
+    def matcher(self, compiled: Any) -> _Matcher:
+        return _Matcher(compiled[0])
 
 
 class FakeMasks:
-    """Starts such processes, for a maker of masks."""
+    """Starts such processes for a mask client."""
 
     def __init__(self, *, memory_bytes: int = 2**30) -> None:
         self._memory_bytes = memory_bytes
@@ -94,5 +94,5 @@ class FakeMasks:
 
 if __name__ == "__main__":
     masks, grammars = (socket.socket(fileno=int(one)) for one in sys.argv[1:3])
-    library: Any = _Library()  # Any: it stands for the library with a vocabulary
+    library: Any = _Library()  # Any: a fake
     serve_masks(masks, grammars, library, memory_bytes=int(sys.argv[3]))

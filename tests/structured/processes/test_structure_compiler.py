@@ -1,4 +1,4 @@
-"""The process that compiles is harmed by no structure, and what it made outlives it."""
+"""No structure harms the compiler process, and compiled grammars outlive it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_text
+from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_process import Limits
-from cluster.structured.processes.mask_maker import CompiledGrammar
-from cluster.structured.processes.structure_process import StructureProcess
+from cluster.structured.processes.compiler_client import CompilerClient
+from cluster.structured.processes.compiler_messages import CompileLimits
 from pagedray.errors import (
     EngineError,
     InvalidRequestError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SMALL = Structure(kind="regex", text="a{3}")
 OTHER = Structure(kind="regex", text="b")
-# What only the compiler finds out: a grammar that a client wrote. It takes many seconds.
+# A grammar of a client, whose cost shows only in the compiler. It takes many seconds.
 LARGE = Structure(
     kind="grammar",
     text="root ::= " + " | ".join(f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(400)),
@@ -46,9 +46,9 @@ REQUEST = Request(
 
 @pytest.fixture
 def own_compiler(tokenizer: Tokenizer) -> Iterator[StructureCompiler]:
-    """A compiler for a test that does harm to it."""
+    """A compiler for a test that harms it."""
     compiler = StructureCompiler(
-        lambda: vocabulary(tokenizer), limits=Limits(compile_s=1.0, wait_s=120.0, mask_s=4.0)
+        lambda: vocabulary(tokenizer), limits=CompileLimits(compile_s=1.0, wait_s=120.0, mask_s=4.0)
     )
     yield compiler
     compiler.close()
@@ -59,7 +59,7 @@ async def compile_all(compiler: StructureCompiler, *structures: Structure) -> li
 
 
 def next_bytes(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> set[bytes]:
-    """Return the tokens that may follow a text that has just begun."""
+    """Return the tokens that may follow the beginning of a text."""
     token_ids = [7, *tokenizer.encode(text, add_special_tokens=False)]
     (mask,) = grammar.masks([(grammar.matcher(REQUEST), token_ids)])
     assert isinstance(mask, bytes)
@@ -72,7 +72,7 @@ def children(compiler: StructureCompiler) -> list[psutil.Process]:
     return psutil.Process(compiler.process_id).children(recursive=True)
 
 
-def test_the_process_is_there_before_the_first_structure_and_has_no_torch(
+def test_warm_up_starts_the_process_without_torch(
     own_compiler: StructureCompiler,
 ) -> None:
     own_compiler.warm_up()
@@ -86,23 +86,23 @@ def test_the_process_is_there_before_the_first_structure_and_has_no_torch(
 
 
 @pytest.mark.parametrize("text", ["à", "root ::= 世", "\x9f\U000408e8ñ%"])
-def test_grammar_that_is_none_is_refused_whatever_it_is_written_in(
+def test_an_invalid_grammar_is_rejected_whatever_its_characters(
     text: str, compiler: StructureCompiler
 ) -> None:
-    # The library quotes a part of a character, which is no text.
+    # The library quotes an incomplete character.
     with pytest.raises(InvalidRequestError, match=r"Unexpected character: \ufffd"):
         asyncio.run(compiler.compile(Structure(kind="grammar", text=text)))
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_sockets_for_a_process_that_does_not_start_are_closed() -> None:
-    process = StructureProcess(lambda: pytest.fail("A vocabulary was made."), Limits())
+    process = CompilerClient(lambda: pytest.fail("A vocabulary was made."), CompileLimits())
     process.close()
     with pytest.raises(ShuttingDownError):
         process.connect_masks()
 
 
-def test_what_takes_too_long_is_told_as_that_and_harms_no_other(
+def test_a_structure_that_takes_too_long_is_rejected_and_harms_no_other(
     own_compiler: StructureCompiler,
 ) -> None:
     refused, grammar, same = asyncio.run(compile_all(own_compiler, LARGE, SMALL, SMALL))
@@ -116,12 +116,12 @@ def test_what_takes_too_long_is_told_as_that_and_harms_no_other(
         asyncio.run(own_compiler.compile(SMALL))
 
 
-def test_a_compilation_that_is_killed_is_not_told_as_one_that_took_too_much(
+def test_a_compilation_that_is_killed_is_reported_as_killed(
     own_compiler: StructureCompiler,
 ) -> None:
     async def kill_while_it_compiles() -> BaseException | None:
         await own_compiler.compile(SMALL)
-        # Only the one that makes masks is left.
+        # Only the mask process is left.
         await asyncio.to_thread(wait_for, lambda: len(children(own_compiler)) == 1)
         running = asyncio.ensure_future(own_compiler.compile(LARGE))
         await asyncio.to_thread(wait_for, lambda: len(children(own_compiler)) == 3)
@@ -133,7 +133,7 @@ def test_a_compilation_that_is_killed_is_not_told_as_one_that_took_too_much(
 
     error = asyncio.run(kill_while_it_compiles())
     assert type(error) is EngineError
-    assert str(error) == "The process that compiled the structure was ended: Killed."
+    assert str(error) == "The structure compiler was killed by a signal: Killed."
 
 
 def test_a_dead_process_is_replaced_and_its_grammars_live_on(
@@ -152,7 +152,7 @@ def test_a_dead_process_is_replaced_and_its_grammars_live_on(
     assert own_compiler.process_id not in (None, first)
 
 
-def test_the_death_of_the_process_that_makes_masks_costs_no_sequence(
+def test_the_death_of_the_mask_process_ends_no_sequence(
     own_compiler: StructureCompiler, tokenizer: Tokenizer
 ) -> None:
     grammars = [asyncio.run(own_compiler.compile(one)) for one in (SMALL, OTHER)]
@@ -176,14 +176,14 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(
 ) -> None:
     grammar = asyncio.run(compiler.compile(SMALL))
     wrong, right = ([7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("b", "aa"))
-    # More than are worked off without threads.
+    # More than are made without threads.
     asked = [(grammar.matcher(REQUEST), wrong if i == 3 else right) for i in range(9)]
     found = grammar.masks(asked)
     assert found[3] is FinishReason.ERROR
     masks = {one for one in found if isinstance(one, bytes)}
     assert len(masks) == 1
     assert sum(isinstance(one, bytes) for one in found) == 8
-    assert caplog.messages == ["A sequence is ended: its grammar refused a token."]
+    assert caplog.messages == ["Ending a sequence with an error: the grammar rejected a token."]
 
 
 def test_a_text_that_is_too_long_starts_nothing() -> None:
@@ -227,7 +227,7 @@ def test_hopeless_schemas_never_reach_the_compiler(schema: object, place: str) -
 
 
 @pytest.mark.parametrize("most", [100, 200, 3000])
-def test_long_strings_are_compiled_and_kept_to(
+def test_long_strings_are_compiled_and_enforced(
     compiler: StructureCompiler, tokenizer: Tokenizer, most: int
 ) -> None:
     schema = {"type": "string", "maxLength": most}
@@ -236,7 +236,7 @@ def test_long_strings_are_compiled_and_kept_to(
     assert next_bytes(grammar, tokenizer, '"' + "a" * most) == {b'"'}
 
 
-def test_no_tenant_is_served_what_was_kept_for_another(own_compiler: StructureCompiler) -> None:
+def test_no_tenant_gets_a_grammar_cached_for_another(own_compiler: StructureCompiler) -> None:
     async def compile_for_two() -> list[CompiledGrammar]:
         return [
             await own_compiler.compile(SMALL, tenant=tenant) for tenant in ("ann", "ann", "ben")
@@ -268,7 +268,7 @@ def test_one_tenants_slow_structures_keep_no_other_waiting(
     assert not all(asyncio.run(compile_beside())[:2])
 
 
-def test_a_tenant_that_keeps_much_loses_what_it_kept_and_others_nothing(
+def test_a_tenant_that_fills_the_cache_evicts_its_own_grammars(
     tokenizer: Tokenizer,
 ) -> None:
     compiler = StructureCompiler(lambda: vocabulary(tokenizer))
@@ -293,11 +293,11 @@ def test_a_tenant_that_keeps_much_loses_what_it_kept_and_others_nothing(
     assert not all(are_kept)
 
 
-def test_a_structure_that_takes_too_much_memory_is_refused_and_harms_no_other(
+def test_a_structure_that_takes_too_much_memory_is_rejected_and_harms_no_other(
     tokenizer: Tokenizer,
 ) -> None:
     compiler = StructureCompiler(
-        lambda: vocabulary(tokenizer), limits=Limits(wait_s=120.0, memory_bytes=64 * 2**20)
+        lambda: vocabulary(tokenizer), limits=CompileLimits(wait_s=120.0, memory_bytes=64 * 2**20)
     )
     refused, grammar = asyncio.run(compile_all(compiler, LARGE, SMALL))
     compiler.close()

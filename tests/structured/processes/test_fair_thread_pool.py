@@ -1,4 +1,4 @@
-"""Tenants take turns at the threads that compile, and none is kept from them by another."""
+"""Tenants take turns at the threads of the pool, and none keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.structured.processes.tenant_threads import TenantThreads
+from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from pagedray.errors import OverloadedError, ShuttingDownError
 from tests.fakes import wait_for
 
@@ -19,10 +19,10 @@ TIMEOUT_S = 30.0
 
 
 class Tasks:
-    """Tasks that end when they are told to, and the order in which they began."""
+    """Tasks that end on command, and the order in which they began."""
 
     def __init__(self) -> None:
-        self.threads = TenantThreads(3, most_running=2, most_open=6, most_open_of_all=9)
+        self.threads = FairThreadPool(3, max_running=2, max_open=6, max_open_total=9)
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
 
@@ -37,7 +37,7 @@ class Tasks:
             assert gate.wait(TIMEOUT_S)
             return name
 
-        return self.threads.submit(tenant, task)
+        return self.threads.submit_task(tenant, task)
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -63,7 +63,7 @@ def test_a_tenant_that_fills_its_share_keeps_no_other_waiting(tasks: Tasks) -> N
     assert set(tasks.begun) == {"a0", "a1", "b0"}
 
 
-def test_a_thread_that_is_free_goes_to_the_tenant_that_has_fewest(tasks: Tasks) -> None:
+def test_a_free_thread_goes_to_the_tenant_with_the_fewest(tasks: Tasks) -> None:
     tasks.submit("ann", "a0", "a1", "a2", "a3")
     tasks.submit("ben", "b0", "b1")
     tasks.submit("cid", "c0")
@@ -76,18 +76,18 @@ def test_a_thread_that_is_free_goes_to_the_tenant_that_has_fewest(tasks: Tasks) 
     assert set(tasks.begun[4:]) == {"a2", "b1"}
 
 
-def test_all_tenants_together_are_bounded_as_well(tasks: Tasks) -> None:
+def test_all_tenants_together_are_limited_as_well(tasks: Tasks) -> None:
     tasks.submit("ann", *(f"a{i}" for i in range(5)))
     tasks.submit("ben", *(f"b{i}" for i in range(4)))
     with pytest.raises(OverloadedError, match="9 structures are being compiled"):
         tasks.submit("cid", "c")
 
 
-def test_what_fails_is_told_and_gives_its_thread_back(tasks: Tasks) -> None:
+def test_a_task_that_fails_reports_its_error_and_frees_its_thread(tasks: Tasks) -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    failed = [tasks.threads.submit("ann", fail) for _ in range(6)]
+    failed = [tasks.threads.submit_task("ann", fail) for _ in range(6)]
     wait(failed, TIMEOUT_S)
     assert all(isinstance(one.exception(0.0), ValueError) for one in failed)
     (next_one,) = tasks.submit("ann", "a")
@@ -95,7 +95,7 @@ def test_what_fails_is_told_and_gives_its_thread_back(tasks: Tasks) -> None:
     assert next_one.result(TIMEOUT_S) == "a"
 
 
-def test_the_end_cancels_what_waits(tasks: Tasks) -> None:
+def test_close_cancels_waiting_tasks(tasks: Tasks) -> None:
     futures = tasks.submit("ann", "a0", "a1", "a2")
     tasks.threads.close()
     assert futures[2].cancelled()

@@ -1,4 +1,4 @@
-"""A few threads that work for tenants in turn, so that none keeps them from the others."""
+"""A thread pool that tenants share fairly."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from pagedray.errors import OverloadedError, ShuttingDownError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TenantThreads"]
+__all__ = ["FairThreadPool"]
 
 Result = TypeVar("Result")
 # Any: tasks of any result.
 _Task = tuple[Future[Any], "Callable[[], Any]"]
 
 
-class TenantThreads:
-    """Runs what tenants ask for; any thread may ask."""
+class FairThreadPool:
+    """Runs the compilations of tenants in turn. Any thread may submit one."""
 
     def __init__(
-        self, num_threads: int, *, most_running: int, most_open: int, most_open_of_all: int
+        self, num_threads: int, *, max_running: int, max_open: int, max_open_total: int
     ) -> None:
-        """A tenant has `most_running` of the threads, and `most_open` tasks that have not ended."""
-        assert most_running < num_threads
+        """A tenant may use `max_running` threads and have `max_open` tasks that have not ended."""
+        assert max_running < num_threads
         self._num_threads = num_threads
-        self._most_running = most_running
-        self._most_open = most_open
-        self._most_open_of_all = most_open_of_all
+        self._most_running = max_running
+        self._most_open = max_open
+        self._most_open_of_all = max_open_total
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-grammars")
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
-        # Who waits, from the one whose turn it is.
+        # Tasks by tenant, in the order of turns.
         self._waiting: dict[str, deque[_Task]] = {}
         self._is_closed = False
 
-    def submit(self, tenant: str, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task run. Raises OverloadedError or ShuttingDownError."""
+    def submit_task(self, tenant: str, task: Callable[[], Result]) -> Future[Result]:
+        """Run a task of a tenant. Raises OverloadedError or ShuttingDownError."""
         future: Future[Result] = Future()
         with self._lock:
             if self._is_closed:
                 raise ShuttingDownError
             self._check_room(tenant)
             self._waiting.setdefault(tenant, deque()).append((future, task))
-            self._start()
+            self._start_tasks()
         return future
 
     def close(self) -> None:
-        """Run nothing more; what waits is cancelled. May be called twice."""
+        """Cancel the tasks that wait. May be called twice."""
         with self._lock:
             self._is_closed = True
             waiting = [future for tasks in self._waiting.values() for future, _ in tasks]
@@ -60,23 +60,24 @@ class TenantThreads:
         self._threads.shutdown(wait=False)
 
     def join(self) -> None:
-        """Wait until nothing runs any more, after `close`."""
+        """Wait for the running tasks, after `close`."""
         self._threads.shutdown()
 
     def _check_room(self, tenant: str) -> None:
         num_open = self._running[tenant] + len(self._waiting.get(tenant, ()))
-        num_of_all = self._running.total() + sum(map(len, self._waiting.values()))
+        num_total = self._running.total() + sum(map(len, self._waiting.values()))
         if num_open >= self._most_open:
             raise OverloadedError(
-                f"{num_open} structures of this tenant are being compiled, which is all that may."
+                f"{num_open} structures of this tenant are being compiled, the maximum; retry "
+                "later."
             )
-        if num_of_all >= self._most_open_of_all:
+        if num_total >= self._most_open_of_all:
             raise OverloadedError(
-                f"{num_of_all} structures are being compiled, which is all that may."
+                f"{num_total} structures are being compiled, the maximum; retry later."
             )
 
-    def _start(self) -> None:
-        """Start whatever may run now; under the lock."""
+    def _start_tasks(self) -> None:
+        """Start the tasks that may run. Called under the lock."""
         while self._running.total() < self._num_threads:
             allowed = [one for one in self._waiting if self._running[one] < self._most_running]
             if not allowed:
@@ -85,7 +86,7 @@ class TenantThreads:
             tasks = self._waiting.pop(tenant)
             future, task = tasks.popleft()
             if tasks:
-                # Behind the others.
+                # The tenant's next turn comes after the others'.
                 self._waiting[tenant] = tasks
             self._running[tenant] += 1
             self._threads.submit(self._run, tenant, future, task)
@@ -100,13 +101,13 @@ class TenantThreads:
                 if not self._running[tenant]:
                     del self._running[tenant]
                 if not self._is_closed:
-                    self._start()
+                    self._start_tasks()
 
 
 def _settle(future: Future[Result], task: Callable[[], Result]) -> None:
     try:
         result = task()
-    # Whoever waits for it is told, as with any executor.
+    # Any error goes to the waiting thread, as in every executor.
     except BaseException as error:
         future.set_exception(error)
     else:

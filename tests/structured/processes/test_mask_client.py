@@ -1,4 +1,4 @@
-"""What one sequence's grammar does is that sequence's alone: the others get their masks."""
+"""A grammar that fails affects its own sequences only: the others get their masks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.structured.processes.follower import Follower
+from cluster.structured.processes.cpu_budgets import CpuBudget
 from cluster.structured.processes.frames import read_frame, write_frame
-from cluster.structured.processes.mask_maker import MaskMaker
-from cluster.structured.processes.mask_messages import Ask, AskMasks, Follow, Load, Loaded, Masks
-from cluster.structured.processes.mask_step import MaskStep
-from cluster.structured.processes.tenant_accounts import CpuAccount
+from cluster.structured.processes.mask_batch import MaskBatch
+from cluster.structured.processes.mask_client import MaskClient
+from cluster.structured.processes.mask_messages import (
+    GrammarLoaded,
+    LoadGrammar,
+    MaskQuery,
+    MatcherStart,
+    StepQuery,
+    StepReply,
+)
+from cluster.structured.processes.sequence_matcher import SequenceMatcher
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.structured.processes.mask_maker import CompiledGrammar
+    from cluster.structured.processes.compiled_grammar import CompiledGrammar
 
 REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)
@@ -37,16 +44,16 @@ REQUEST = Request(
 
 
 class Batch:
-    """Sequences that follow fake grammars, asked for together."""
+    """Sequences that follow fake grammars, queried together."""
 
     def __init__(self, memory_bytes: int = 2**30, **options: Any) -> None:  # Any: its options
         self.fake = FakeMasks(memory_bytes=memory_bytes)
-        options = {"most_tenant_bytes": memory_bytes, **options}
-        self.maker = MaskMaker(self.fake.connect, num_mask_bytes=4, **options)
+        options = {"max_tenant_bytes": memory_bytes, **options}
+        self.client = MaskClient(self.fake.connect, num_mask_bytes=4, **options)
         self.matchers: list[Any] = []
 
     def add(self, *texts: str, tenant: str = "") -> list[CompiledGrammar]:
-        grammars = [self.maker.grammar(text.encode(), tenant=tenant)[0] for text in texts]
+        grammars = [self.client.load_grammar(text.encode(), tenant=tenant)[0] for text in texts]
         self.matchers += [grammar.matcher(REQUEST) for grammar in grammars]
         return grammars
 
@@ -55,11 +62,11 @@ class Batch:
         asked = [(matcher, (7, *token_ids)) for matcher in self.matchers]
         return [
             one if isinstance(one, FinishReason) else int.from_bytes(one, "little").bit_length() - 1
-            for one in self.maker.masks(asked)
+            for one in self.client.masks(asked)
         ]
 
     def close(self) -> None:
-        self.maker.close()
+        self.client.close()
         for process in self.fake.processes:
             process.wait(10.0)
 
@@ -72,23 +79,23 @@ def batch() -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("num_others", [1, 9])
-def test_a_mask_that_takes_for_ever_ends_its_sequence_and_no_other(
+def test_a_mask_that_never_ends_ends_its_sequence_and_no_other(
     batch: Batch, num_others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch.add("spins", *["plain"] * num_others)
     assert batch.masks(1, 2) == [3] * (num_others + 1)
-    # With one thread or two, before and behind the one that hangs.
+    # With one thread or two, before and after the one that hangs.
     assert batch.masks(1, 2, 3) == [FinishReason.ERROR, *[4] * num_others]
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("A sequence is ended: its mask, for which others wait, to")
-    # Its process ends with it, and the next one goes on where that was.
+    assert caplog.messages[0].startswith("Ending a sequence with an error: its mask took ")
+    # Its process ends with it, and the next one continues from there.
     assert batch.fake.processes[0].wait(10.0) == 0
     del batch.matchers[0]
     assert batch.masks(1, 2, 3, 4) == [5] * num_others
     assert len(batch.fake.processes) == 2
 
 
-def test_what_follows_a_slow_grammar_ends_with_it(batch: Batch) -> None:
+def test_all_sequences_of_a_slow_grammar_end(batch: Batch) -> None:
     (slow,) = batch.add("spins")
     batch.matchers += [slow.matcher(REQUEST) for _ in range(20)]
     batch.add("plain")
@@ -96,46 +103,44 @@ def test_what_follows_a_slow_grammar_ends_with_it(batch: Batch) -> None:
     assert len(batch.fake.processes) == 2
 
 
-def test_what_lets_nobody_look_on_is_ended_by_the_kernel() -> None:
+def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
     batch = Batch(step_s=0.3, alone_s=0.2)
     batch.add("plain", "holds the lock", "plain")
     assert batch.masks(3) == [4, FinishReason.ERROR, 4]
-    # That of all, and that of the culprit alone.
+    # The one of all sequences, and the one of the offender alone.
     assert [one.wait(10.0) for one in batch.fake.processes[:2]] == [-14, -14]
     batch.close()
 
 
 @pytest.mark.parametrize("kind", ["eats", "holds the lock"])
-def test_what_follows_a_grammar_that_costs_a_process_costs_no_other(kind: str) -> None:
+def test_a_grammar_that_ends_a_process_ends_it_once(kind: str) -> None:
     batch = Batch(memory_bytes=256 * 2**20, step_s=0.5, alone_s=0.5)
     batch.add("plain")
-    (fatal,) = batch.add(kind)
-    batch.matchers += [fatal.matcher(REQUEST) for _ in range(5)]
+    (crashing,) = batch.add(kind)
+    batch.matchers += [crashing.matcher(REQUEST) for _ in range(5)]
     batch.add("plain")
     assert batch.masks(3) == [4, *[FinishReason.ERROR] * 6, 4]
-    # That of all, that of the first to follow it, and the one that goes on.
+    # The one of all sequences, the one of its first sequence, and the one of the others.
     assert len(batch.fake.processes) == 3
     batch.close()
 
 
-def test_who_takes_all_memory_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sequence_that_takes_all_memory_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch(memory_bytes=256 * 2**20)
     batch.add("plain", "eats", "plain")
     assert batch.masks(1) == [2, 2, 2]
     assert batch.masks(1, 3) == [4, FinishReason.ERROR, 4]
-    assert "A sequence is ended: its grammar takes more memory than there is for masks." in (
-        caplog.messages
-    )
+    assert "Ending a sequence with an error: its mask ran out of memory." in (caplog.messages)
     assert len(batch.fake.processes) == 3
     batch.close()
 
 
-def test_a_grammar_for_which_there_is_no_memory_is_refused() -> None:
+def test_a_grammar_that_does_not_fit_in_memory_is_rejected() -> None:
     batch = Batch(memory_bytes=256 * 2**20)
     batch.add("plain")
-    with pytest.raises(OverloadedError, match="in use take all the memory"):
+    with pytest.raises(OverloadedError, match="in use take all memory"):
         batch.add(f"plain of {400 * 2**20}")
-    # There is room when another is needed no more.
+    # It fits when another is no longer used.
     batch.add(f"plain of {150 * 2**20}")
     with pytest.raises(OverloadedError):
         batch.add(f"plain of {151 * 2**20}")
@@ -147,11 +152,11 @@ def test_a_grammar_for_which_there_is_no_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_mib", [30, 60])
-def test_a_text_for_which_there_is_no_memory_is_refused_and_ends_nothing(num_mib: int) -> None:
+def test_a_text_that_does_not_fit_in_memory_is_rejected_and_ends_nothing(num_mib: int) -> None:
     batch = Batch(memory_bytes=128 * 2**20)
     batch.add(*[f"plain of {40 * 2**20}"] * 2)
-    # Of 48 MiB that are left, one is received but not read, and the other is not received.
-    with pytest.raises(OverloadedError, match="in use take all the memory"):
+    # With 48 MiB left, one text is received but not parsed, and the other is not received.
+    with pytest.raises(OverloadedError, match="in use take all memory"):
         batch.add("plain of 1" + " " * (num_mib * 2**20))
     batch.add("plain")
     assert batch.masks(1) == [2, 2, 2]
@@ -160,15 +165,15 @@ def test_a_text_for_which_there_is_no_memory_is_refused_and_ends_nothing(num_mib
 
 
 def fill(batch: Batch) -> None:
-    """Add grammars until one is refused."""
+    """Add grammars until one is rejected."""
     while True:
         batch.add(f"plain of {4 * 2**20}")
 
 
-def test_threads_need_no_memory_that_grammars_may_have_taken() -> None:
+def test_threads_run_when_grammars_have_taken_all_memory() -> None:
     batch = Batch(memory_bytes=64 * 2**20)
     batch.add(*["plain"] * 9)
-    # What is left is too little for the stack of a thread, of 8 MiB.
+    # Too little is left for the stack of a thread, which has 8 MiB.
     with pytest.raises(OverloadedError):
         fill(batch)
     assert set(batch.masks(1)) == {2}
@@ -177,7 +182,7 @@ def test_threads_need_no_memory_that_grammars_may_have_taken() -> None:
 
 
 def test_no_tenant_takes_the_memory_of_the_others() -> None:
-    batch = Batch(most_tenant_bytes=100)
+    batch = Batch(max_tenant_bytes=100)
     batch.add("plain of 50", "plain of 50", tenant="ann")
     with pytest.raises(OverloadedError, match="at most 0 MiB are allowed"):
         batch.add("plain of 1", tenant="ann")
@@ -187,8 +192,8 @@ def test_no_tenant_takes_the_memory_of_the_others() -> None:
     batch.close()
 
 
-class Told:
-    """Processes that the test itself plays, one for each pair of sockets."""
+class ScriptedProcesses:
+    """Processes played by the test, one for each pair of sockets."""
 
     def __init__(self) -> None:
         self.masks: list[socket.socket] = []
@@ -201,18 +206,18 @@ class Told:
         return masks, grammars
 
     def load(self, process: int) -> None:
-        """Take a grammar."""
+        """Load a grammar."""
         wait_for(lambda: len(self.masks) > process)
-        msgspec.msgpack.decode(read_frame(self.grammars[process]), type=Load)
-        write_frame(self.grammars[process], msgspec.msgpack.encode(Loaded(0)))
+        msgspec.msgpack.decode(read_frame(self.grammars[process]), type=LoadGrammar)
+        write_frame(self.grammars[process], msgspec.msgpack.encode(GrammarLoaded(0)))
 
-    def asked(self, process: int) -> AskMasks:
-        """Return the next question."""
-        return msgspec.msgpack.decode(read_frame(self.masks[process]), type=AskMasks)
+    def asked(self, process: int) -> StepQuery:
+        """Return the next query."""
+        return msgspec.msgpack.decode(read_frame(self.masks[process]), type=StepQuery)
 
-    def answer(self, process: int, spent_s: float) -> None:
-        """Answer a question for one mask."""
-        answer = Masks({}, [], b"mask", [], [], [spent_s])
+    def answer(self, process: int, cpu_s: float) -> None:
+        """Answer a query of one mask."""
+        answer = StepReply({}, [], b"mask", [], [], [cpu_s])
         write_frame(self.masks[process], msgspec.msgpack.encode(answer))
 
     def close(self) -> None:
@@ -221,33 +226,35 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
-    yield told
-    told.close()
+def scripted() -> Iterator[ScriptedProcesses]:
+    scripted = ScriptedProcesses()
+    yield scripted
+    scripted.close()
 
 
-def test_who_compiles_when_a_process_ends_loses_no_mask(told: Told) -> None:
-    maker = MaskMaker(told.connect, num_mask_bytes=4, most_tenant_bytes=1)
+def test_a_process_that_dies_while_a_grammar_loads_loses_no_mask(
+    scripted: ScriptedProcesses,
+) -> None:
+    client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
     with ThreadPoolExecutor(2) as threads:
-        loading = threads.submit(maker.grammar, b"")
-        told.load(0)
+        loading = threads.submit(client.load_grammar, b"")
+        scripted.load(0)
         grammar, _ = loading.result()
-        asking = threads.submit(maker.masks, [(grammar.matcher(REQUEST), (7,))])
-        told.asked(0)
-        # It is over, but for what it says last.
-        told.grammars[0].close()
-        other = threads.submit(maker.grammar, b"")
-        told.load(1)
+        asking = threads.submit(client.masks, [(grammar.matcher(REQUEST), (7,))])
+        scripted.asked(0)
+        # It has died, but its last reply is still to be read.
+        scripted.grammars[0].close()
+        other = threads.submit(client.load_grammar, b"")
+        scripted.load(1)
         other.result()
-        told.answer(0, 0.0)
+        scripted.answer(0, 0.0)
         assert asking.result() == [b"mask"]
-    maker.close()
+    client.close()
 
 
 def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch()
-    # A grammar each, as a comment makes it.
+    # Each has its own grammar, as if they differed by a comment.
     batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
     batch.add(*["plain"] * 4, tenant="ben")
     assert batch.masks(1) == [2] * 44
@@ -258,15 +265,17 @@ def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture
     assert FinishReason.ERROR in slow
     assert 9 <= slow.count(4) <= 13
     assert set(slow) | set(quick) <= {4, FinishReason.ERROR}
-    assert "A sequence is ended: the masks of its tenant took too long together." in caplog.messages
+    assert (
+        "Ending a sequence with an error: the CPU time for masks of its tenant is exhausted."
+    ) in caplog.messages
     assert len(batch.fake.processes) == 1
     batch.close()
 
 
-def test_what_costs_most_is_what_a_tenant_has_no_time_left_for() -> None:
+def test_the_slowest_masks_are_those_that_exhaust_a_budget() -> None:
     batch = Batch()
     batch.add(*["takes 50 ms", "plain"] * 20, tenant="ann")
-    # The first slow masks show who is slow, and there is time for them.
+    # The first masks show which are slow, and the budget covers them.
     slow = batch.matchers[:20:2]
     batch.matchers = slow + batch.matchers[1::2]
     assert batch.masks(3) == [4] * 30
@@ -276,63 +285,69 @@ def test_what_costs_most_is_what_a_tenant_has_no_time_left_for() -> None:
     batch.close()
 
 
-def test_what_is_told_again_may_take_what_it_took_and_little_more(told: Told) -> None:
-    maker = MaskMaker(told.connect, num_mask_bytes=4, most_tenant_bytes=1, step_s=5.0, alone_s=2.0)
+def test_a_replay_may_take_what_the_tokens_took_and_little_more(
+    scripted: ScriptedProcesses,
+) -> None:
+    client = MaskClient(
+        scripted.connect, num_mask_bytes=4, max_tenant_bytes=1, step_s=5.0, alone_s=2.0
+    )
     with ThreadPoolExecutor(1) as threads:
-        loading = threads.submit(maker.grammar, b"")
-        told.load(0)
+        loading = threads.submit(client.load_grammar, b"")
+        scripted.load(0)
         grammar, _ = loading.result()
         matcher = grammar.matcher(REQUEST)
-        asking = threads.submit(maker.masks, [(matcher, [7] * 1001)])
-        told.asked(0)
-        told.answer(0, 0.75)
+        asking = threads.submit(client.masks, [(matcher, [7] * 1001)])
+        scripted.asked(0)
+        scripted.answer(0, 0.75)
         asking.result()
-        asking = threads.submit(maker.masks, [(matcher, [7] * 1101)])
-        (ask,) = (question := told.asked(0)).asks
+        asking = threads.submit(client.masks, [(matcher, [7] * 1101)])
+        (query,) = (question := scripted.asked(0)).queries
         # 10 ms a token, of which there are 100.
-        assert ask.follow is None
+        assert query.start is None
         assert question.limit_s == pytest.approx(5.0 + 0.1 + 1.0)
-        told.masks[0].close()
-        told.load(1)
-        (ask,) = (question := told.asked(1)).asks
-        assert ask.follow is not None
-        assert ask.follow.spent_s == 0.75
+        scripted.masks[0].close()
+        scripted.load(1)
+        (query,) = (question := scripted.asked(1)).queries
+        assert query.start is not None
+        assert query.start.cpu_s == 0.75
         # 0.1 ms a token, of which there are 1100.
         assert question.limit_s == pytest.approx(2.0 + 0.1 + 0.75 + 0.11)
-        told.answer(1, 0.75)
+        scripted.answer(1, 0.75)
         assert asking.result() == [b"mask"]
-    maker.close()
+    client.close()
 
 
-class QuickWalk:
-    """Allows everything at once."""
+class QuickMatcher:
+    """Allows all tokens, immediately."""
 
     is_complete = False
 
-    def take(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         return True
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         masks[row] = -1
 
 
-def test_what_is_told_again_is_not_paid_for_twice() -> None:
-    walk: Any = QuickWalk()  # Any: it stands for the library's
-    account = CpuAccount(0.0)
+def test_a_replay_is_not_charged_twice() -> None:
+    fast: Any = QuickMatcher()  # Any: a fake
+    budget = CpuBudget(0.0)
     # 100 tokens allow 1.5 s.
-    follower = Follower(walk, Follow(0, 0, False, (), (), spent_s=1.4), 32, lambda: account)
+    matcher = SequenceMatcher(
+        fast, MatcherStart(0, 0, False, (), (), cpu_s=1.4), 32, lambda: budget
+    )
     masks = np.zeros((1, 1), np.int32)
-    assert follower.write_mask([1] * 100, masks, 0) is None
-    assert follower.spent_s == 1.4
-    assert follower.write_mask([1], masks, 0) is None
-    assert 1.4 < follower.spent_s < 1.5
+    assert matcher.write_mask([1] * 100, masks, 0) is None
+    assert matcher.cpu_s == 1.4
+    assert matcher.write_mask([1], masks, 0) is None
+    assert 1.4 < matcher.cpu_s < 1.5
 
 
-class SleepingFollower:
-    """Waits for the end of the test, without computing."""
+class SleepingMatcher:
+    """Sleeps until the end of the test."""
 
-    complaint = ""
-    spent_s = 0.0
+    error = ""
+    cpu_s = 0.0
 
     def __init__(self, end: threading.Event | None) -> None:
         self._end = end
@@ -342,51 +357,57 @@ class SleepingFollower:
             self._end.wait(60.0)
 
 
-RETOLD = Follow(0, 0, False, (), ())
+REPLAYED = MatcherStart(0, 0, False, (), ())
 
 
-@pytest.mark.parametrize("slow", [Ask(1, [1]), Ask(1, [1] * 600, RETOLD)])
-def test_a_mask_that_only_sleeps_is_not_waited_for_either(slow: Ask) -> None:
+@pytest.mark.parametrize("slow", [MaskQuery(1, [1]), MaskQuery(1, [1] * 600, REPLAYED)])
+def test_a_mask_that_only_sleeps_is_not_waited_for(slow: MaskQuery) -> None:
     end = threading.Event()
-    asks = [Ask(0, [1]), slow, Ask(2, [1])]
-    # Any: it stands for a follower.
-    follower_of: Any = lambda ask: SleepingFollower(end if ask.sequence_id == 1 else None)  # noqa: E731
-    step = MaskStep(asks, np.zeros((3, 1), np.int32), follower_of, lambda _: 0.0)
+    queries = [MaskQuery(0, [1]), slow, MaskQuery(2, [1])]
+    # Any: a fake.
+    matcher_of: Any = lambda query: SleepingMatcher(end if query.sequence_id == 1 else None)  # noqa: E731
+    batch = MaskBatch(queries, np.zeros((3, 1), np.int32), matcher_of, lambda _: 0.0)
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(step.run, threads, 1)
-        wait_for(lambda: 1 in step._turns)
-        answers: list[Masks | None] = []
+        running = threads.submit(batch.run, threads, 1)
+        wait_for(lambda: 1 in batch._timers)
+        answers: list[StepReply | None] = []
         while len(answers) < 2000 and (not answers or answers[-1] is None):
-            # Lets it fall asleep.
+            # Time to fall asleep.
             time.sleep(0.001)
-            answers.append(step.look())
+            answers.append(batch.check())
         end.set()
     found = [index for index, answer in enumerate(answers) if answer is not None]
-    # Three seconds, of which each look stands for a twentieth; it falls asleep behind the first.
+    # Three seconds, of which each check counts a twentieth; it is asleep after the first.
     assert found[0] >= 60
     answer = answers[found[0]]
     assert answer is not None
-    assert (answer.ends, answer.culprits, answer.unmade) == ({1: FinishReason.ERROR}, [1], [2])
-    assert running.result().culprits == []
+    assert (answer.finish_reasons, answer.offenders, answer.missing) == (
+        {1: FinishReason.ERROR},
+        [1],
+        [2],
+    )
+    assert running.result().offenders == []
 
 
-class ComputingFollower:
+class ComputingMatcher:
     """Computes for a while, without Python's lock."""
 
-    complaint = ""
-    spent_s = 0.0
+    error = ""
+    cpu_s = 0.0
 
     def write_mask(self, token_ids: Sequence[int], masks: object, row: int) -> None:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
 
 
 def test_a_mask_that_waits_for_a_processor_is_not_to_blame() -> None:
-    # Any: it stands for a follower.
-    follower_of: Any = lambda ask: ComputingFollower()  # noqa: E731
-    # Ten seconds may be computed and sixty be slept.
-    step = MaskStep([Ask(1, [1] * 1000)], np.zeros((1, 1), np.int32), follower_of, lambda _: 0.0)
+    # Any: a fake.
+    matcher_of: Any = lambda query: ComputingMatcher()  # noqa: E731
+    # It may compute for ten seconds and sleep for sixty.
+    batch = MaskBatch(
+        [MaskQuery(1, [1] * 1000)], np.zeros((1, 1), np.int32), matcher_of, lambda _: 0.0
+    )
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(step.run, threads, 1)
-        wait_for(lambda: 0 in step._turns)
-        assert [step.look() for _ in range(2000)] == [None] * 2000
-    assert running.result().culprits == []
+        running = threads.submit(batch.run, threads, 1)
+        wait_for(lambda: 0 in batch._timers)
+        assert [batch.check() for _ in range(2000)] == [None] * 2000
+    assert running.result().offenders == []

@@ -1,4 +1,4 @@
-"""The replica's end of the process that compiles structures and forks the one that makes masks."""
+"""The replica's client of the process that compiles structures and forks the mask process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.structured.processes.compiler_process import (
+from cluster.structured.processes.compiler_messages import (
     COMPILE,
     MAKE_MASKS,
     Compiled,
+    CompileLimits,
+    CompilerStart,
     Died,
-    Limits,
     Refused,
-    Start,
 )
 from cluster.structured.processes.frames import read_frame, write_frame
 from pagedray.errors import EngineError, ShuttingDownError
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from cluster.structured.processes.vocabulary import Vocabulary
     from pagedray.request import Structure
 
-__all__ = ["StructureProcess"]
+__all__ = ["CompilerClient"]
 
 _COMPILER_MODULE = "cluster.structured.processes.compiler_process"
 
 _START_TIMEOUT_S = 120.0
 _DEATH_S = 0.5
-_ANSWER_SPARE_S = 5.0
-"""How long an answer may take beyond what the compilation may."""
+_ANSWER_MARGIN_S = 5.0
+"""Time for an answer beyond the limit that the process itself keeps."""
 
 
-class StructureProcess:
-    """Starts the process when it is first needed, and another when it has died."""
+class CompilerClient:
+    """Starts the process when it is first needed, and again after it died."""
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: Limits) -> None:
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: CompileLimits) -> None:
         """`make_vocabulary` is called once, when the process is first started."""
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
@@ -55,28 +55,28 @@ class StructureProcess:
 
     @property
     def process_id(self) -> int | None:
-        """The process, if one was started."""
+        """The id of the process, if it was started."""
         return None if self._process is None else self._process.pid
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, which is made now unless it was."""
+        """Tokens of the vocabulary, which is created on first use."""
         with self._lock:
             return len(self._known_vocabulary().tokens)
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         """Start the process unless it runs. Raises EngineError."""
         with self._lock:
             self._running()
 
     def compile(self, structure: Structure) -> Compiled | Refused | Died:
-        """Return what became of a structure. Raises EngineError."""
+        """Return the result for a structure. Raises EngineError."""
         try:
             return self._compiled(structure)
         except EngineError:
             if self._is_closed or not self._has_died():
                 raise
-        # What it died of was another structure, or somebody who ends processes.
+        # Another structure or an external signal was the cause.
         return self._compiled(structure)
 
     def _compiled(self, structure: Structure) -> Compiled | Refused | Died:
@@ -85,19 +85,17 @@ class StructureProcess:
             with theirs:
                 self._send(COMPILE, theirs)
             try:
-                ours.settimeout(self._limits.wait_s + _ANSWER_SPARE_S)
+                ours.settimeout(self._limits.wait_s + _ANSWER_MARGIN_S)
                 write_frame(ours, msgspec.msgpack.encode(structure))
                 body = read_frame(ours)
             except (OSError, EOFError) as error:
                 if self._is_closed:
                     raise ShuttingDownError from error
-                raise EngineError(
-                    "The process that compiles structures ended before it had compiled one."
-                ) from error
+                raise EngineError("The structure compiler process died.") from error
         return msgspec.msgpack.decode(body, type=Compiled | Refused | Died)
 
     def connect_masks(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process that makes masks; return its sockets, for masks and for grammars.
+        """Start a mask process; return its sockets for masks and for grammars.
 
         Raises EngineError.
         """
@@ -108,7 +106,7 @@ class StructureProcess:
                 pairs.append((ours.enter_context(our_end), theirs.enter_context(their_end)))
             (masks, their_masks), (grammars, their_grammars) = pairs
             self._send(MAKE_MASKS, their_masks, their_grammars)
-            # Nobody has them if that raises.
+            # Otherwise ours are closed, too.
             ours.pop_all()
         return masks, grammars
 
@@ -123,14 +121,14 @@ class StructureProcess:
             try:
                 socket.send_fds(self._running(), [what], [one.fileno() for one in sockets])
             except OSError as error:
-                raise EngineError("The process that compiles structures has ended.") from error
+                raise EngineError("The structure compiler process died.") from error
 
     def _has_died(self) -> bool:
         with self._lock:
             if self._process is None:
                 return True
             try:
-                # Its sockets close a moment before it is over.
+                # Its sockets close shortly before it exits.
                 self._process.wait(_DEATH_S)
             except subprocess.TimeoutExpired:
                 return False
@@ -152,7 +150,7 @@ class StructureProcess:
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # Found where this process finds it, which an installation need not tell.
+        # The packages are found on this process's path, even if they are not installed.
         environment = dict(
             os.environ,
             PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
@@ -161,29 +159,24 @@ class StructureProcess:
         )
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    _COMPILER_MODULE,
-                    str(theirs.fileno()),
-                ],
+                [sys.executable, "-m", _COMPILER_MODULE, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # xgrammar writes what clients send there.
+                # xgrammar logs the texts of clients.
                 stderr=subprocess.DEVNULL,
             )
         try:
             ours.settimeout(_START_TIMEOUT_S)
-            start = Start(vocabulary=self._known_vocabulary(), limits=self._limits)
+            start = CompilerStart(vocabulary=self._known_vocabulary(), limits=self._limits)
             write_frame(ours, msgspec.msgpack.encode(start))
-            # It says when it is ready.
+            # The process is ready.
             read_frame(ours)
         except (OSError, EOFError) as error:
             ours.close()
             self._end()
-            raise EngineError("The process that compiles structures did not start.") from error
+            raise EngineError("Failed to start the structure compiler process.") from error
         return ours
 
     def _end(self) -> None:

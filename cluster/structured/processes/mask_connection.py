@@ -1,0 +1,204 @@
+"""The replica's connection to the process that makes masks, and the grammars loaded there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.mask_messages import (
+    GrammarLoaded,
+    LoadFailed,
+    LoadGrammar,
+    StepQuery,
+    StepReply,
+)
+from pagedray.errors import EngineError, OverloadedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.structured.processes.compiled_grammar import CompiledGrammar
+    from cluster.structured.processes.mask_messages import MaskQuery
+
+__all__ = ["MaskConnection", "MaskProcess", "MaskProcessDiedError"]
+
+_REPLY_MARGIN_S = 5.0
+"""Time for a reply beyond the limit that the process itself keeps."""
+_LOAD_TIMEOUT_S = 60.0
+_MAX_INCARNATIONS = 3
+"""Processes that may die, one after another, before a query fails."""
+
+Item = TypeVar("Item")
+
+
+class MaskProcessDiedError(Exception):
+    """The process died during a query, or could not be started."""
+
+
+class MaskProcess(NamedTuple):
+    """One incarnation of the process."""
+
+    incarnation: int
+    """Its number; it knows nothing that was sent to an earlier one."""
+    masks: socket.socket
+    grammars: socket.socket
+
+
+class _Connect(Protocol):
+    def __call__(self) -> tuple[socket.socket, socket.socket]:
+        """Start a process; return its sockets for masks and for grammars. Raises EngineError."""
+
+
+class MaskConnection:
+    """Starts the process when it is needed. One thread at a time exchanges queries."""
+
+    def __init__(self, connect: _Connect, *, max_tenant_bytes: int) -> None:
+        """The grammars of one tenant may take `max_tenant_bytes`."""
+        self._connect = connect
+        self._max_tenant_bytes = max_tenant_bytes
+        self.ended_sequence_ids: deque[int] = deque()
+        """Sent with the next query. Any thread may append."""
+        self.ended_grammar_ids: deque[int] = deque()
+        """Sent with the next message. Any thread may append."""
+        self._lock = threading.Lock()
+        """Held to load a grammar, and to change the fields below."""
+        self._grammars: WeakValueDictionary[int, CompiledGrammar] = WeakValueDictionary()
+        """Grammars in use or cached."""
+        # Read without the lock: no step waits until a grammar is loaded.
+        self._process: MaskProcess | None = None
+        self._orphaned: deque[socket.socket] = deque()
+        """Sockets for masks of dead processes, to be closed by the thread that reads them."""
+        self._num_incarnations = 0
+
+    def load(self, grammar: CompiledGrammar) -> int:
+        """Load a grammar into the process; return its size in bytes.
+
+        Raises EngineError, OverloadedError if it does not fit in memory, or MaskProcessDiedError.
+        """
+        with self._lock:
+            process = self._process
+            if process is None:
+                self._num_incarnations += 1
+                process = self._process = MaskProcess(self._num_incarnations, *self._connect())
+            try:
+                process.grammars.settimeout(_LOAD_TIMEOUT_S)
+                load = LoadGrammar(grammar.id, grammar.text, _drained(self.ended_grammar_ids))
+                write_frame(process.grammars, msgspec.msgpack.encode(load))
+                body = read_frame(process.grammars)
+                reply = msgspec.msgpack.decode(body, type=GrammarLoaded | LoadFailed)
+            except (OSError, EOFError) as error:
+                # Another thread may be reading masks that the process sent before it died.
+                self._orphaned.append(process.masks)
+                process.grammars.close()
+                self._process = None
+                raise _died(error) from error
+            if isinstance(reply, LoadFailed):
+                raise _load_error(reply)
+            grammar.incarnation = process.incarnation
+            return reply.num_bytes
+
+    def count(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+        """Count a grammar against its tenant's memory. Raises OverloadedError if that is full."""
+        with self._lock:
+            same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
+            total = num_bytes + sum(one.num_bytes for one in same)
+            if total > self._max_tenant_bytes:
+                raise OverloadedError(
+                    f"The structures of this tenant would take {total >> 20} MiB of memory; "
+                    f"at most {self._max_tenant_bytes >> 20} MiB are allowed."
+                )
+            grammar.num_bytes = num_bytes
+            self._grammars[grammar.id] = grammar
+
+    def process_with(self, grammars: Iterable[CompiledGrammar]) -> MaskProcess:
+        """Return a process that has these grammars. Raises MaskProcessDiedError."""
+        for _ in range(_MAX_INCARNATIONS):
+            process = self._process
+            missing = [
+                one for one in grammars if process is None or one.incarnation != process.incarnation
+            ]
+            if process is not None and not missing:
+                return process
+            try:
+                for grammar in missing:
+                    self.load(grammar)
+            except (EngineError, OverloadedError, OSError) as error:
+                # No process could be started, or it cannot load what an earlier one could.
+                raise MaskProcessDiedError(str(error)) from error
+        raise MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
+
+    def exchange(self, process: MaskProcess, queries: list[MaskQuery], limit_s: float) -> StepReply:
+        """Return the reply to the queries of a step. Raises MaskProcessDiedError."""
+        question = StepQuery(
+            queries,
+            _drained(self.ended_sequence_ids),
+            _drained(self.ended_grammar_ids),
+            limit_s,
+        )
+        try:
+            process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
+            write_frame(process.masks, msgspec.msgpack.encode(question))
+            reply = msgspec.msgpack.decode(read_frame(process.masks), type=StepReply)
+        except (OSError, EOFError) as error:
+            self._forget(process)
+            raise _died(error) from error
+        if reply.offenders:
+            self._forget(process)
+        return reply
+
+    def shut_down(self) -> None:
+        """Wake the threads that wait for the process."""
+        process = self._process
+        connected = () if process is None else (process.masks, process.grammars)
+        for connection in (*self._orphaned.copy(), *connected):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the process. Called by the thread that exchanges queries, or after it."""
+        with self._lock:
+            self._disconnect()
+        self.close_orphaned()
+
+    def close_orphaned(self) -> None:
+        """Close the sockets of dead processes. Called by the thread that exchanges queries."""
+        for connection in _drained(self._orphaned):
+            connection.close()
+
+    def _forget(self, process: MaskProcess) -> None:
+        with self._lock:
+            # A thread that loads a grammar may have started another process.
+            if self._process is process:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._process is not None:
+            self._process.masks.close()
+            self._process.grammars.close()
+            self._process = None
+
+
+def _died(error: Exception) -> MaskProcessDiedError:
+    return MaskProcessDiedError(f"The mask process died: {error!r}.")
+
+
+def _load_error(failure: LoadFailed) -> EngineError | OverloadedError:
+    if failure.is_out_of_memory:
+        return OverloadedError("The structures in use take all memory available to them.")
+    return EngineError(f"Failed to load a compiled grammar: {failure.message}.")
+
+
+def _drained(items: deque[Item]) -> list[Item]:
+    drained = []
+    # Two threads may drain at once.
+    with contextlib.suppress(IndexError):
+        while True:
+            drained.append(items.popleft())
+    return drained
