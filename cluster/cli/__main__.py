@@ -1,4 +1,4 @@
-"""Runs the command `pagedray`: `python -m cluster.cli`."""
+"""Entry point of `python -m cluster.cli`, the command `pagedray`."""
 
 import sys
 

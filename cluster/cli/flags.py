@@ -1,4 +1,5 @@
-"""The command-line flags of an engine: a table, one line for each field of `EngineOptions`."""
+"""Flags of several commands: a table of the engine's, one for each `EngineOptions` field, and
+those of sampling."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.options import EngineOptions
 from pagedray.config import Device, Dtype, KVCacheDtype, LoadFormat, PlacementStrategy, Preemption
+from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_engine_flags", "engine_options"]
+__all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_params"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,60 +22,133 @@ class _Flag:
 
     field: str
     help: str
-    """`(%(default)s)` is the default's place."""
+    """`%(default)s` stands for the default."""
     kind: type | tuple[str, ...] = str
-    """The type of its value, or the values to choose from."""
+    """The type of its value, or its allowed values."""
     metavar: str | None = "N"
 
 
 _GROUPS = {
-    "ranks": (
-        _Flag("tensor_parallel_size", "ranks that share the model (%(default)s)", int),
-        _Flag("device", "where ranks run (cuda if there is one)", get_args(Device)),
-        _Flag("executor", "ray: actors; local: one rank in this process", ("ray", "local")),
-        _Flag("num_threads", "CPU threads of a rank (its share of cores)", int),
+    "model": (
         _Flag(
-            "placement_strategy",
-            "how Ray places the ranks (%(default)s: on one node)",
-            get_args(PlacementStrategy),
+            "dtype",
+            "Data type of weights and activations (default: the checkpoint's).",
+            get_args(Dtype),
         ),
-        _Flag("dtype", "type of weights (the checkpoint's own)", get_args(Dtype)),
         _Flag(
             "load_format",
-            "dummy: random weights, no tensor is read (%(default)s)",
+            "auto loads the checkpoint's weights, dummy initializes random ones "
+            "(default: %(default)s).",
             get_args(LoadFormat),
         ),
-        _Flag("load_seed", "seed of dummy weights (%(default)s)", int),
-        _Flag("attention_backend", "a backend's name, or auto (%(default)s)", str, "NAME"),
-        _Flag("enforce_eager", "capture no steps in CUDA graphs", bool),
+        _Flag("load_seed", "Random seed of dummy weights (default: %(default)s).", int),
+        _Flag(
+            "max_model_len",
+            "Context length: prompt and output tokens of a sequence (default: the model's).",
+            int,
+        ),
+        _Flag(
+            "attention_backend",
+            "Attention backend; auto selects one (default: %(default)s).",
+            str,
+            "NAME",
+        ),
+        _Flag(
+            "enforce_eager",
+            "Disable CUDA graphs, which saves GPU memory and slows decoding.",
+            bool,
+        ),
+    ),
+    "ranks": (
+        _Flag(
+            "tensor_parallel_size",
+            "Number of ranks, one per device, that the model is split over (default: %(default)s).",
+            int,
+        ),
+        _Flag(
+            "device",
+            "Device of the ranks (default: cuda if this machine has an NVIDIA GPU, else cpu).",
+            get_args(Device),
+        ),
+        _Flag(
+            "executor",
+            "ray runs each rank as a Ray actor, local runs a single rank in this process "
+            "(default: ray; of generate and chat with a single rank, local).",
+            ("ray", "local"),
+        ),
+        _Flag(
+            "num_threads", "CPU threads per rank (default: an equal share of the CPU cores).", int
+        ),
+        _Flag(
+            "placement_strategy",
+            "Ray placement strategy of the ranks; STRICT_PACK keeps them on one node "
+            "(default: %(default)s).",
+            get_args(PlacementStrategy),
+        ),
     ),
     "KV cache": (
-        _Flag("block_size", "tokens per block (%(default)s)", int, "B"),
-        _Flag("num_blocks", "blocks on the device (what fits)", int),
-        _Flag("num_cpu_blocks", "blocks to swap to (up to 1 GiB)", int),
-        _Flag("memory_fraction", "part of the device's memory to use (%(default)s)", float, "F"),
-        _Flag("enable_prefix_cache", "do not share blocks between equal beginnings", bool),
-        _Flag("kv_cache_dtype", "type of keys and values (%(default)s)", get_args(KVCacheDtype)),
+        _Flag("block_size", "Tokens per block, 1 to 256 (default: %(default)s).", int),
+        _Flag("num_blocks", "Blocks on the device (default: as many as fit in memory).", int),
+        _Flag(
+            "num_cpu_blocks",
+            "Blocks in CPU memory, for swapped-out sequences (default: up to 1 GiB).",
+            int,
+        ),
+        _Flag(
+            "memory_fraction",
+            "Fraction of the device memory to use for weights, activations and KV cache "
+            "(default: %(default)s).",
+            float,
+            "FRACTION",
+        ),
+        _Flag(
+            "enable_prefix_cache",
+            "Disable prefix caching: sequences do not share the blocks of a common prefix.",
+            bool,
+        ),
+        _Flag(
+            "kv_cache_dtype",
+            "Data type of keys and values; auto is that of the model (default: %(default)s).",
+            get_args(KVCacheDtype),
+        ),
     ),
     "scheduling": (
-        _Flag("max_num_seqs", "sequences in a step (%(default)s)", int),
-        _Flag("max_num_batched_tokens", "tokens in a step (%(default)s)", int),
-        _Flag("max_model_len", "tokens in a sequence (what the model allows)", int),
-        _Flag("max_queued_requests", "requests that may wait (%(default)s)", int),
-        _Flag("max_queued_tokens", "prompt tokens that may wait (%(default)s)", int),
-        _Flag("preemption", "how a sequence makes room (%(default)s)", get_args(Preemption)),
+        _Flag("max_num_seqs", "Maximum number of sequences per step (default: %(default)s).", int),
+        _Flag(
+            "max_num_batched_tokens",
+            "Maximum number of tokens per step (default: %(default)s).",
+            int,
+        ),
+        _Flag(
+            "max_queued_requests",
+            "Maximum number of waiting requests; further ones are rejected (default: %(default)s).",
+            int,
+        ),
+        _Flag(
+            "max_queued_tokens",
+            "Maximum number of prompt tokens in waiting requests; further requests are rejected "
+            "(default: %(default)s).",
+            int,
+        ),
+        _Flag(
+            "preemption",
+            "How a sequence is preempted: swapped to CPU blocks, recomputed later, or whichever is "
+            "cheaper (default: %(default)s).",
+            get_args(Preemption),
+        ),
         _Flag(
             "structure_compile_s",
-            "CPU time to compile a schema or grammar (%(default)s)",
+            "CPU time limit for compiling one JSON schema, regular expression or grammar "
+            "(default: %(default)s).",
             float,
-            "S",
+            "SECONDS",
         ),
     ),
 }
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -> None:
-    """Give a command the engine's flags; without `executor`, the number of ranks decides it."""
+    """Add the engine's flags to a command; without `executor`, the number of ranks decides it."""
     default = EngineOptions()
     for title, flags in _GROUPS.items():
         group = parser.add_argument_group(title)
@@ -83,11 +158,59 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:
-    """Return what the flags say."""
+    """Return the options that the flags state."""
     given = {field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
     if given["executor"] is None:
         given["executor"] = "local" if given["tensor_parallel_size"] == 1 else "ray"
     return EngineOptions(**given)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add the flags that `sampling_params` reads to a command."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="Maximum number of tokens to generate (default: %(default)s).",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="Sampling temperature; 0 is greedy (default: %(default)s).",
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="Sample from the likeliest tokens whose probabilities add up to P "
+        "(default: %(default)s).",
+    )
+    group.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Sample from the K likeliest tokens; 0 is all (default: %(default)s).",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="Random seed of sampling (default: a random one)."
+    )
+
+
+def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters that the flags state."""
+    return SamplingParams(
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        top_k=parsed.top_k,
+        seed=parsed.seed,
+    )
 
 
 def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:

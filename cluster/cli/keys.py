@@ -1,4 +1,4 @@
-"""`pagedray keys new`: makes an API key and the lines that let it in."""
+"""`pagedray keys new`: creates an API key and its entry for the key file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["print_new_key"]
 
 
 def print_new_key(tenant: str) -> int:
-    """Print a key, once, and what a key file says of it. Raises StartupError for a bad name."""
+    """Print a new key and its entry for a key file. Raises StartupError for an invalid name."""
     check_tenant_name(tenant)
     key = new_key()
-    print(f"Key of {tenant}, which is shown only this once:\n\n    {key}\n")
-    print("Lines for the file that --api-keys names:\n")
+    print(f"API key for {tenant}; it is not shown again:\n\n    {key}\n")
+    print("Add this to the file given to --api-keys:\n")
     print(f'[tenants."{tenant}"]\nkeys = ["sha256:{digest_of(key).hex()}"]')
     return 0

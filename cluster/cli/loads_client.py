@@ -1,4 +1,4 @@
-"""Reads the loads of a server over HTTP, with what the standard library has."""
+"""Reads the load of a server over HTTP, with the standard library."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class _ErrorBody(msgspec.Struct):
 
 
 class LoadsClient:
-    """One server's loads, on a connection that is kept."""
+    """Reads one server's load over a persistent connection."""
 
     def __init__(self, url: str, *, key: str | None = None, ca_file: Path | None = None) -> None:
-        """Raises StartupError for what is no URL, no key or no file of certificates."""
+        """Raises StartupError for an invalid URL, key or CA file."""
         parts = urlsplit(url)
         try:
             port = parts.port
         except ValueError as error:
-            raise StartupError(f"--url {url!r} has no port from 0 to 65535.") from error
+            raise StartupError(f"--url {url!r} has an invalid port; use 0 to 65535.") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartupError(f"--url {url!r} must look like http://HOST:PORT.")
+            raise StartupError(f"--url must look like http://HOST:PORT, not {url!r}.")
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise StartupError("The API key must be printable ASCII in one line.")
+            raise StartupError("The API key must be a single line of printable ASCII.")
         if parts.scheme == "https":
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.hostname, port, timeout=_TIMEOUT_S, context=_tls(ca_file)
             )
         elif ca_file is not None:
-            raise StartupError(f"--tls-ca needs a URL that begins with https://, not {url!r}.")
+            raise StartupError(f"--tls-ca requires an https:// URL, not {url!r}.")
         else:
             self._connection = http.client.HTTPConnection(parts.hostname, port, timeout=_TIMEOUT_S)
         self._path = parts.path.rstrip("/") + "/loads"
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def read_loads(self) -> ServerLoads:
-        """Return the loads of this moment. Raises EngineError if the server gives none."""
+        """Return the server's current load. Raises EngineError if that fails."""
         try:
             self._connection.request("GET", self._path, headers=self._headers)
             answer = self._connection.getresponse()
@@ -64,7 +64,7 @@ class LoadsClient:
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             self._connection.close()
             raise EngineError(
-                f"The server is not reachable: {error or type(error).__name__}."
+                f"Cannot reach the server: {error or type(error).__name__}."
             ) from error
         if answer.status != http.client.OK:
             self._connection.close()
@@ -74,11 +74,11 @@ class LoadsClient:
         except msgspec.MsgspecError as error:
             self._connection.close()
             raise EngineError(
-                f"What answers is no PagedRay server of this version: {error}."
+                f"The response is not that of a PagedRay server of this version: {error}."
             ) from error
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -86,12 +86,12 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise StartupError(f"--tls-ca {ca_file} cannot be read: {error}.") from error
+        raise StartupError(f"Cannot read --tls-ca {ca_file}: {error}.") from error
 
 
 def _refusal(status: int, body: bytes) -> str:
     try:
         text = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.MsgspecError:
-        return f"The server answered {status}."
-    return f"The server answered {status}: {text[:_SHOWN_ERROR_LENGTH]}"
+        return f"The server responded with status {status}."
+    return f"The server responded with status {status}: {text[:_SHOWN_ERROR_LENGTH]}"

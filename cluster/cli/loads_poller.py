@@ -1,4 +1,4 @@
-"""Reads a server's loads again and again in a thread, so that a slow server holds nobody up."""
+"""Polls a server's load in a thread, so that a slow server does not block the display."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ __all__ = ["LoadsPoller", "Reading"]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one look at the server brought: its loads, or why there are none."""
+    """One reading of a server's load, or the error that it failed with."""
 
     loads: ServerLoads | None
     error: str = ""
 
 
 class LoadsPoller:
-    """Looks at a server every so many seconds from its making until it is closed."""
+    """Polls a server every `every_s` seconds until it is closed."""
 
     def __init__(self, client: LoadsClient, every_s: float) -> None:
-        """`client` is the poller's from now on; close it with the poller."""
+        """Takes over `client` and closes it."""
         self._client = client
         self._every_s = every_s
         self._readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self._is_closed = threading.Event()
-        # Nobody waits for it in the end: a server that does not answer would hold the user up.
+        # A daemon: a server that does not respond must not delay the exit.
         threading.Thread(target=self._poll, name="loads-poller", daemon=True).start()
 
     def take_reading(self) -> Reading | None:
-        """Return the oldest reading that was not taken, or None if there is none yet."""
+        """Return the oldest reading not taken yet, or None."""
         try:
             return self._readings.get_nowait()
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._is_closed.set()
 
     def _poll(self) -> None:

@@ -1,4 +1,4 @@
-"""`pagedray serve`: an engine behind its frontends, until it is told to stop."""
+"""`pagedray serve`: an engine behind its frontends, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Server"]
 logger = logging.getLogger(__name__)
 
 _INTERRUPT_DRAIN_S = 2.0
-"""Who presses Ctrl-C waits for it."""
+"""Upper bound of the drain time after Ctrl-C, where a user is waiting."""
 _LOADING_GRACE_S = 2.5
 _POLL_S = 0.5
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
@@ -53,9 +53,9 @@ class Server:
         tool_format: ToolCallFormat | None = None,
         drain_s: float,
     ) -> None:
-        """`drain_s` is what SIGTERM leaves running requests to end.
+        """`drain_s` is the time that running requests have after SIGTERM.
 
-        A `tool_format` of None is found in the model's chat template.
+        A `tool_format` of None is detected from the chat template.
         """
         self._config = config
         self._host = host
@@ -81,7 +81,8 @@ class Server:
             loop.add_signal_handler(signal.SIGHUP, self._authenticator.reload)
         elif self._host not in _LOOPBACKS:
             logger.warning(
-                "Whoever reaches %s may use the model: no --api-keys are asked for.", self._host
+                "Every client that can reach %s has access; set --api-keys to require a key.",
+                self._host,
             )
         client = EngineClient(loop)
         model = self._config.model
@@ -98,7 +99,7 @@ class Server:
             tracer=self._tracer,
             tool_format=self._tool_format,
         )
-        # The ports are taken first: a busy one is told before a model is loaded.
+        # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()
         frontends.servicer.warm_up()
         try:
@@ -109,7 +110,7 @@ class Server:
                 await asyncio.to_thread(self._tracer.close)
 
     def _end(self, drain_s: float) -> None:
-        """Begin to stop; the second time, wait for nothing more."""
+        """Begin to stop; a second signal ends the drain."""
         if self._stop.is_set():
             self._hurry.set()
         self._drain_s = drain_s
@@ -122,8 +123,8 @@ class Server:
             return 0
         client.attach_engine(engine)
         try:
-            # What is loaded lives as long as the server. To look through it for garbage again takes
-            # 70 ms, in which no client is answered.
+            # What is loaded lives as long as the server; a collection that traverses it would block
+            # the event loop for 70 ms.
             gc.collect()
             gc.freeze()
             await frontends.set_ready()
@@ -131,13 +132,13 @@ class Server:
             await self._until_stopped(engine)
             await self._drain(frontends)
         finally:
-            # What a closed rank held of its device is found by looking through all of it.
+            # Device memory of a closed rank is freed by the collector.
             gc.unfreeze()
             await asyncio.to_thread(engine.close)
         return 0
 
     async def _engine_or_stop(self, client: EngineClient) -> Controller | Embedder:
-        """Return the engine. Raises _StoppedError if the user ends the server meanwhile."""
+        """Return the engine. Raises _StoppedError if a signal stops the server meanwhile."""
         loading = asyncio.create_task(asyncio.to_thread(self._open_engine, client))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -145,8 +146,8 @@ class Server:
         if not loading.done():
             await asyncio.wait((loading,), timeout=_LOADING_GRACE_S)
         if not loading.done():
-            # Ray's start cannot be interrupted, and Python would wait for the thread that is in
-            # it. What Ray has started so far ends with this process.
+            # Ray's start cannot be interrupted, and Python would wait for its thread. Ray's
+            # processes end with this one.
             os._exit(0)
         return await loading
 
@@ -155,7 +156,7 @@ class Server:
 
         def report(what: str, fraction: float) -> None:
             if self._stop.is_set():
-                raise _StoppedError("The server was stopped.")
+                raise _StoppedError("The server was stopped while loading.")
             line.report(what, fraction)
 
         try:
@@ -168,7 +169,7 @@ class Server:
         s = "" if self._certificates is None else "s"
         print(
             f"Ready: {model.name} at http{s}://{self._host}:{frontends.http_port}/v1 "
-            f"and grpc{s}://{self._host}:{frontends.grpc_port}. Ctrl-C ends it.",
+            f"and grpc{s}://{self._host}:{frontends.grpc_port}. Press Ctrl-C to stop.",
             flush=True,
         )
 
@@ -183,10 +184,10 @@ class Server:
                 continue
 
     async def _drain(self, frontends: Frontends) -> None:
-        """Let running requests end, unless a second signal comes."""
+        """Let running requests finish, unless a second signal comes."""
         num_open_calls = frontends.servicer.num_open_calls
         if num_open_calls:
-            logger.info("Draining %d calls for %g s at most.", num_open_calls, self._drain_s)
+            logger.info("Draining %d calls for up to %g s.", num_open_calls, self._drain_s)
         draining = asyncio.create_task(frontends.stop_servers(self._drain_s))
         hurrying = asyncio.create_task(self._hurry.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
@@ -198,4 +199,4 @@ class Server:
 
 
 class _StoppedError(StartupError):
-    """The user ended the server before it was ready."""
+    """A signal stopped the server before it was ready."""

@@ -1,4 +1,4 @@
-"""`pagedray generate` and `pagedray chat`: a model in the terminal."""
+"""`pagedray generate` and `pagedray chat`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["chat", "generate"]
 def generate(
     model: str, options: EngineOptions, text: str, sampling: SamplingParams, is_json: bool
 ) -> int:
-    """Print the continuation of `text`, as it grows or as one JSON object."""
+    """Print the completion of `text`, as it is generated or as one JSON object."""
     with _loaded(model, options) as llm:
         if is_json:
             started_s = time.perf_counter()
@@ -39,7 +39,7 @@ def generate(
             print(json.dumps(report))
             return 0
         pieces = llm.stream(text, sampling)
-        # The prompt is shown once it is accepted.
+        # The first piece comes after the prompt was validated.
         print(text + next(pieces, ""), end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -48,16 +48,16 @@ def generate(
 
 
 def chat(model: str, options: EngineOptions, sampling: SamplingParams) -> int:
-    """Talk until end-of-file or an empty line."""
+    """Chat until end-of-file or an empty line."""
     with _loaded(model, options) as llm:
-        print("An empty line or Ctrl-D ends the conversation.", file=sys.stderr)
+        print("Type a message; an empty line or Ctrl-D exits.", file=sys.stderr)
         messages: list[dict[str, str]] = []
         while line := _read_line():
             messages.append({"role": "user", "content": line})
             try:
                 answer = _answer(llm, messages, sampling)
             except InvalidRequestError as error:
-                print(f"{error} The conversation begins anew.", file=sys.stderr)
+                print(f"{error} Starting a new conversation.", file=sys.stderr)
                 messages.clear()
                 continue
             messages.append({"role": "assistant", "content": answer})

@@ -1,4 +1,4 @@
-"""`pagedray top`: a server's loads in the terminal, live, until q or Ctrl-C."""
+"""`pagedray top`: a live view of a server's load in the terminal, until q or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_KEY_BYTES = 4096
 
 
 def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_once: bool) -> int:
-    """Show the loads of a server every so many seconds, or once. Raises PagedRayError."""
+    """Show the load of a server every `every_s` seconds, or once. Raises PagedRayError."""
     console = Console()
     client = LoadsClient(url, key=key, ca_file=ca_file)
     if is_once:
@@ -42,21 +42,21 @@ def top(url: str, *, key: str | None, ca_file: Path | None, every_s: float, is_o
             console.print(TopView(url, client.read_loads(), None), height=20)
         return 0
     if not (sys.stdin.isatty() and console.is_terminal):
-        raise StartupError("top needs a terminal; --once prints a single picture.")
+        raise StartupError("pagedray top needs a terminal; use --once to print the load once.")
     with _single_keys() as keys, closing(LoadsPoller(client, every_s)) as poller:
         _show(console, poller, url, keys)
     return 0
 
 
 def read_key(path: Path | None) -> str | None:
-    """Return the key that a file holds, or else PAGEDRAY_API_KEY. Raises StartupError."""
+    """Return the key in a file, or else PAGEDRAY_API_KEY. Raises StartupError."""
     if path is None:
         return os.environ.get("PAGEDRAY_API_KEY") or None
     try:
         with path.open(encoding="utf-8") as file:
             key = file.read(_MAX_KEY_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"--api-key-file {path} cannot be read: {error}.") from error
+        raise StartupError(f"Cannot read --api-key-file {path}: {error}.") from error
     if not key:
         raise StartupError(f"--api-key-file {path} is empty.")
     return key
@@ -67,7 +67,7 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
     before: ServerLoads | None = None
     rates: deque[float] = deque(maxlen=_NUM_RATES)
     size = os.get_terminal_size(keys)
-    # `Live` has a screen of its own and gives the old one back however this ends.
+    # `Live` draws on the alternate screen and restores the old one.
     with Live(TopView(url, None, None), console=console, screen=True, auto_refresh=False) as live:
         while not _is_ended(keys):
             if (reading := poller.take_reading()) is not None:
@@ -77,14 +77,14 @@ def _show(console: Console, poller: LoadsPoller, url: str, keys: int) -> None:
                         rates.append(rates_of(loads, before)[0])
                 view = TopView(url, loads, before, history=rates, error=reading.error)
                 live.update(view, refresh=True)
-            # A terminal may be resized while nothing is read.
+            # The terminal may be resized between readings.
             elif (new_size := os.get_terminal_size(keys)) != size:
                 size = new_size
                 live.refresh()
 
 
 def _is_ended(keys: int) -> bool:
-    """Wait a moment; return whether the user ends it meanwhile."""
+    """Wait `_LOOK_S`; return whether the user pressed a key that ends it."""
     readable, _, _ = select.select([keys], [], [], _LOOK_S)
     if not readable:
         return False
@@ -94,7 +94,7 @@ def _is_ended(keys: int) -> bool:
 
 @contextmanager
 def _single_keys() -> Iterator[int]:
-    """Have the terminal hand over each key at once, unseen, and undo that in the end."""
+    """Put the terminal into cbreak mode, without echo, and restore it in the end."""
     terminal = sys.stdin.fileno()
     saved = termios.tcgetattr(terminal)
     try:

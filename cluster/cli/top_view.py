@@ -1,4 +1,4 @@
-"""What `pagedray top` shows of a server: a picture made of two readings of its loads."""
+"""The view of `pagedray top`: a picture of two readings of a server's load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_FIXED_LINES = 13
 
 
 class TopView:
-    """One picture, as large as the terminal at that moment."""
+    """One picture, of the size of the terminal."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class TopView:
         history: Sequence[float] = (),
         error: str = "",
     ) -> None:
-        """`before` is an earlier reading, `history` the tokens per second until this one."""
+        """`before` is an earlier reading, `history` past rates in tokens per second."""
         self._url = url
         self._loads = loads
         self._before = before
@@ -48,7 +48,7 @@ class TopView:
         yield Panel(
             self._body(options.max_width - 4, height),
             title=Text(f" PagedRay {self._url} ", style="bold"),
-            subtitle=Text(" q ends ", style="dim"),
+            subtitle=Text(" q quits ", style="dim"),
             title_align="left",
             subtitle_align="right",
             box=box.ROUNDED if options.encoding.startswith("utf") else box.ASCII,
@@ -102,7 +102,7 @@ class TopView:
 def rates_of(loads: ServerLoads, before: ServerLoads | None) -> tuple[float, float, float]:
     """Return generated tokens, prompt tokens and steps per second between two readings."""
     passed_s = 0.0 if before is None else loads.uptime_s - before.uptime_s
-    # Less than none: the server was started anew.
+    # Negative: the server was restarted.
     if before is None or passed_s <= 0.0:
         return 0.0, 0.0, 0.0
     gains = (
@@ -132,7 +132,7 @@ def _pools(loads: ServerLoads, width: int) -> Table:
 
 def _calls(calls: Sequence[CallInfo], num_lines: int) -> RenderableType:
     if not calls:
-        return Text("No call is open.", style="dim")
+        return Text("No open calls.", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("call", no_wrap=True, overflow="ellipsis", ratio=1)
     for title in ("age", "prompt tokens", "generated tokens"):
@@ -147,7 +147,7 @@ def _calls(calls: Sequence[CallInfo], num_lines: int) -> RenderableType:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Return words of others without what would move a terminal's cursor."""
+    """Return text without control characters, which could move the cursor."""
     return Text("".join(char if char.isprintable() else "?" for char in text), style)
 
 
@@ -155,7 +155,7 @@ def _bar(num_used: int, num_cached: int, size: int, width: int) -> Text:
     num_full = round(width * num_used / size) if size else 0
     num_known = min(round(width * num_cached / size) if size else 0, width - num_full)
     rest = width - num_full - num_known
-    # Told apart without colours too.
+    # Distinguishable without colours too.
     return Text.assemble(
         ("[", "dim"),
         ("#" * num_full, "cyan"),

@@ -1,4 +1,4 @@
-"""Long work, shown to whoever waits for it."""
+"""Progress of long work on standard error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
-    """One line that says what is being done; on a terminal it is rewritten in place."""
+    """A line of progress; on a terminal it is rewritten in place."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -19,7 +19,7 @@ class ProgressLine:
         self._is_closed = False
 
     def report(self, what: str, fraction: float) -> None:
-        """Show that `fraction` of `what`, 0 to 1, is done; after `close`, nothing."""
+        """Show that `fraction` of `what`, 0 to 1, is done; a no-op after `close`."""
         if self._is_closed:
             return
         if not self._is_terminal:
@@ -36,7 +36,7 @@ class ProgressLine:
         self._shown = line
 
     def close(self) -> None:
-        """Leave the line behind."""
+        """Clear the line."""
         if self._is_terminal and self._shown:
             self._stream.write("\r" + " " * len(self._shown) + "\r")
             self._stream.flush()

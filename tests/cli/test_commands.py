@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.cli.commands import _parser
-from cluster.cli.flags import engine_options
+from cluster.cli.flags import engine_options, sampling_params
+from cluster.cli.parser import make_parser
 from cluster.engine.options import EngineOptions
 from cluster.engine.progress import ProgressLine
 
@@ -22,7 +22,7 @@ HEAVY = ("fastapi", "grpc", "numpy", "ray", "torch", "transformers")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    return _parser().parse_args(arguments)
+    return make_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("generate",), ("chat",)])
@@ -55,7 +55,7 @@ def test_every_option_has_a_flag() -> None:
 
 
 def _parser_of(command: str) -> argparse.ArgumentParser:
-    (commands,) = (a for a in _parser()._actions if a.dest == "command" or a.choices)
+    (commands,) = (a for a in make_parser()._actions if a.dest == "command" or a.choices)
     assert isinstance(commands.choices, dict)
     found: argparse.ArgumentParser = commands.choices[command]
     return found
@@ -91,14 +91,12 @@ def test_more_than_one_rank_needs_ray_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_seed_is_that_of_sampling(command: str) -> None:
-    from cluster.cli.commands import _sampling
-
+def test_seed_is_that_ofsampling_params(command: str) -> None:
     text = ["x"] if command == "generate" else []
     given = parsed(command, "folder", *text, "--seed=5")
-    assert _sampling(given).seed == 5
+    assert sampling_params(given).seed == 5
     assert engine_options(given).load_seed == 0
-    assert _sampling(parsed(command, "folder", *text)).seed is None
+    assert sampling_params(parsed(command, "folder", *text)).seed is None
 
 
 def test_serve_has_no_sampling_seed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,10 +71,10 @@ def test_client_reads_what_a_server_writes() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (b'{"error": {"message": "No such key."}}', 401, "answered 401: No such key."),
-        (b"<html>", 502, "answered 502."),
-        (b"{}", 200, "no PagedRay server of this version"),
-        (b"\xff", 200, "no PagedRay server of this version"),
+        (b'{"error": {"message": "No such key."}}', 401, "status 401: No such key."),
+        (b"<html>", 502, "status 502."),
+        (b"{}", 200, "not that of a PagedRay server of this version"),
+        (b"\xff", 200, "not that of a PagedRay server of this version"),
     ],
 )
 def test_client_says_why_it_has_no_loads(body: bytes, status: int, text: str) -> None:
@@ -82,7 +82,7 @@ def test_client_says_why_it_has_no_loads(body: bytes, status: int, text: str) ->
         client = LoadsClient(url)
         with pytest.raises(EngineError, match=text):
             client.read_loads()
-    with pytest.raises(EngineError, match="not reachable"):
+    with pytest.raises(EngineError, match="Cannot reach the server"):
         client.read_loads()
 
 
@@ -99,5 +99,5 @@ def test_key_comes_from_a_file_or_the_environment(
     file = tmp_path / "key"
     file.write_text("from-file\n")
     assert (read_key(None), read_key(file)) == ("from-environment", "from-file")
-    with pytest.raises(StartupError, match="cannot be read"):
+    with pytest.raises(StartupError, match="Cannot read --api-key-file"):
         read_key(tmp_path / "none")

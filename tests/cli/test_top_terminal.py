@@ -144,7 +144,7 @@ def test_a_server_that_is_not_there_is_told_and_ctrl_c_ends_it() -> None:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
-            wait_for(lambda: "not reachable" in terminal.text, 30.0)
+            wait_for(lambda: "Cannot reach the server" in terminal.text, 30.0)
             terminal.press(b"\x03")
             assert terminal.process.wait(30.0) == 130
             assert "Traceback" not in terminal.text

@@ -1,0 +1,218 @@
+"""The parser of the command `pagedray`: its commands and the flags of each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
+from pagedray.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["USAGE_EXIT", "make_parser"]
+
+USAGE_EXIT = 2
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose error message is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[_OneLineParser]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser that names the command in `command`."""
+    parser = _OneLineParser(
+        prog="pagedray",
+        description="Serve large language models on Ray with a paged KV cache.",
+        epilog="Run `pagedray COMMAND --help` for the flags of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"pagedray {__version__}")
+    commands = parser.add_subparsers(
+        title="commands",
+        dest="command",
+        required=True,
+        metavar="COMMAND",
+        parser_class=_OneLineParser,
+    )
+    _add_serve(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_keys(commands)
+    _add_top(commands)
+    return parser
+
+
+def _add_serve(commands: _Commands) -> None:
+    what = "Start a server with an OpenAI-compatible HTTP API and gRPC."
+    serve = _model_command(commands, "serve", what)
+    group = serve.add_argument_group("frontends")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)."
+    )
+    free_port = "; 0 selects a free one (default: %(default)s)."
+    group.add_argument(
+        "--grpc-port", type=int, default=9000, metavar="PORT", help=f"Port for gRPC{free_port}"
+    )
+    group.add_argument(
+        "--http-port", type=int, default=8000, metavar="PORT", help=f"Port for HTTP{free_port}"
+    )
+    group.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="File of API keys; calls without one of them are rejected. "
+        "`pagedray keys new` creates a key (default: no keys, every client has access).",
+    )
+    group.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="TLS certificate chain in PEM format; reloaded when the file changes "
+        "(default: no TLS).",
+    )
+    group.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="Private key of --tls-cert in PEM format."
+    )
+    group.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="CA certificates in PEM format; clients must present a certificate signed by one.",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=_seconds(0.0, 86400.0),
+        default=30.0,
+        metavar="SECONDS",
+        help="Time for running requests to finish after SIGTERM (default: %(default)s).",
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="Model name in the API (default: the name of the model folder).",
+    )
+    group.add_argument(
+        "--tool-call-format",
+        choices=TOOL_CALL_FORMATS,
+        help="Format of the model's tool calls (default: detected from the chat template).",
+    )
+    _add_telemetry_flags(serve)
+    add_engine_flags(serve, executor="ray")
+
+
+def _add_telemetry_flags(serve: _OneLineParser) -> None:
+    group = serve.add_argument_group("logging and tracing")
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="Format of log lines on standard error (default: %(default)s).",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning"),
+        default="info",
+        help="Minimum log level; warning omits the line of each call (default: %(default)s).",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector to export traces to, over OTLP/HTTP "
+        "(default: OTEL_EXPORTER_OTLP_ENDPOINT if set, else no traces).",
+    )
+
+
+def _add_generate(commands: _Commands) -> None:
+    generate = _model_command(
+        commands, "generate", "Generate a completion for one prompt.", "MODEL TEXT"
+    )
+    generate.add_argument("text", metavar="TEXT", help="The prompt.")
+    generate.add_argument(
+        "--json", action="store_true", help="Print the result as one JSON object."
+    )
+    add_sampling_flags(generate, max_tokens=64)
+    add_engine_flags(generate, executor=None)
+
+
+def _add_chat(commands: _Commands) -> None:
+    chat = _model_command(commands, "chat", "Chat with a model in the terminal.")
+    add_sampling_flags(chat, max_tokens=256)
+    add_engine_flags(chat, executor=None)
+
+
+def _add_keys(commands: _Commands) -> None:
+    what = "Create API keys for `pagedray serve --api-keys`."
+    keys = commands.add_parser("keys", help=what, description=what)
+    verbs = keys.add_subparsers(required=True, metavar="new", parser_class=_OneLineParser)
+    what = "Print a new API key and its entry for the key file."
+    new = verbs.add_parser("new", help=what, description=what)
+    new.add_argument(
+        "--tenant", required=True, metavar="NAME", help="Tenant that the key belongs to."
+    )
+
+
+def _add_top(commands: _Commands) -> None:
+    what = "Show the load of a running server, live."
+    top = commands.add_parser("top", help=what, description=what)
+    top.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the server's HTTP port (default: %(default)s).",
+    )
+    top.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="File that contains the API key (default: the environment variable PAGEDRAY_API_KEY).",
+    )
+    top.add_argument(
+        "--tls-ca",
+        type=Path,
+        metavar="FILE",
+        help="CA certificates to trust, in PEM format (default: the system's).",
+    )
+    top.add_argument(
+        "--every-s",
+        type=_seconds(0.1, 60.0),
+        default=1.0,
+        metavar="SECONDS",
+        help="Refresh interval, 0.1 to 60 (default: %(default)s).",
+    )
+    top.add_argument("--once", action="store_true", help="Print the load once and exit.")
+
+
+def _model_command(
+    commands: _Commands, name: str, what: str, operands: str = "MODEL"
+) -> _OneLineParser:
+    parser = commands.add_parser(
+        name, help=what, description=what, usage=f"pagedray {name} {operands} [flags]"
+    )
+    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face checkpoint.")
+    return parser
+
+
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    """Return a converter of texts to seconds in a range."""
+
+    def convert(text: str) -> float:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = float("nan")
+        if not low <= seconds <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be from {low:g} to {high:g} seconds, not {text!r}"
+            )
+        return seconds
+
+    return convert
