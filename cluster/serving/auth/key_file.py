@@ -1,7 +1,7 @@
-"""The file of API keys: which tenants there are, and the digests of their keys.
+"""The key file: tenants and the digests of their API keys.
 
-A key is 32 random bytes, so that one SHA-256 of it is as good as a slow hash. The file holds
-no key, and whoever reads it can make none.
+A key is 32 random bytes, so one SHA-256 of it is as safe as a slow hash. Keys cannot be recovered
+from the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class _TenantEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file."""
+    """A table `[tenants.NAME]` of the file."""
 
     keys: tuple[str, ...] = ()
     weight: float = 1.0
@@ -46,56 +46,56 @@ class _TenantEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of the file."""
+    """The whole file."""
 
     tenants: dict[str, _TenantEntry]
 
 
 class KeyFile:
-    """The tenants of one file, and whose each key is."""
+    """The tenants of one file, by name and by key."""
 
     def __init__(self, tenants: Mapping[str, Tenant], names: Mapping[bytes, str]) -> None:
         self.tenants = dict(tenants)
-        """The tenants by name."""
+        """Tenants by name."""
         self.names = dict(names)
-        """Whose key it is, by the key's digest."""
+        """Names of tenants by the digests of their keys."""
 
     @classmethod
     def from_file(cls, path: Path) -> KeyFile:
-        """Return what a file says. Raises StartupError, naming the file and what is wrong."""
+        """Return the parsed file. Raises StartupError that names the file and the error."""
         try:
             with path.open("rb") as file:
                 mode = stat.S_IMODE(path.stat().st_mode)
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise StartupError(f"{path} cannot be read: {error.strerror}.") from error
+            raise StartupError(f"Cannot read key file {path}: {error.strerror}.") from error
         if len(content) > _MAX_FILE_BYTES:
-            raise StartupError(f"{path} has more than the {_MAX_FILE_BYTES} bytes of a key file.")
+            raise StartupError(f"Key file {path} is larger than {_MAX_FILE_BYTES} bytes.")
         if mode & stat.S_IROTH:
-            logger.warning("%s may be read by every user of this machine; chmod o-r it.", path)
+            logger.warning("Key file %s is readable by all users; run chmod o-r on it.", path)
         try:
             entries = msgspec.convert(tomllib.loads(content.decode()), _File).tenants
         except (ValueError, msgspec.ValidationError, RecursionError) as error:
-            raise StartupError(f"{path} is no key file: {_one_line(error)}.") from error
+            raise StartupError(f"Invalid key file {path}: {_one_line(error)}.") from error
         return cls(*_read_entries(path, entries))
 
 
 def new_key() -> str:
-    """Return a key that nobody has."""
+    """Return a random key."""
     return _PREFIX + secrets.token_urlsafe(_NUM_KEY_BYTES)
 
 
 def check_tenant_name(name: str) -> None:
-    """Raise StartupError for what is no name of a tenant."""
+    """Raise StartupError for an invalid name."""
     if not _TENANT_NAME.fullmatch(name):
         raise StartupError(
             f"the tenant name {name!r:.80} must be 1 to 64 letters, digits, dots, underscores and "
-            "hyphens, a letter or digit first."
+            "hyphens, and begin with a letter or digit."
         )
 
 
 def digest_of(key: str) -> bytes:
-    """Return what a file holds of a key."""
+    """Return the digest of a key, as key files hold it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -121,9 +121,11 @@ def _read_entries(
                     "digits, as `pagedray keys new` prints it."
                 )
             if names.setdefault(bytes.fromhex(found[1]), name) != name:
-                raise StartupError(f"{path}: key {number} of tenant {name} is another's, too.")
+                raise StartupError(
+                    f"{path}: key {number} of tenant {name} belongs to another tenant too."
+                )
     if not names:
-        raise StartupError(f"{path} holds no key, so that nobody could make a call.")
+        raise StartupError(f"Key file {path} has no keys; add one with `pagedray keys new`.")
     return tenants, names
 
 
@@ -134,13 +136,13 @@ def _check_entry(path: Path, name: str, entry: _TenantEntry) -> None:
         raise StartupError(f"{path}: {error}") from error
     if not 0.0 < entry.weight <= _MAX_WEIGHT:
         raise StartupError(
-            f"{path}: weight of tenant {name} must be more than 0 and at most {_MAX_WEIGHT:g}, "
+            f"{path}: weight of tenant {name} must be greater than 0 and at most {_MAX_WEIGHT:g}, "
             f"not {entry.weight:g}."
         )
     for field in ("max_requests", "max_tokens"):
         limit = getattr(entry, field)
         if limit is not None and limit < 1:
-            raise StartupError(f"{path}: {field} of tenant {name} must be 1 or more, not {limit}.")
+            raise StartupError(f"{path}: {field} of tenant {name} must be at least 1, not {limit}.")
 
 
 def _one_line(error: Exception) -> str:

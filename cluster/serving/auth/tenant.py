@@ -1,4 +1,4 @@
-"""Whom requests are billed to, and what they may use."""
+"""Tenants, to whom requests are billed, and their limits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["ANONYMOUS", "Tenant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant; None is no limit of its own."""
+    """One tenant; a limit of None is no limit."""
 
     name: str
-    """What prefixes, request ids and the share of steps are kept apart by."""
+    """Prefixes and request ids are separate for each name."""
     weight: float = 1.0
-    """Its share of steps beside other tenants that also have requests waiting."""
+    """Its share of steps among tenants with waiting requests."""
     max_requests: int | None = None
-    """Calls that may be open at once."""
+    """Limit of open calls."""
     max_tokens: int | None = None
-    """Prompt tokens and tokens to generate of its open calls together."""
+    """Limit of prompt tokens and tokens to generate of all open calls."""
     is_admin: bool = False
-    """Whether it may see what concerns all tenants."""
+    """Whether it may see the data of all tenants."""
 
 
 ANONYMOUS = Tenant(name="", is_admin=True)
-"""The tenant of every call where no keys are asked for."""
+"""The tenant of every call if no keys are required."""

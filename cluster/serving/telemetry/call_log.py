@@ -1,6 +1,6 @@
-"""One line in the log for each call that ends: who, how long, how many tokens, how it ended.
+"""One log line for each call that ends: tenant, times, tokens and outcome.
 
-Nothing of what a client wrote is in it but the call's id, which is quoted; no text and no key.
+It contains no text of a client except the call's id, which is quoted, and no key.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def log_call(report: CallReport) -> None:
-    """Write the line of a call that ended."""
+    """Write the line of a call."""
     if logger.isEnabledFor(logging.INFO):
-        # Handlers show the fields, each in its own way (cluster/serving/telemetry/log_lines.py).
+        # Formatters write the fields as text or JSON (cluster/serving/telemetry/log_lines.py).
         logger.info("call", extra={"fields": _fields(report)})
 
 
@@ -42,7 +42,7 @@ def _fields(report: CallReport) -> dict[str, str | int | float]:
         "prompt_tokens": report.num_prompt_tokens,
         "cached_tokens": report.num_cached_tokens,
         "generated_tokens": report.num_generated_tokens,
-        # All from its arrival on.
+        # Since the arrival.
         **{name: round(at_s - begin_s, 6) for name, at_s in times.items() if at_s is not None},
     }
     trace_id = trace_id_of(report.origin.traceparent)

@@ -1,4 +1,4 @@
-"""What is known of one call when it has ended: for metrics, its trace and its line in the log."""
+"""The record of a call that ended, for metrics, its trace and its log line."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["CallReport", "outcome_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
-    """One call, from arrival to end; times are on the monotonic clock, None is never."""
+    """One call; times are on the monotonic clock, and None if the event did not happen."""
 
     operation: Operation
     origin: CallOrigin
     tenant: str
     model: str
-    """The name under which the model is served, whatever the client called it."""
+    """The served name of the model."""
     id: str
-    """The id that its client knows; empty if the call was refused before it had one."""
+    """The id known to the client; empty if the call was rejected before it had one."""
     sampling: SamplingParams | None
     outcome: str
     is_refused: bool
     """Whether it ended before it reached the engine."""
     arrived_s: float
     validated_s: float | None
-    """When its prompts were tokenized and it was found to be in order."""
+    """When its prompts were tokenized and validated."""
     started_s: float | None
-    """When the engine first planned it."""
+    """When it was first scheduled."""
     first_token_s: float | None
     last_token_s: float | None
     ended_s: float

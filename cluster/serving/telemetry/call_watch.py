@@ -1,6 +1,6 @@
-"""Watches each call from its arrival to its end, and tells those who want to know.
+"""Records the times and tokens of each call, and reports them when it ends.
 
-It costs a call some microseconds, and each of its outputs a fraction of one.
+It costs some microseconds a call, and a fraction of one an output.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = ["CallObserver", "CallWatch"]
 
 
 class CallObserver:
-    """Begins the watch of each call."""
+    """Creates the watch of each call and passes on its report."""
 
     def __init__(
         self, metrics: Metrics, model: str, listeners: Sequence[Callable[[CallReport], None]]
     ) -> None:
-        """Each listener is told of the end of every call, in the event loop's thread."""
+        """Each listener gets the report of every call, in the event loop's thread."""
         self.metrics = metrics
         self.model = model
         self._listeners = tuple(listeners)
 
     def watch_call(self, arrival: Arrival) -> CallWatch:
-        """Return the watch of a call that arrives at this moment."""
+        """Return the watch of a call that has just arrived."""
         return CallWatch(self, arrival)
 
     def report_call(self, report: CallReport) -> None:
-        """Hand on what a call was."""
+        """Count a call and pass its report to the listeners."""
         self.metrics.count_call(report)
         for listener in self._listeners:
             listener(report)
 
 
 class CallWatch:
-    """What is known of one call so far."""
+    """The times and tokens of one call so far."""
 
     def __init__(self, observer: CallObserver, arrival: Arrival) -> None:
         self._observer = observer
         self._arrival = arrival
-        # One that is refused for its length is told of all the same.
+        # An id that is rejected for its length is reported truncated.
         self._id = (arrival.client_id or "")[:MAX_CLIENT_ID_LENGTH]
         self._arrived_s = time.monotonic()
         self._validated_s: float | None = None
@@ -66,13 +66,13 @@ class CallWatch:
         self._is_ended = False
 
     def note_validated(self, num_prompt_tokens: int, requests: Sequence[Request] = ()) -> None:
-        """Note that the call is in order; an embedding has no requests."""
+        """Record that the call is valid; an embedding has no requests."""
         self._validated_s = time.monotonic()
         self._requests = tuple(requests)
         self._num_prompt_tokens = num_prompt_tokens
 
     def note_open(self, call_id: str) -> None:
-        """Note that the engine has taken the call."""
+        """Record that the engine has accepted the call."""
         self._id = call_id
         self._is_open = True
         self._num_held_tokens = self._num_prompt_tokens + sum(
@@ -81,7 +81,7 @@ class CallWatch:
         self._observer.metrics.hold_tokens(self._num_held_tokens)
 
     def add_tokens(self, num_tokens: int, *, num_cached_tokens: int, started_s: float) -> None:
-        """Note an output that comes at this moment: its tokens, and how the engine began."""
+        """Record an output that has just arrived."""
         self._num_cached_tokens = num_cached_tokens
         if self._started_s is None and started_s > 0.0:
             self._started_s = started_s
@@ -97,7 +97,7 @@ class CallWatch:
         self._last_s = now_s
 
     def note_end(self, outcome: str | PagedRayError) -> None:
-        """Note the end; only the first one counts."""
+        """Record the end and report the call, the first time."""
         if self._is_ended:
             return
         self._is_ended = True

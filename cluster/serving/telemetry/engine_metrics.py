@@ -1,4 +1,4 @@
-"""The engine's counts as Prometheus takes them, read when they are asked for."""
+"""The engine's statistics as Prometheus metrics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PART_LABELS = {"prefill_ragged": "fresh"}
 
 
 class EngineCollector(Collector):
-    """Reads an engine's counts."""
+    """Collects an engine's statistics."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     def describe(self) -> list[Metric]:
-        # Nothing is asked of the engine when the collector is registered.
+        # Empty, so that registering the collector does not read the engine.
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -64,20 +64,20 @@ class EngineCollector(Collector):
         yield _labelled_gauge("blocks", "KV blocks of each pool", "pool", pools)
         yield _labelled_gauge(
             "free_blocks",
-            "KV blocks of each pool that are free",
+            "Free KV blocks of each pool",
             "pool",
             {"device": num_free, "cpu": num_cpu_free},
         )
         yield _labelled_gauge(
             "kv_use",
-            "Part of each pool that is in use, 0 to 1",
+            "Fraction of each pool in use, 0 to 1",
             "pool",
             {
                 "device": _used(num_blocks, num_free),
                 "cpu": _used(num_cpu_blocks, num_cpu_free),
             },
         )
-        yield _gauge("cached_blocks", "Free blocks with known content", scheduler.num_cached_blocks)
+        yield _gauge("cached_blocks", "Free cached blocks", scheduler.num_cached_blocks)
         yield _counter(
             "prefix_queried_tokens",
             "Tokens looked up in the prefix cache",
@@ -88,7 +88,7 @@ class EngineCollector(Collector):
         )
         yield _labelled_counter(
             "preemptions",
-            "Sequences that made room, by how",
+            "Preempted sequences, by kind",
             "kind",
             {
                 "swap": scheduler.num_swap_preemptions,
@@ -97,7 +97,7 @@ class EngineCollector(Collector):
         )
         yield _labelled_counter(
             "swapped_bytes",
-            "Bytes of KV blocks copied out of and into device memory, all ranks together",
+            "Bytes of KV blocks swapped out of and into device memory, on all ranks",
             "direction",
             {
                 "out": scheduler.num_swapped_out_blocks * stats.block_bytes,
@@ -106,14 +106,14 @@ class EngineCollector(Collector):
         )
 
     def _step_families(self, stats: EngineStats) -> Iterator[Metric]:
-        yield _gauge("last_step_seconds", "What the last step took", stats.last_step_s)
-        yield duration_family("step_seconds", "What a step took", stats.step_times)
+        yield _gauge("last_step_seconds", "Duration of the last step", stats.last_step_s)
+        yield duration_family("step_seconds", "Duration of a step", stats.step_times)
         yield _counter("steps", "Steps run", stats.num_steps)
         yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
         yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
         yield _counter(
             "rank_replacements",
-            "Times that all ranks were replaced after one died",
+            "Replacements of all ranks after one died",
             stats.num_replacements,
         )
         layers = GaugeMetricFamily(
@@ -147,14 +147,14 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 
 def _labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"pagedray_{name}", text, labels=[label])
-    for value, count in values.items():
-        family.add_metric([value], count)
-    return family
+    return _filled(GaugeMetricFamily(f"pagedray_{name}", text, labels=[label]), values)
 
 
 def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"pagedray_{name}", text, labels=[label])
-    for value, count in values.items():
-        family.add_metric([value], count)
+    return _filled(CounterMetricFamily(f"pagedray_{name}", text, labels=[label]), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
     return family

@@ -1,7 +1,7 @@
-"""What lines of the log look like, as text or JSON, and how they leave the process.
+"""Formats log records as lines of text or JSON and writes them in a thread.
 
-A line is one line whatever is in it. Lines are written by a thread of their own: a terminal or
-a pipe that nobody reads must not hold up the server. What it cannot keep is left out and counted.
+A record is one line whatever it contains. A terminal or pipe that is not read does not block the
+server: when the queue is full, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 def logging_to(
     stream: TextIO | None = None, *, form: LogFormat = "text", level: str = "info"
 ) -> Iterator[None]:
-    """Write the log of this project's packages to a stream, standard error if none is given."""
+    """Write the log to a stream, by default to standard error."""
     writer = logging.StreamHandler(sys.stderr if stream is None else stream)
     writer.setFormatter(JsonLines() if form == "json" else TextLines())
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_WAITING_LINES)
@@ -50,18 +50,18 @@ def logging_to(
 
 
 class _Waiting(QueueHandler):
-    """Leaves lines for the thread that writes them."""
+    """Queues records for the writing thread."""
 
     def __init__(self, waiting: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(waiting)
         self._num_lost = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        # The message is put together here, since what it speaks of may change; the fields and
-        # the trace are what a formatter needs beside it.
+        # Format the message here, because its arguments may change; formatters also need the fields
+        # and the trace.
         record.msg, record.args = record.getMessage(), None
         if self._num_lost:
-            record.msg = f"{record.msg} ({self._num_lost} lines before it are lost)"
+            record.msg = f"{record.msg} ({self._num_lost} lines before this one were dropped)"
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -73,21 +73,21 @@ class _Waiting(QueueHandler):
 
 
 class TextLines(logging.Formatter):
-    """A line for people: time, level, message, and fields as name=value."""
+    """Lines of time, level, message, and fields as name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [_time_of(record), record.levelname, record.getMessage()]
         parts += [f"{name}={_quoted(value)}" for name, value in _fields_of(record).items()]
         if record.exc_info:
             parts.append(self.formatException(record.exc_info))
-        # A trace is for people to read in several lines; all else stays in one.
+        # Only a trace has several lines.
         *line, last = parts
         trace = record.exc_info is not None
         return "\n".join((_one_line(line), last)) if trace else _one_line(parts)
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line."""
+    """Lines of one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -99,7 +99,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # ASCII only: JSON's own escapes keep line separators of any kind within the line.
+        # ASCII only, so that line separators of any kind are escaped.
         return json.dumps(line, default=str)
 
 
@@ -122,7 +122,7 @@ def _one_line(parts: list[str]) -> str:
     line = " ".join(parts)
     if line.isprintable():
         return line
-    # Whatever would begin a new line, or move the cursor of a terminal, is shown as an escape.
+    # Escape what would begin a new line or move the cursor of a terminal.
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
     )

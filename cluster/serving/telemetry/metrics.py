@@ -1,7 +1,7 @@
-"""What the server tells Prometheus: counts of the engine, times of the calls.
+"""The Prometheus metrics of the server: statistics of the engine, times of calls.
 
-Every label has few values, whatever clients send: tenants are those of the key file, up to a
-bound, and all else is one of our own words. docs/observability.md lists all names.
+Labels have a bounded number of values: tenants are those of the key file, up to a limit, and all
+others are defined in code. docs/observability.md lists all names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Metrics:
         self.registry.register(EngineCollector(client))
         self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
         self._refusals = self._counter(
-            "refusals", "Calls that never reached the engine", "front", "reason"
+            "refusals", "Calls rejected before they reached the engine", "front", "reason"
         )
         self._tenant_calls = self._counter("tenant_requests", "Calls that ended", "tenant")
         self._tenant_tokens = self._counter(
@@ -58,7 +58,7 @@ class Metrics:
         )
         self._tokens_in_flight = Gauge(
             "pagedray_tokens_in_flight",
-            "Prompt tokens and tokens to generate at most of the calls that are open",
+            "Prompt tokens and maximum tokens to generate of open calls",
             registry=self.registry,
         )
         self.first_token = self._histogram(
@@ -67,16 +67,16 @@ class Metrics:
         self.between_tokens = DurationHistogram(_TOKEN_BUCKETS)
         """Times between two outputs of a call."""
         self._per_token = self._histogram(
-            "time_per_output_token_seconds", "Between two tokens, mean of a call", _TOKEN_BUCKETS
+            "time_per_output_token_seconds", "Mean time between tokens of a call", _TOKEN_BUCKETS
         )
         self._duration = self._histogram(
             "request_duration_seconds", "From arrival to the end", _CALL_BUCKETS
         )
         self._queue_time = self._histogram(
-            "queue_time_seconds", "From when a call was in order to its first step", _QUEUE_BUCKETS
+            "queue_time_seconds", "From the end of validation to the first step", _QUEUE_BUCKETS
         )
         self._validation = self._histogram(
-            "validation_seconds", "What a call took to be tokenized and checked", _WORK_BUCKETS
+            "validation_seconds", "Time to tokenize and validate a call", _WORK_BUCKETS
         )
         self._prompt_length = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a call", _LENGTH_BUCKETS
@@ -86,21 +86,21 @@ class Metrics:
         )
         self._compiling = Histogram(
             "pagedray_structure_compile_seconds",
-            "What calls waited for a structure to be compiled",
+            "Time that calls waited for a structure to compile",
             ["kind"],
             buckets=_WORK_BUCKETS,
             registry=self.registry,
         )
         info = Gauge(
             "pagedray_info",
-            "What is served; always 1",
+            "Version and model; always 1",
             ["version", "model"],
             registry=self.registry,
         )
         info.labels(__version__, config.model.name).set(1)
         self.registry.register(_GapCollector(self.between_tokens))
         self._tenants: set[str] = set()
-        # Apart, since it reads the other.
+        # Separate, because its collector reads the other registry.
         self._router_registry = CollectorRegistry()
         self._router_registry.register(RouterCollector(client, config, self.registry))
 
@@ -131,20 +131,20 @@ class Metrics:
             self._per_token.observe((report.last_token_s - report.first_token_s) / num_gaps)
 
     def hold_tokens(self, num_tokens: int) -> None:
-        """Count tokens of a call that opens; less than none, of one that ends."""
+        """Add the tokens of a call that opens, or subtract those of one that ends."""
         self._tokens_in_flight.inc(num_tokens)
 
     def count_compile(self, kind: StructureKind, duration_s: float) -> None:
-        """Count what a call waited for its structure, which may be known or be found to be none."""
+        """Record how long a call waited for its structure, also if it was cached or invalid."""
         self._compiling.labels(kind).observe(duration_s)
 
     def count_refusal(self, error: Exception, frontend: Frontend = "none") -> None:
-        """Count a call that ended before it was one: unread, unknown, or without a key."""
+        """Count a call that was rejected before it had a watch."""
         self._count(outcome_of(error), frontend, is_refused=True)
 
     @contextmanager
     def counting_refusals(self, frontend: Frontend = "none") -> Iterator[None]:
-        """Count a call that is refused while its message is read."""
+        """Count a call that is rejected inside the block."""
         try:
             yield
         except PagedRayError as error:
@@ -152,7 +152,7 @@ class Metrics:
             raise
 
     def count_outcome(self, outcome: str, frontend: Frontend = "none") -> None:
-        """Count a call that a frontend refused for a reason of its protocol."""
+        """Count a call that a frontend rejected, by its outcome."""
         self._count(outcome, frontend, is_refused=True)
 
     def _count(self, outcome: str, frontend: Frontend, *, is_refused: bool) -> None:
@@ -161,7 +161,7 @@ class Metrics:
             self._refusals.labels(frontend, outcome).inc()
 
     def _tenant(self, name: str) -> str:
-        """Return a tenant's label: its name, unless there are too many."""
+        """Return a tenant's label: its name, or a common one if there are too many."""
         if name not in self._tenants:
             if len(self._tenants) >= _MAX_TENANTS:
                 return _OTHER_TENANTS
@@ -176,7 +176,7 @@ class Metrics:
 
 
 class _GapCollector(Collector):
-    """The times between tokens, which are counted too often for a histogram of the library."""
+    """The times between outputs, which the library's histogram would observe too slowly."""
 
     def __init__(self, counter: DurationHistogram) -> None:
         self._counter = counter
@@ -187,6 +187,6 @@ class _GapCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield duration_family(
             "inter_token_latency_seconds",
-            "Between two outputs of a call, each of which has tokens",
+            "Time between two outputs of a call that have tokens",
             self._counter.snapshot(),
         )

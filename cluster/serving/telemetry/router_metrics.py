@@ -1,7 +1,7 @@
-"""The metrics that request routers read, under vLLM's names.
+"""Metrics under vLLM's names, for request routers and gateways.
 
-Routers and gateways that choose among replicas know these names: the endpoint picker of the
-Gateway API Inference Extension reads running, waiting, KV use and the size of the cache.
+The endpoint picker of the Gateway API Inference Extension reads running, waiting, KV use and the
+size of the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HISTOGRAMS = {
 
 
 class RouterCollector(Collector):
-    """Says under vLLM's names what is measured under our own."""
+    """Collects our metrics under vLLM's names."""
 
     def __init__(
         self, client: EngineClient, config: EngineConfig, registry: CollectorRegistry
@@ -59,10 +59,10 @@ class RouterCollector(Collector):
         num_blocks = scheduler.num_blocks
         used = (num_blocks - scheduler.num_free_blocks) / num_blocks if num_blocks else 0.0
         num_waiting = scheduler.num_waiting + scheduler.num_swapped
-        yield self._gauge("num_requests_running", "Sequences in steps", scheduler.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait", num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1", used)
-        yield self._gauge("gpu_cache_usage_perc", "The same under its older name", used)
+        yield self._gauge("num_requests_running", "Running sequences", scheduler.num_running)
+        yield self._gauge("num_requests_waiting", "Waiting or swapped sequences", num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1", used)
+        yield self._gauge("gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc", used)
         yield self._cache_config(num_blocks)
         yield self._counter(
             "prefix_cache_queries",
@@ -74,7 +74,7 @@ class RouterCollector(Collector):
         )
         yield self._counter(
             "num_preemptions",
-            "Sequences that made room",
+            "Preempted sequences",
             scheduler.num_swap_preemptions + scheduler.num_recompute_preemptions,
         )
         yield self._counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
@@ -83,19 +83,19 @@ class RouterCollector(Collector):
     def _cache_config(self, num_blocks: int) -> Metric:
         family = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "The size of the KV cache; always 1",
+            "Size of the KV cache; always 1",
             labels=["model_name", "block_size", "num_gpu_blocks"],
         )
         family.add_metric([self._model, str(self._block_size), str(num_blocks)], 1)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+        return self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"]), value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        return self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"]), value)
+
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric([self._model], value)
         return family
 

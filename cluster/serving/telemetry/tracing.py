@@ -1,13 +1,13 @@
-"""OpenTelemetry's spans of a call, made when it has ended from the times that were noted.
+"""OpenTelemetry spans of a call, created when it has ended from its recorded times.
 
-    chat NAME                   the call, a child of the client's span if it named one
-    |-- validate                tokenized and checked
-    |-- queue                   until the engine first planned it
+    chat NAME                   the call, a child of the client's span if there is one
+    |-- validate                tokenized and validated
+    |-- queue                   until it is first scheduled
     |-- prefill                 until its first token
-    `-- decode                  until its last
+    `-- decode                  until its last token
 
-A call therefore costs nothing while it runs, and nothing at all without a tracer. Attributes are
-those of OpenTelemetry's conventions for generative models; no text of a client is among them.
+Tracing therefore does not slow a running call. Attributes follow OpenTelemetry's conventions for
+generative models and contain no text of a client.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ __all__ = ["Tracer", "otlp_tracer"]
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _MAX_STATE_LENGTH = 512
 _MAX_SHOWN_ID = 256
-# How a call ends that its client, or nobody, is to blame for.
+# Outcomes that are no errors.
 _GOOD_OUTCOMES = frozenset(("stop", "length", "tool_calls", "abort", "cancelled"))
 
 Attributes = dict[str, str | int | float | tuple[str, ...]]
 
 
 class Tracer:
-    """Makes the spans of calls."""
+    """Creates the spans of calls."""
 
     def __init__(self, provider: TracerProvider, close: Callable[[], None] | None = None) -> None:
-        """`close` is to send what has not been sent."""
+        """`close` flushes spans that have not been sent."""
         self._close = close
         self._tracer = provider.get_tracer("pagedray", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
     def close(self) -> None:
-        """Send what has not been sent, which may take a while."""
+        """Flush spans that have not been sent. Blocks."""
         if self._close is not None:
             self._close()
 
     def trace(self, report: CallReport) -> None:
-        """Make the spans of a call that ended."""
+        """Create the spans of a call that ended."""
         # Spans have wall-clock times, calls have monotonic ones.
         offset_ns = time.time_ns() - time.monotonic_ns()
 
@@ -97,9 +97,9 @@ class Tracer:
 def otlp_tracer(
     endpoint: str | None, environment: Mapping[str, str] | None = None
 ) -> Tracer | None:
-    """Return a tracer that sends spans to an OTLP collector, or None if nobody asked for it.
+    """Return a tracer that sends spans to an OTLP collector, or None if none is configured.
 
-    Without an endpoint, OpenTelemetry's own variables name it. Raises StartupError if the
+    Without an endpoint, OpenTelemetry's environment variables are used. Raises StartupError if the
     libraries that send spans are not installed.
     """
     variables = os.environ if environment is None else environment
@@ -107,14 +107,14 @@ def otlp_tracer(
     if variables.get("OTEL_SDK_DISABLED", "").lower() == "true" or not (endpoint or is_named):
         return None
     try:
-        # Loaded only where traces are sent: an extra brings them.
+        # Optional dependencies, imported only if traces are sent.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
         from opentelemetry.sdk.trace import TracerProvider as SdkProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise StartupError(
-            "Traces need OpenTelemetry's SDK and exporter: pip install 'pagedray[tracing]'."
+            "Tracing requires the OpenTelemetry SDK and exporter: pip install 'pagedray[tracing]'."
         ) from error
     url = None if endpoint is None else _traces_url(endpoint)
     name = variables.get("OTEL_SERVICE_NAME") or "pagedray"
@@ -126,7 +126,7 @@ def otlp_tracer(
 
 def _traces_url(endpoint: str) -> str:
     if not endpoint.startswith(("http://", "https://")):
-        raise StartupError(f"The OTLP endpoint {endpoint!r} must begin with http:// or https://.")
+        raise StartupError(f"OTLP endpoint must be an http:// or https:// URL, not {endpoint!r}.")
     base = endpoint.rstrip("/")
     return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
 
@@ -169,7 +169,7 @@ def _attributes(report: CallReport) -> Attributes:
 
 
 def _phases(report: CallReport) -> list[tuple[str, float, float]]:
-    """Return the phases that a call reached: each ends where the next one begins."""
+    """Return name, begin and end of each phase that a call reached."""
     marks = (
         ("validate", report.validated_s),
         ("queue", report.started_s),
@@ -180,7 +180,7 @@ def _phases(report: CallReport) -> list[tuple[str, float, float]]:
     begin_s = report.arrived_s
     for name, end_s in marks:
         if end_s is None:
-            # It ended within this phase, unless it was over already.
+            # The call ended within this phase, unless it was complete.
             end_s = report.ended_s
             if report.outcome in ("stop", "length", "tool_calls"):
                 break

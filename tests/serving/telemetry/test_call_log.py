@@ -140,4 +140,4 @@ def test_stream_that_nobody_reads_holds_nothing_up() -> None:
     assert "line 0\n" in text
     assert "line 10099" not in text
     num_lost = 10_100 - text.count("line ")
-    assert f"after ({num_lost} lines before it are lost)" in text
+    assert f"after ({num_lost} lines before this one were dropped)" in text

@@ -216,5 +216,7 @@ def test_nothing_is_traced_unless_asked_for(environment: dict[str, str]) -> None
 
 
 def test_endpoint_without_a_scheme_is_refused() -> None:
-    with pytest.raises(StartupError, match="'localhost:4318' must begin with http://"):
+    with pytest.raises(
+        StartupError, match="must be an http:// or https:// URL, not 'localhost:4318'"
+    ):
         otlp_tracer("localhost:4318", {})
