@@ -22,7 +22,7 @@ from tests.workers.bart.model import Bart, bart_spec
 from workers.models.bert import Bert, encoder_spec
 from workers.models.registry import read_model_config
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.load_weights import fill_slots, load_weights
+from workers.weights.load_weights import fill_shards, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,10 +109,10 @@ def loaded_bert(folder: Path, group: ParallelGroup, dtype: Dtype = "float32") ->
 def loaded_bart(folder: Path, group: ParallelGroup) -> Bart:
     """Return this rank's part of a checkpoint, ready to run."""
     model = Bart(read_bart_config(folder), group, backend=TorchSDPABackend, device=CPU)
-    slots = list(model.slots())
+    shards = list(model.weight_shards())
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-        checkpoint.check(slots, is_head_tied=True)
-        fill_slots(slots, checkpoint)
+        checkpoint.check_tensors(shards, is_head_tied=True)
+        fill_shards(shards, checkpoint)
         model.finalize()
     return model
 

@@ -10,19 +10,19 @@ from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
 from pagedray.config import RopeConfig
 from workers.layers.linear_kernels import (
-    DenseProduct,
-    PackedProduct,
-    PanelledProduct,
-    Product,
-    TwoWayProduct,
-    make_product,
-    product_class,
+    DenseLinear,
+    DualLayoutLinear,
+    LinearKernel,
+    OneDnnLinear,
+    PackedGemmLinear,
+    linear_kernel_class,
+    make_linear_kernel,
 )
-from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm, RowNorm
+from workers.layers.norm import LayerNorm, OffsetRMSNorm, QKNorm, RMSNorm
 from workers.layers.rope import RotaryEmbedding, inverse_frequencies
 
 CPU = torch.device("cpu")
-KINDS = [DenseProduct, PackedProduct, PanelledProduct, TwoWayProduct]
+KINDS = [DenseLinear, OneDnnLinear, PackedGemmLinear, DualLayoutLinear]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -41,21 +41,21 @@ def _near(result: torch.Tensor, exact: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_every_way_of_multiplying_agrees(
-    kind: type[Product], dtype: torch.dtype, has_bias: bool, num_rows: int
+def test_every_linear_kernel_agrees_with_torch(
+    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
 ) -> None:
-    product = kind.empty(37, 50, has_bias=has_bias, dtype=dtype, device=CPU)
+    kernel = kind.empty(37, 50, has_bias=has_bias, dtype=dtype, device=CPU)
     weight, bias, x = torch.randn(37, 50), torch.randn(37), torch.randn(num_rows, 50)
-    product.weight.copy_(weight)
-    if product.bias is not None:
-        product.bias.copy_(bias)
-    product.finalize()
+    kernel.weight.copy_(weight)
+    if kernel.bias is not None:
+        kernel.bias.copy_(bias)
+    kernel.finalize()
     exact = functional.linear(
         x.to(dtype).double(),
         weight.to(dtype).double(),
         bias.to(dtype).double() if has_bias else None,
     )
-    assert _near(product(x.to(dtype)), exact)
+    assert _near(kernel(x.to(dtype)), exact)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17])
@@ -63,50 +63,50 @@ def test_every_way_of_multiplying_agrees(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_gated_product_is_silu_of_one_half_times_the_other(
-    kind: type[Product], dtype: torch.dtype, has_bias: bool, num_rows: int
+def test_gated_output_is_silu_of_one_half_times_the_other(
+    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
 ) -> None:
-    product = kind.empty(74, 50, has_bias=has_bias, dtype=dtype, device=CPU)
+    kernel = kind.empty(74, 50, has_bias=has_bias, dtype=dtype, device=CPU)
     weight, bias, x = torch.randn(74, 50), torch.randn(74), torch.randn(num_rows, 50)
-    product.weight.copy_(weight)
-    if product.bias is not None:
-        product.bias.copy_(bias)
-    product.finalize()
+    kernel.weight.copy_(weight)
+    if kernel.bias is not None:
+        kernel.bias.copy_(bias)
+    kernel.finalize()
     gate, other = functional.linear(
         x.to(dtype).double(),
         weight.to(dtype).double(),
         bias.to(dtype).double() if has_bias else None,
     ).chunk(2, dim=1)
-    assert _near(product.gated(x.to(dtype)), functional.silu(gate) * other)
+    assert _near(kernel.gated(x.to(dtype)), functional.silu(gate) * other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_a_product_takes_over_a_strided_weight(kind: type[Product]) -> None:
+def test_a_linear_kernel_accepts_a_strided_weight(kind: type[LinearKernel]) -> None:
     table, x = torch.randn(37, 64), torch.randn(3, 50)
-    product = kind(table[:, :50], None)
-    product.finalize()
-    assert _near(product(x), x.double() @ table[:, :50].double().t())
+    kernel = kind(table[:, :50], None)
+    kernel.finalize()
+    assert _near(kernel(x), x.double() @ table[:, :50].double().t())
 
 
-@pytest.mark.parametrize("kind", [PanelledProduct, TwoWayProduct])
+@pytest.mark.parametrize("kind", [PackedGemmLinear, DualLayoutLinear])
 @torch.inference_mode()
-def test_without_a_compiler_products_are_packed(
-    kind: type[Product], monkeypatch: pytest.MonkeyPatch
+def test_without_a_compiler_onednn_multiplies(
+    kind: type[LinearKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PackedGemm, "make", lambda weight, bias: None)
     weight, x = torch.randn(64, 50), torch.randn(3, 50)
-    product = kind(weight.clone(), None)
-    product.finalize()
+    kernel = kind(weight.clone(), None)
+    kernel.finalize()
     exact = x.double() @ weight.double().t()
     gate, other = exact.chunk(2, dim=1)
-    assert _near(product(x), exact)
-    assert _near(product.gated(x), functional.silu(gate) * other)
+    assert _near(kernel(x), exact)
+    assert _near(kernel.gated(x), functional.silu(gate) * other)
 
 
-@pytest.mark.parametrize("kind", [PanelledProduct, TwoWayProduct])
+@pytest.mark.parametrize("kind", [PackedGemmLinear, DualLayoutLinear])
 @torch.inference_mode()
-def test_a_tied_weight_stays(kind: type[Product]) -> None:
+def test_a_tied_weight_stays(kind: type[LinearKernel]) -> None:
     table = torch.randn(37, 50)
     kept = table.clone()
     kind(table, None).finalize()
@@ -116,28 +116,28 @@ def test_a_tied_weight_stays(kind: type[Product]) -> None:
 @pytest.mark.parametrize(
     ("capability", "has_amx", "kinds"),
     [
-        ("AVX512", False, (PanelledProduct, PanelledProduct)),
-        ("AVX512", True, (PanelledProduct, TwoWayProduct)),
-        ("AVX2", False, (TwoWayProduct, TwoWayProduct)),
+        ("AVX512", False, (PackedGemmLinear, PackedGemmLinear)),
+        ("AVX512", True, (PackedGemmLinear, DualLayoutLinear)),
+        ("AVX2", False, (DualLayoutLinear, DualLayoutLinear)),
     ],
 )
-def test_panels_alone_serve_where_no_library_is_faster(
+def test_packed_gemm_is_chosen_where_no_library_is_faster(
     capability: str,
     has_amx: bool,
-    kinds: tuple[type[Product], type[Product]],
+    kinds: tuple[type[LinearKernel], type[LinearKernel]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)
-    assert product_class(torch.float32, CPU) is kinds[0]
-    assert product_class(torch.bfloat16, CPU) is kinds[1]
+    assert linear_kernel_class(torch.float32, CPU) is kinds[0]
+    assert linear_kernel_class(torch.bfloat16, CPU) is kinds[1]
 
 
-def test_the_choice_of_product_is_fixed() -> None:
-    assert product_class(torch.bfloat16, torch.device("cuda")) is DenseProduct
-    chosen = {type(make_product(4, 4, has_bias=False, dtype=torch.float32, device=CPU))}
-    assert chosen == {product_class(torch.float32, CPU)}
+def test_the_choice_of_linear_kernel_is_fixed() -> None:
+    assert linear_kernel_class(torch.bfloat16, torch.device("cuda")) is DenseLinear
+    chosen = {type(make_linear_kernel(4, 4, has_bias=False, dtype=torch.float32, device=CPU))}
+    assert chosen == {linear_kernel_class(torch.float32, CPU)}
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
@@ -155,13 +155,13 @@ def test_the_norm_of_the_residual_is_that_of_torch(
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
     norm = RMSNorm("norm", 48, eps, dtype=dtype, device=CPU)
-    (slot,) = norm.slots()
-    slot.target.normal_()
+    (shard,) = norm.weight_shards()
+    shard.target.normal_()
     stream, delta = torch.randn(2, num_rows, 48).to(dtype)
     hidden = stream.clone()
 
     def exact(x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x.double(), (48,), slot.target.double(), eps)
+        return functional.rms_norm(x.double(), (48,), shard.target.double(), eps)
 
     assert _near(norm(stream), exact(hidden))
     assert _near(norm(stream, delta), exact(hidden + delta))
@@ -177,9 +177,9 @@ def test_an_offset_norm_multiplies_by_one_plus_its_weight(
     if not has_kernel:
         monkeypatch.setattr(AddNorm, "make", lambda weight, eps: None)
     norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=dtype, device=CPU)
-    (slot,) = norm.slots()
-    slot.target.normal_()
-    weight = slot.target.double()
+    (shard,) = norm.weight_shards()
+    shard.target.normal_()
+    weight = shard.target.double()
     norm.finalize()
     stream, delta = torch.randn(2, 5, 48).to(dtype)
     total = stream + delta
@@ -191,9 +191,9 @@ def test_an_offset_norm_multiplies_by_one_plus_its_weight(
 @torch.inference_mode()
 def test_an_offset_norm_rounds_once() -> None:
     norm = OffsetRMSNorm("norm", 48, 1e-6, dtype=torch.bfloat16, device=CPU)
-    (slot,) = norm.slots()
+    (shard,) = norm.weight_shards()
     # In bfloat16, one plus so small a weight is one.
-    slot.target.fill_(1e-3)
+    shard.target.fill_(1e-3)
     norm.finalize()
     stream = torch.randn(50, 48).bfloat16()
     nearest = functional.rms_norm(stream.double(), (48,)).mul_(1.001).bfloat16()
@@ -205,12 +205,12 @@ def test_an_offset_norm_rounds_once() -> None:
 @torch.inference_mode()
 def test_a_layer_norm_adds_to_the_stream_first(dtype: torch.dtype, has_bias: bool) -> None:
     norm = LayerNorm("norm", 48, 1e-5, has_bias=has_bias, dtype=dtype, device=CPU)
-    slots = {slot.name: slot.target.normal_().double() for slot in norm.slots()}
-    assert set(slots) == {"norm.weight", "norm.bias"} if has_bias else {"norm.weight"}
+    shards = {shard.name: shard.target.normal_().double() for shard in norm.weight_shards()}
+    assert set(shards) == {"norm.weight", "norm.bias"} if has_bias else {"norm.weight"}
     stream, delta = torch.randn(2, 5, 48).to(dtype)
     total = stream + delta
     exact = functional.layer_norm(
-        total.double(), (48,), slots["norm.weight"], slots.get("norm.bias"), 1e-5
+        total.double(), (48,), shards["norm.weight"], shards.get("norm.bias"), 1e-5
     )
     assert _near(norm(stream, delta), exact)
     assert torch.equal(stream, total)
@@ -222,7 +222,7 @@ def test_a_layer_norm_adds_to_the_stream_first(dtype: torch.dtype, has_bias: boo
 def test_heads_of_queries_and_keys_have_weights_of_their_own(
     dtype: torch.dtype, has_offset: bool
 ) -> None:
-    norm = RowNorm(
+    norm = QKNorm(
         ("q", "k"),
         6,
         1e-6,
@@ -232,7 +232,7 @@ def test_heads_of_queries_and_keys_have_weights_of_their_own(
         dtype=dtype,
         device=CPU,
     )
-    query, key = (slot.target.normal_().double() for slot in norm.slots())
+    query, key = (shard.target.normal_().double() for shard in norm.weight_shards())
     norm.finalize()
     heads = torch.randn(4, 3, 6).to(dtype)
     weights = torch.stack((query, query, key)) + (1.0 if has_offset else 0.0)
@@ -245,7 +245,7 @@ def test_heads_of_queries_and_keys_have_weights_of_their_own(
 @torch.inference_mode()
 def test_the_norm_of_zeros_is_zero() -> None:
     norm = RMSNorm("norm", 8, 1e-6, dtype=torch.float32, device=CPU)
-    next(norm.slots()).target.fill_(1.0)
+    next(norm.weight_shards()).target.fill_(1.0)
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
@@ -268,7 +268,7 @@ def test_rotation_turns_pairs_by_position_times_frequency(
     heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
     # Heads lie in wider rows, among values that must stay.
     rows = torch.cat((heads.flatten(1), torch.ones(2, 4)), dim=1)
-    turned = rope.at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
+    turned = rope.rotation_at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
     assert torch.equal(rows[:, 18:], torch.ones(2, 4))
     frequencies = 100.0 ** (-torch.arange(0, 6, 2) / 6)
     angles = positions[:, None, None] * frequencies
@@ -291,7 +291,7 @@ def test_a_partial_rotation_leaves_the_rest_of_a_head(
         embedding = RotaryEmbedding(
             rope, head_size=heads.shape[2], max_positions=50, dtype=torch.float32, device=CPU
         )
-        return embedding.at(torch.tensor([0, 41]))(heads.clone())
+        return embedding.rotation_at(torch.tensor([0, 41]))(heads.clone())
 
     heads = torch.randn(2, 3, 10)
     result = turned(heads, RopeConfig(rotary_size=6))
@@ -305,4 +305,4 @@ def test_longrope_divides_each_frequency_by_its_factor_and_lengthens_heads() -> 
     torch.testing.assert_close(inverse_frequencies(rope, 6), expected)
     embedding = RotaryEmbedding(rope, head_size=6, max_positions=9, dtype=torch.float32, device=CPU)
     heads = torch.randn(1, 2, 6)
-    torch.testing.assert_close(embedding.at(torch.tensor([0]))(heads.clone()), 1.5 * heads)
+    torch.testing.assert_close(embedding.rotation_at(torch.tensor([0]))(heads.clone()), 1.5 * heads)

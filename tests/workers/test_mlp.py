@@ -34,8 +34,8 @@ def _filled(
         device=torch.device("cpu"),
     )
     weights: dict[str, list[torch.Tensor]] = {}
-    for slot in mlp.slots():
-        weights.setdefault(slot.name, []).append(slot.target.normal_().clone())
+    for shard in mlp.weight_shards():
+        weights.setdefault(shard.name, []).append(shard.target.normal_().clone())
     mlp.finalize()
     return mlp, weights
 

@@ -21,13 +21,13 @@ from tests.workers.reference import (
     run,
     save_checkpoint,
 )
-from workers.layers.weight import WeightSlot
+from workers.layers.weight import WeightShard
 from workers.models.decoder import Decoder
 from workers.models.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy_tensors import DummyTensors
-from workers.weights.load_weights import fill_slots, load_weights
+from workers.weights.load_weights import fill_shards, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,14 +52,14 @@ class _Recorder:
     def __init__(self) -> None:
         self.elements: dict[str, int] = {}
 
-    def fill(self, slot: WeightSlot) -> None:
-        part = [end - first for first, end, _ in _indices(slot)]
-        assert part == list(slot.target.shape)
-        self.elements[slot.name] = self.elements.get(slot.name, 0) + slot.target.numel()
+    def fill_shard(self, shard: WeightShard) -> None:
+        part = [end - first for first, end, _ in _indices(shard)]
+        assert part == list(shard.target.shape)
+        self.elements[shard.name] = self.elements.get(shard.name, 0) + shard.target.numel()
 
 
-def _indices(slot: WeightSlot) -> list[tuple[int, int, int]]:
-    return [s.indices(n) for s, n in zip(slot.part, slot.shape, strict=True)]
+def _indices(shard: WeightShard) -> list[tuple[int, int, int]]:
+    return [s.indices(n) for s, n in zip(shard.part, shard.shape, strict=True)]
 
 
 def _model(config: ModelConfig, rank: int = 0, size: int = 1) -> Decoder:
@@ -78,20 +78,20 @@ def test_two_ranks_read_each_sharded_element_once(name: str, tmp_path: Path) -> 
     save_checkpoint(name, tmp_path)
     config = read_model_config(tmp_path)
     recorder = _Recorder()
-    slots = [list(_model(config, rank, 2).slots()) for rank in range(2)]
-    for of_rank in slots:
-        fill_slots(of_rank, recorder)
-    for slot in slots[0]:
-        is_of_norm = slot.dummy is not None
+    shards = [list(_model(config, rank, 2).weight_shards()) for rank in range(2)]
+    for of_rank in shards:
+        fill_shards(of_rank, recorder)
+    for shard in shards[0]:
+        is_of_norm = shard.dummy is not None
         times = 2 if is_of_norm else 1
-        assert recorder.elements[slot.name] == times * torch.Size(slot.shape).numel()
+        assert recorder.elements[shard.name] == times * torch.Size(shard.shape).numel()
 
 
 def test_ranks_that_exceed_kv_heads_read_the_same_one(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
     config = read_model_config(tmp_path)
     parts = [
-        next(s.part for s in _model(config, rank, 12).slots() if "k_proj" in s.name)
+        next(s.part for s in _model(config, rank, 12).weight_shards() if "k_proj" in s.name)
         for rank in range(12)
     ]
     assert [part[0].start // config.head_size for part in parts] == [r // 3 for r in range(12)]
@@ -119,7 +119,7 @@ def test_progress_counts_tensors(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     config = read_model_config(tmp_path)
     model = _model(config)
-    total = len(list(model.slots()))
+    total = len(list(model.weight_shards()))
     seen: list[tuple[int, int]] = []
     load_weights(model, EngineConfig(model=config), lambda done, total: seen.append((done, total)))
     assert seen == [(done, total) for done in range(total + 1)]
@@ -298,23 +298,23 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
 def test_dummy_weights_do_not_depend_on_the_ranks(size: int, tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
     config = read_model_config(tmp_path)
-    whole = {slot.name: slot for slot in _model(config).slots()}
-    fill_slots(list(whole.values()), DummyTensors(7))
+    whole = {shard.name: shard for shard in _model(config).weight_shards()}
+    fill_shards(list(whole.values()), DummyTensors(7))
     for rank in range(size):
-        slots = list(_model(config, rank, size).slots())
-        fill_slots(slots, DummyTensors(7))
-        for slot in slots:
-            assert torch.equal(slot.target, whole[slot.name].target[slot.part])
+        shards = list(_model(config, rank, size).weight_shards())
+        fill_shards(shards, DummyTensors(7))
+        for shard in shards:
+            assert torch.equal(shard.target, whole[shard.name].target[shard.part])
 
 
 def test_dummy_weights_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.weights.dummy_tensors._CHUNK_ELEMENTS", 30)
     whole, part = torch.zeros(11, 7), torch.zeros(4, 5)
-    DummyTensors(1).fill(
-        WeightSlot(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)
+    DummyTensors(1).fill_shard(
+        WeightShard(name="w", shape=(11, 7), part=(slice(None), slice(None)), target=whole)
     )
-    DummyTensors(1).fill(
-        WeightSlot(name="w", shape=(11, 7), part=(slice(3, 7), slice(2, 7)), target=part)
+    DummyTensors(1).fill_shard(
+        WeightShard(name="w", shape=(11, 7), part=(slice(3, 7), slice(2, 7)), target=part)
     )
     assert torch.equal(part, whole[3:7, 2:7])
     assert len(whole.unique()) == 77
@@ -341,10 +341,10 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed(tmp_path: Path) -> N
 )
 def test_dummy_norms_change_no_scale(name: str, weight: float, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
-    slots = list(_model(read_model_config(tmp_path)).slots())
-    fill_slots(slots, DummyTensors(7))
+    shards = list(_model(read_model_config(tmp_path)).weight_shards())
+    fill_shards(shards, DummyTensors(7))
     weights = [
-        slot.target for slot in slots if slot.name.endswith(".weight") and len(slot.part) == 1
+        shard.target for shard in shards if shard.name.endswith(".weight") and len(shard.part) == 1
     ]
     assert len(weights) >= 7
     assert all((target == weight).all() for target in weights)

@@ -1,4 +1,4 @@
-"""The functions that an MLP bends its columns with."""
+"""Activation functions of MLPs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["activation_function"]
 
 
 def activation_function(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that a configuration names."""
+    """Return the elementwise function of this name."""
     return _FUNCTIONS[activation]
 
 

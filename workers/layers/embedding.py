@@ -1,6 +1,6 @@
-"""Token embedding and language model head, spread over the ranks by vocabulary.
+"""Token embedding and language model head, sharded over the ranks by vocabulary (Megatron-LM).
 
-The vocabulary is padded to a multiple of the ranks; rows of padding are zero.
+The vocabulary is padded with zeros to a multiple of the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.linear_kernels import product_class
-from workers.layers.weight import WeightSlot, divided
+from workers.layers.linear_kernels import linear_kernel_class
+from workers.layers.weight import Layer, WeightShard, divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ParallelHead", "VocabEmbedding"]
 
 
-class VocabEmbedding:
-    """Token ids to the residual stream."""
+class VocabEmbedding(Layer):
+    """The token embedding, scaled by `scale`."""
 
     def __init__(
         self,
@@ -38,23 +38,19 @@ class VocabEmbedding:
         self._name = name
         self._scale = float(torch.tensor(scale).to(dtype))
         self._group = group
-        self._vocab = _Part(vocab_size, group)
+        self._vocab = _VocabShard(vocab_size, group)
         self.weight = torch.zeros(self._vocab.num_rows, hidden_size, dtype=dtype, device=device)
-        """`[rows of this rank, hidden_size]`"""
+        """`[padded vocab_size / number of ranks, hidden_size]`"""
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream of tokens, `[num_tokens]` int64."""
-        rows = self._rows(token_ids)
-        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+        """Return `[num_tokens, hidden_size]`, equal on all ranks, for `[num_tokens]` int64."""
+        embedded = self._lookup(token_ids)
+        return embedded if self._scale == 1.0 else embedded.mul_(self._scale)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield this rank's rows of the table."""
-        yield self._vocab.slot(self._name, self.weight)
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield self._vocab.weight_shard(self._name, self.weight)
 
-    def finalize(self) -> None:
-        """Do nothing."""
-
-    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _lookup(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.size == 1:
             return functional.embedding(token_ids, self.weight)
         local = token_ids - self._vocab.first
@@ -64,8 +60,11 @@ class VocabEmbedding:
         return self._group.all_reduce(rows)
 
 
-class ParallelHead:
-    """Hidden states to logits; each rank computes those of its part of the vocabulary."""
+class ParallelHead(Layer):
+    """Hidden states to logits; each rank computes those of its part of the vocabulary.
+
+    `soft_cap` bounds them as `soft_cap * tanh(logits / soft_cap)`, as Gemma-2 does.
+    """
 
     def __init__(
         self,
@@ -83,48 +82,50 @@ class ParallelHead:
         self._vocab_size = vocab_size
         self._soft_cap = soft_cap
         self._group = group
-        self._vocab = _Part(vocab_size, group)
+        self._vocab = _VocabShard(vocab_size, group)
         self._is_tied = tied_to is not None
-        kind = product_class(dtype, device)
+        kind = linear_kernel_class(dtype, device)
         if tied_to is not None:
-            self._product = kind(tied_to.weight, None)
+            self._kernel = kind(tied_to.weight, None)
             return
-        self._product = kind.empty(
+        self._kernel = kind.empty(
             self._vocab.num_rows, hidden_size, has_bias=False, dtype=dtype, device=device
         )
-        self._product.weight.zero_()
+        self._kernel.weight.zero_()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits, `[num_rows, vocab_size]` float32, the same on every rank."""
-        logits = self._group.all_gather_last(self._product(hidden))
+        """Return logits, `[num_tokens, vocab_size]` float32, equal on all ranks.
+
+        `hidden` is `[num_tokens, hidden_size]`.
+        """
+        logits = self._group.all_gather_last(self._kernel(hidden))
         logits = logits.narrow(1, 0, self._vocab_size).float()
         if self._soft_cap is None:
             return logits
         return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield this rank's rows, unless they are the embedding's."""
+    def weight_shards(self) -> Iterator[WeightShard]:
         if not self._is_tied:
-            yield self._vocab.slot(self._name, self._product.weight)
+            yield self._vocab.weight_shard(self._name, self._kernel.weight)
 
     def finalize(self) -> None:
-        """Bring the rows into the form that is multiplied with; on a GPU, tied ones stay one."""
-        self._product.finalize()
+        # A dense kernel keeps a tied weight shared with the embedding.
+        self._kernel.finalize()
 
 
-class _Part:
-    """The rows of the vocabulary that a rank holds."""
+class _VocabShard:
+    """The part of the vocabulary that a rank holds."""
 
     def __init__(self, vocab_size: int, group: ParallelGroup) -> None:
         self._vocab_size = vocab_size
         self.num_rows = divided(vocab_size, group.size)
         self.first = group.rank * self.num_rows
 
-    def slot(self, name: str, rows: torch.Tensor) -> WeightSlot:
-        """Return the slot that fills these rows, padding excepted."""
+    def weight_shard(self, name: str, rows: torch.Tensor) -> WeightShard:
+        """Return the shard that loads these rows, without the padding."""
         first = min(self.first, self._vocab_size)
         end = min(self.first + self.num_rows, self._vocab_size)
-        return WeightSlot(
+        return WeightShard(
             name=name,
             shape=(self._vocab_size, rows.shape[1]),
             part=(slice(first, end), slice(None)),

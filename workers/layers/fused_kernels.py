@@ -1,4 +1,7 @@
-"""Which kernel computes norms, rotations and gates of token rows on a device; torch elsewhere."""
+"""Which fused kernel computes norms, rotations and gates on a device.
+
+Triton on GPUs, C on CPUs. Each function returns None where layers use torch instead.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ __all__ = [
 ]
 
 AddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Adds to rows in place, if told to, and returns their norm."""
+"""Adds the second tensor, if any, to the first in place, and returns the norm of the sum."""
 GateKernel = Callable[[torch.Tensor], torch.Tensor]
-"""Returns `f(first half of the columns) * second half`."""
+"""Returns `f(first half of the columns) * second half`, `[num_tokens, columns / 2]`."""
 HeadNormKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns the norm of `[num_tokens, num_heads, head_size]` for a weight of each head."""
+"""Returns the norm of `[num_tokens, num_heads, head_size]`, scaled by `[num_heads, head_size]`."""
 RotateKernel = Callable[[torch.Tensor, torch.Tensor], None]
-"""Turns `[num_tokens, num_heads, head_size]` in place by their positions."""
+"""Rotates `[num_tokens, num_heads, head_size]` in place, by positions `[num_tokens]` int64."""
 
 
 def add_norm_kernel(
@@ -42,9 +45,9 @@ def add_norm_kernel(
     is_centred: bool,
     dtype: torch.dtype,
 ) -> AddNormKernel | None:
-    """Return the kernel of a norm of rows of this type."""
+    """Return the kernel of RMSNorm, or of LayerNorm if `is_centred`, for inputs of `dtype`."""
     if weight.device.type == "cuda":
-        # Triton is imported where there is a GPU to compile for.
+        # Triton is absent on machines without a GPU.
         from attention.kernels.triton.token_rows import add_norm
 
         return partial(add_norm, weight=weight, bias=bias, eps=eps, is_centred=is_centred)
@@ -54,7 +57,7 @@ def add_norm_kernel(
 
 
 def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:
-    """Return the kernel of the norm of each head."""
+    """Return the kernel of RMSNorm of each head."""
     if device.type != "cuda":
         return None
     from attention.kernels.triton.token_rows import norm_heads
@@ -63,9 +66,9 @@ def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:
 
 
 def rotate_kernel(table: torch.Tensor, dtype: torch.dtype) -> RotateKernel | None:
-    """Return the kernel that turns heads of this type by the turns in a table.
+    """Return the kernel that rotates heads of `dtype` by the angles of a table.
 
-    `table` is `[num_positions, head_size]` float32: cosines, then sines, of each pair.
+    `table` is `[num_positions, rotary_size]` float32: cosines, then sines, of each pair.
     """
     if table.device.type == "cuda":
         from attention.kernels.triton.token_rows import rotate_heads
@@ -78,7 +81,7 @@ def rotate_kernel(table: torch.Tensor, dtype: torch.dtype) -> RotateKernel | Non
 
 
 def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | None:
-    """Return the kernel of a gate."""
+    """Return the kernel that applies the activation to the gate and multiplies."""
     if device.type != "cuda":
         return None
     from attention.kernels.triton.token_rows import gated

@@ -1,4 +1,8 @@
-"""Linear layers that are spread over the ranks of a group, by columns or by rows."""
+"""Linear layers sharded over the ranks by output columns or by input rows, as in Megatron-LM.
+
+M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", 2019.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.linear_kernels import make_product
-from workers.layers.weight import WeightSlot, part_of
+from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.weight import Layer, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,25 +24,25 @@ __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Output columns that one layer of the checkpoint contributes on this rank."""
+    """The output columns of one layer of the checkpoint that this rank computes."""
 
     name: str
     """The layer's name in the checkpoint, without `.weight`."""
     total: int
-    """Its output columns on all ranks together."""
+    """Its number of output columns on all ranks together."""
     part: slice
-    """Those that are meant, all of them this rank's."""
+    """This rank's columns."""
 
     @property
     def size(self) -> int:
-        """Return the number of columns on this rank."""
+        """The number of columns on this rank."""
         return int(self.part.stop - self.part.start)
 
 
 def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> list[Columns]:
-    """Return the columns of layers, given as their sizes and this rank's parts.
+    """Return the columns of layers, given by their sizes and this rank's parts.
 
-    One name for several layers says that the checkpoint holds them as one, in this order.
+    One name for several layers stands for a fused tensor that holds them in this order.
     """
     if len(names) == len(layers):
         return [
@@ -55,8 +59,8 @@ def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> lis
     return columns
 
 
-class ColumnParallelLinear:
-    """Each rank computes some output columns of one or several layers, in one product."""
+class ColumnParallelLinear(Layer):
+    """Each rank computes some output columns of one or several layers, in one GEMM."""
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class ColumnParallelLinear:
     ) -> None:
         self._in_size = in_size
         self._columns = tuple(columns)
-        self._product = make_product(
+        self._kernel = make_linear_kernel(
             sum(part.size for part in columns),
             in_size,
             has_bias=has_bias,
@@ -78,40 +82,41 @@ class ColumnParallelLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's columns, `[num_tokens, columns]`."""
-        return self._product(x)
+        """Return `[num_tokens, columns of this rank]` for `[num_tokens, in_size]`."""
+        return self._kernel(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `silu(first half of the columns) * second half` of this rank's columns."""
-        return self._product.gated(x)
+        """Return `silu(first half) * second half` of this rank's columns.
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the parts of weight and bias of every layer that was merged."""
+        The shape is `[num_tokens, columns of this rank / 2]`.
+        """
+        return self._kernel.gated(x)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
         first = 0
         for columns in self._columns:
             rows = slice(first, first + columns.size)
-            yield WeightSlot(
+            yield WeightShard(
                 name=f"{columns.name}.weight",
                 shape=(columns.total, self._in_size),
                 part=(columns.part, slice(None)),
-                target=self._product.weight[rows],
+                target=self._kernel.weight[rows],
             )
-            if self._product.bias is not None:
-                yield WeightSlot(
+            if self._kernel.bias is not None:
+                yield WeightShard(
                     name=f"{columns.name}.bias",
                     shape=(columns.total,),
                     part=(columns.part,),
-                    target=self._product.bias[rows],
+                    target=self._kernel.bias[rows],
                 )
             first = rows.stop
 
     def finalize(self) -> None:
-        """Bring the weight into the form that is multiplied with."""
-        self._product.finalize()
+        self._kernel.finalize()
 
 
-class RowParallelLinear:
-    """Each rank multiplies its part of the input; the sum over the ranks is the output."""
+class RowParallelLinear(Layer):
+    """Each rank multiplies its part of the input; an all-reduce adds the partial outputs."""
 
     def __init__(
         self,
@@ -129,7 +134,7 @@ class RowParallelLinear:
         self._part = part_of(in_size, group)
         self._group = group
         self._has_bias = has_bias
-        self._product = make_product(
+        self._kernel = make_linear_kernel(
             out_size,
             in_size // group.size,
             has_bias=has_bias and group.rank == 0,
@@ -138,21 +143,23 @@ class RowParallelLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole output, `[num_tokens, out_size]`, the same on every rank."""
-        return self._group.all_reduce(self._product(x))
+        """Return `[num_tokens, out_size]`, equal on all ranks, for this rank's part of the input.
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield weight and bias."""
-        yield WeightSlot(
+        The input is `[num_tokens, in_size / number of ranks]`.
+        """
+        return self._group.all_reduce(self._kernel(x))
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
             name=f"{self._name}.weight",
             shape=self._shape,
             part=(slice(None), self._part),
-            target=self._product.weight,
+            target=self._kernel.weight,
         )
         if self._has_bias:
-            # The sum over the ranks must hold the bias once: other ranks take no part of it.
-            bias = self._product.bias
-            yield WeightSlot(
+            # The all-reduce must add the bias once, so that only rank 0 holds it.
+            bias = self._kernel.bias
+            yield WeightShard(
                 name=f"{self._name}.bias",
                 shape=self._shape[:1],
                 part=(slice(None) if bias is not None else slice(0),),
@@ -160,5 +167,4 @@ class RowParallelLinear:
             )
 
     def finalize(self) -> None:
-        """Bring the weight into the form that is multiplied with."""
-        self._product.finalize()
+        self._kernel.finalize()

@@ -1,4 +1,7 @@
-"""The two kinds of MLP: with a gate, `down(f(gate(x)) * up(x))`, and without, `down(f(up(x)))`."""
+"""The two kinds of MLP: gated, `down(f(gate(x)) * up(x))`, and plain, `down(f(up(x)))`.
+
+The gated one is from N. Shazeer, "GLU Variants Improve Transformer", 2020.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from workers.layers.activation import activation_function
 from workers.layers.fused_kernels import gate_kernel
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, columns_of
-from workers.layers.weight import Composite, part_of
+from workers.layers.weight import CompositeLayer, part_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["MLP", "GatedMLP", "PlainMLP"]
 
 
-class MLP(Composite):
-    """Its inner layers are spread by columns, the last one by rows; one all-reduce at the end."""
+class MLP(CompositeLayer):
+    """The first layers are sharded by columns and the last by rows, with one all-reduce."""
 
     _num_inner: ClassVar[int]
 
@@ -60,29 +63,28 @@ class MLP(Composite):
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`."""
+        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         return self._down(self._columns(x))
 
-    def parts(self) -> tuple[Layer, ...]:
-        """Return the merged inner layers and the last one."""
+    def sublayers(self) -> tuple[Layer, ...]:
         return self._inner, self._down
 
     @abstractmethod
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what goes into the last layer, `[num_tokens, columns of this rank]`."""
+        """Return the input of the last layer, `[num_tokens, intermediate_size / ranks]`."""
 
 
 class GatedMLP(MLP):
-    """Gate and up are one product."""
+    """Gate and up are one GEMM."""
 
-    # One product, then two operations: on the CPU no slower than two products of oneDNN that
-    # apply SiLU and multiplication as they store, and 7% of a step faster in float32.
+    # On a CPU, one GEMM and two operations are no slower than two GEMMs of oneDNN with a fused
+    # SiLU and a fused multiplication, and make a step in float32 7% faster.
     _num_inner = 2
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
         if self._gate is not None:
             return self._gate(self._inner(x))
-        # Products know how to apply this one as they store.
+        # Linear kernels can fuse this activation.
         if self._activation == "silu":
             return self._inner.gated(x)
         gate, up = self._inner(x).chunk(2, dim=1)
@@ -90,7 +92,7 @@ class GatedMLP(MLP):
 
 
 class PlainMLP(MLP):
-    """There is no gate."""
+    """An MLP without a gate."""
 
     _num_inner = 1
 

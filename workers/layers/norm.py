@@ -2,99 +2,100 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn import functional
 
 from workers.layers.fused_kernels import add_norm_kernel, head_norm_kernel
-from workers.layers.weight import WeightSlot
+from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LayerNorm", "OffsetRMSNorm", "RMSNorm", "ResidualNorm", "RowNorm"]
+__all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 
 
-class ResidualNorm(ABC):
-    """A norm of token rows, which adds to the rows before if told to."""
+class ResidualNorm(Layer):
+    """A norm of the residual stream, fused with the addition before it where a kernel can."""
 
-    @abstractmethod
+    _dummy_weight: ClassVar[float] = 1.0
+
+    def __init__(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        *,
+        is_centred: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """`dtype` is that of the stream."""
+        self._name = name
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+        self._dtype = dtype
+        self._kernel = add_norm_kernel(weight, bias, eps, is_centred=is_centred, dtype=dtype)
+
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
+        """Add `delta` to the stream, in place, and return the stream's norm.
+
+        All are `[num_tokens, hidden_size]`.
+        """
+        if self._kernel is not None:
+            return self._kernel(stream, delta)
+        if delta is not None:
+            stream.add_(delta)
+        return self._normed(stream)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield _shard(f"{self._name}.weight", self._weight, dummy=self._dummy_weight)
+        if self._bias is not None:
+            yield _shard(f"{self._name}.bias", self._bias, dummy=0.0)
 
     @abstractmethod
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weight, and the bias if there is one."""
-
-    @abstractmethod
-    def finalize(self) -> None:
-        """Bring the weight into the form that is computed with."""
+    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `[num_tokens, hidden_size]`, computed by torch."""
 
 
 class RMSNorm(ResidualNorm):
-    """The root-mean-square norm."""
+    """Root mean square layer normalization (Zhang and Sennrich 2019)."""
 
     def __init__(
         self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._name = name
-        self._size = size
-        self._eps = eps
-        self._weight = torch.empty(size, dtype=dtype, device=device)
-        self._kernel = add_norm_kernel(self._weight, None, eps, is_centred=False, dtype=dtype)
+        weight = torch.empty(size, dtype=dtype, device=device)
+        super().__init__(name, weight, None, eps, is_centred=False, dtype=dtype)
 
-    def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
-        if self._kernel is not None:
-            return self._kernel(stream, delta)
-        if delta is not None:
-            stream.add_(delta)
-        return functional.rms_norm(stream, (self._size,), self._weight, self._eps)
-
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weight."""
-        yield _slot(f"{self._name}.weight", self._weight, dummy=1.0)
-
-    def finalize(self) -> None:
-        """Do nothing."""
+    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(stream, self._weight.shape, self._weight, self._eps)
 
 
 class OffsetRMSNorm(ResidualNorm):
-    """The root-mean-square norm times one plus the weight, rounded once, at the end."""
+    """Gemma's RMSNorm: scaled by one plus the weight, in float32 until the result is rounded."""
+
+    _dummy_weight = 0.0
 
     def __init__(
         self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._name = name
-        self._size = size
-        self._eps = eps
-        self._dtype = dtype
-        # One plus a small weight would lose most of the weight's digits in bfloat16.
-        self._weight = torch.empty(size, dtype=torch.float32, device=device)
-        self._kernel = add_norm_kernel(self._weight, None, eps, is_centred=False, dtype=dtype)
-
-    def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
-        if self._kernel is not None:
-            return self._kernel(stream, delta)
-        if delta is not None:
-            stream.add_(delta)
-        normed = functional.rms_norm(stream.float(), (self._size,), self._weight, self._eps)
-        return normed.to(self._dtype)
-
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weight."""
-        yield _slot(f"{self._name}.weight", self._weight, dummy=0.0)
+        # In bfloat16, one plus a small weight would lose most of the weight's digits.
+        weight = torch.empty(size, dtype=torch.float32, device=device)
+        super().__init__(name, weight, None, eps, is_centred=False, dtype=dtype)
 
     def finalize(self) -> None:
-        """Add the one."""
         self._weight.add_(1.0)
+
+    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+        normed = functional.rms_norm(stream.float(), self._weight.shape, self._weight, self._eps)
+        return normed.to(self._dtype)
 
 
 class LayerNorm(ResidualNorm):
-    """The norm that takes the mean away first."""
+    """Layer normalization (Ba, Kiros and Hinton 2016), with or without a bias."""
 
     def __init__(
         self,
@@ -106,33 +107,18 @@ class LayerNorm(ResidualNorm):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._name = name
-        self._size = size
-        self._eps = eps
-        self._weight = torch.empty(size, dtype=dtype, device=device)
-        self._bias = torch.empty(size, dtype=dtype, device=device) if has_bias else None
-        self._kernel = add_norm_kernel(self._weight, self._bias, eps, is_centred=True, dtype=dtype)
+        weight = torch.empty(size, dtype=dtype, device=device)
+        bias = torch.empty_like(weight) if has_bias else None
+        super().__init__(name, weight, bias, eps, is_centred=True, dtype=dtype)
 
-    def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to the stream, in place, and return its norm, `[num_tokens, hidden_size]`."""
-        if self._kernel is not None:
-            return self._kernel(stream, delta)
-        if delta is not None:
-            stream.add_(delta)
-        return functional.layer_norm(stream, (self._size,), self._weight, self._bias, self._eps)
-
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the weight, and the bias if there is one."""
-        yield _slot(f"{self._name}.weight", self._weight, dummy=1.0)
-        if self._bias is not None:
-            yield _slot(f"{self._name}.bias", self._bias, dummy=0.0)
-
-    def finalize(self) -> None:
-        """Do nothing."""
+    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(
+            stream, self._weight.shape, self._weight, self._bias, self._eps
+        )
 
 
-class RowNorm:
-    """The norm of each head of queries and keys, with a weight for each of the two."""
+class QKNorm(Layer):
+    """RMSNorm of each head of queries and keys, with one weight for each of the two."""
 
     def __init__(
         self,
@@ -151,7 +137,7 @@ class RowNorm:
         self._eps = eps
         self._dtype = dtype
         self._offset = 1.0 if has_offset else 0.0
-        # As in `OffsetRMSNorm`, an offset asks for float32 until the end.
+        # As in `OffsetRMSNorm`, an offset needs float32 until the result is rounded.
         self._computed_dtype = torch.float32 if has_offset else dtype
         self._weights = torch.empty(2, head_size, dtype=self._computed_dtype, device=device)
         self._repeats = torch.tensor([num_heads, num_kv_heads], device=device)
@@ -166,17 +152,16 @@ class RowNorm:
         normed = functional.rms_norm(heads, (self._head_size,), None, self._eps)
         return normed.mul_(self._weight).to(self._dtype)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield both weights."""
+    def weight_shards(self) -> Iterator[WeightShard]:
         for name, target in zip(self._names, self._weights, strict=True):
-            yield _slot(f"{name}.weight", target, dummy=1.0 - self._offset)
+            yield _shard(f"{name}.weight", target, dummy=1.0 - self._offset)
 
     def finalize(self) -> None:
-        """Repeat the weights, a row for each head."""
+        # [num_heads + num_kv_heads, head_size]
         self._weight = (self._weights + self._offset).repeat_interleave(self._repeats, dim=0)
 
 
-def _slot(name: str, target: torch.Tensor, *, dummy: float) -> WeightSlot:
-    return WeightSlot(
+def _shard(name: str, target: torch.Tensor, *, dummy: float) -> WeightShard:
+    return WeightShard(
         name=name, shape=tuple(target.shape), part=(slice(None),), target=target, dummy=dummy
     )

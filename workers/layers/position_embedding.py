@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from workers.layers.weight import WeightSlot
+from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["PositionEmbedding"]
 
 
-class PositionEmbedding:
-    """A vector for each position, the same on every rank."""
+class PositionEmbedding(Layer):
+    """A learned vector for each position; every rank holds the whole table."""
 
     def __init__(
         self,
@@ -31,17 +31,13 @@ class PositionEmbedding:
         self._table = torch.empty(max_positions, hidden_size, dtype=dtype, device=device)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]` of positions `[num_tokens]` int64."""
+        """Return `[num_tokens, hidden_size]` for positions `[num_tokens]` int64."""
         return functional.embedding(positions, self._table)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the table."""
-        yield WeightSlot(
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
             name=self._name,
             shape=tuple(self._table.shape),
             part=(slice(None), slice(None)),
             target=self._table,
         )
-
-    def finalize(self) -> None:
-        """Do nothing."""

@@ -1,4 +1,9 @@
-"""Rotary position embeddings: tables made once, gathered once a step, applied in every layer."""
+"""Rotary position embeddings: tables made once, gathered once per step, applied in every layer.
+
+J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Kinds of
+scaling: `linear` (position interpolation, Chen et al. 2023), `llama3` (Llama 3.1) and `longrope`
+(Ding et al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ __all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]
 
 
 def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
-    """Return how far each pair of `size` elements turns per position, `[size / 2]` float32."""
+    """Return the angle per position of each pair of `size` elements, `[size / 2]` float32."""
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(torch.float32) / size
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.pair_factors) * rope.theta**exponents)
@@ -31,36 +36,35 @@ def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
 
 
 def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow down long waves by the factor, keep short ones, and blend those between."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate in between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = rope.original_max_positions / wavelengths
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    periods = rope.original_max_positions / wavelengths
+    blend = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    slowed = torch.where(turns < rope.low_freq_factor, frequencies / rope.factor, blended)
-    return torch.where(turns > rope.high_freq_factor, frequencies, slowed)
+    slowed = torch.where(periods < rope.low_freq_factor, frequencies / rope.factor, blended)
+    return torch.where(periods > rope.high_freq_factor, frequencies, slowed)
 
 
 class Rotation(ABC):
-    """The turns of one step's tokens."""
+    """The rotation of queries and keys to the positions of one step's tokens."""
 
     @abstractmethod
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, num_heads, head_size]` turned to their positions.
+        """Return `[num_tokens, num_heads, head_size]`, rotated; may happen in place.
 
-        Pair i of a head is (i, i + half). The heads may be turned in place.
+        Pair i of a head is elements i and i + head_size / 2.
         """
 
 
 class NoRotation(Rotation):
-    """None at all."""
+    """No rotation, for models without rotary embeddings."""
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return the heads."""
         return heads
 
 
 class _GatheredRotation(Rotation):
-    """By torch, with turns that were gathered once a step."""
+    """By torch, with angles that were gathered once per step."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._cos = cos  # [num_tokens, 1, head_size]
@@ -74,7 +78,7 @@ class _GatheredRotation(Rotation):
 
 
 class _KernelRotation(Rotation):
-    """By a kernel that looks turns up itself."""
+    """By a kernel that looks up the angles itself."""
 
     def __init__(self, kernel: RotateKernel, positions: torch.Tensor) -> None:
         self._kernel = kernel
@@ -86,7 +90,7 @@ class _KernelRotation(Rotation):
 
 
 class _PartialRotation(Rotation):
-    """Of the first elements of each head."""
+    """Of the first `size` elements of each head."""
 
     def __init__(self, rotation: Rotation, size: int) -> None:
         self._rotation = rotation
@@ -99,7 +103,7 @@ class _PartialRotation(Rotation):
 
 
 class RotaryEmbedding:
-    """The turns of every position that a sequence may have."""
+    """The table of cosines and sines of all positions."""
 
     def __init__(
         self,
@@ -114,14 +118,14 @@ class RotaryEmbedding:
         self._partial_size = size if size < head_size else None
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         frequencies = inverse_frequencies(rope, size).to(device)
-        # Angles need float32: bfloat16 cannot tell position 1000 from 1001.
+        # Angles need float32: bfloat16 rounds positions 1000 and 1001 to one number.
         angles = torch.outer(positions, frequencies)
         self._table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(rope.magnitude)
         self._dtype = dtype
         self._kernel = rotate_kernel(self._table, dtype)
 
-    def at(self, positions: torch.Tensor) -> Rotation:
-        """Return the turns of tokens at these positions, `[num_tokens]` int64."""
+    def rotation_at(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation to these positions, `[num_tokens]` int64."""
         rotation = self._whole(positions)
         if self._partial_size is None:
             return rotation

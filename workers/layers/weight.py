@@ -1,10 +1,14 @@
-"""What links a parameter to a checkpoint: which part of which tensor goes where."""
+"""What links a parameter to a checkpoint, and the interface of everything that holds weights.
+
+Loading has three steps, which `Layer` names: `weight_shards` says which part of which tensor goes
+where, the loader fills these targets, and `finalize` converts what was loaded.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,60 +17,59 @@ if TYPE_CHECKING:
 
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["Composite", "Layer", "WeightSlot", "divided", "part_of"]
+__all__ = ["CompositeLayer", "Layer", "WeightShard", "divided", "part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightSlot:
-    """One tensor of a checkpoint, and where this rank keeps its part of it."""
+class WeightShard:
+    """This rank's part of one tensor of a checkpoint, and where it is loaded to."""
 
     name: str
-    """Its name in the checkpoint."""
+    """The tensor's name in the checkpoint."""
     shape: tuple[int, ...]
-    """Its whole shape, as the checkpoint must have it."""
+    """The whole tensor's shape in the checkpoint."""
     part: tuple[slice, ...]
-    """This rank's part, one slice a dimension."""
+    """This rank's part, one slice per dimension."""
     target: torch.Tensor
-    """A view into the parameter, as large as the part."""
+    """A view into the parameter, of the part's shape."""
     dummy: float | None = None
-    """What fills it where weights are made up; None is random numbers."""
+    """The value of dummy weights; None stands for random numbers."""
 
 
-class Layer(Protocol):
-    """What holds weights. Plain classes: a module's hooks cost more than a small layer does."""
-
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield every tensor that must be loaded."""
-
-    def finalize(self) -> None:
-        """Bring loaded weights into the form that is computed with, dropping the originals."""
-
-
-class Composite(ABC):
-    """A layer that is made of layers."""
+class Layer(ABC):
+    """Holds weights. It is no `torch.nn.Module`, whose hooks cost more than a small layer does."""
 
     @abstractmethod
-    def parts(self) -> Iterable[Layer]:
-        """Return the layers."""
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """Yield every tensor to load; must not be called after `finalize`."""
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield every tensor that must be loaded; not to be called after `finalize`."""
-        for part in self.parts():
-            yield from part.slots()
+    def finalize(self) -> None:  # noqa: B027  # Most layers compute with what is loaded.
+        """Convert loaded weights into the form that is computed with, dropping the originals."""
+
+
+class CompositeLayer(Layer):
+    """A layer made of layers."""
+
+    @abstractmethod
+    def sublayers(self) -> Iterable[Layer]:
+        """Return the layers, in the order in which a token passes them."""
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        for layer in self.sublayers():
+            yield from layer.weight_shards()
 
     def finalize(self) -> None:
-        """Bring loaded weights into the form that is computed with, part by part."""
-        for part in self.parts():
-            part.finalize()
+        for layer in self.sublayers():
+            layer.finalize()
 
 
 def divided(size: int, group_size: int) -> int:
-    """Return the part of `size` that each rank has, rounded up."""
+    """Return each rank's share of `size`, rounded up."""
     return -(-size // group_size)
 
 
 def part_of(size: int, group: ParallelGroup) -> slice:
-    """Return this rank's part of what divides evenly."""
+    """Return this rank's share of `size`, which must be a multiple of the group's size."""
     local = size // group.size
     assert local * group.size == size
     return slice(group.rank * local, (group.rank + 1) * local)

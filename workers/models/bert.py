@@ -1,7 +1,4 @@
-"""BERT: a stack of layers that see all tokens of a sequence and end in no vocabulary.
-
-Every addition to the residual stream is normed, not what is computed from it.
-"""
+"""BERT (Devlin et al. 2018): an encoder with norms behind the additions (post-norm)."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from workers.layers.embedding import VocabEmbedding
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.position_embedding import PositionEmbedding
-from workers.layers.weight import Composite, WeightSlot
+from workers.layers.weight import CompositeLayer, Layer, WeightShard
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
-    from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["Bert", "encoder_spec"]
@@ -31,7 +27,7 @@ __all__ = ["Bert", "encoder_spec"]
 def encoder_spec(
     config: ModelConfig, group: ParallelGroup, *, block_size: int, device: torch.device
 ) -> AttentionSpec:
-    """Return what the model asks of the attention backend on this rank."""
+    """Return what the attention backend must support on this rank."""
     return AttentionSpec(
         layers=(_attention_params(config, group),) * config.num_layers,
         dtype=getattr(torch, config.dtype),
@@ -40,8 +36,8 @@ def encoder_spec(
     )
 
 
-class Bert(Composite):
-    """One rank's part of a model. Fill it with `load_weights` before the first forward."""
+class Bert(CompositeLayer):
+    """One rank's part of an encoder. Call `load_weights` before the first forward."""
 
     def __init__(
         self,
@@ -83,7 +79,7 @@ class Bert(Composite):
     ) -> torch.Tensor:
         """Return the hidden states of all tokens, `[num_tokens, hidden_size]`.
 
-        `token_ids` and `positions` are `[num_tokens]` int64. All tokens are of the first type.
+        `token_ids` and `positions` are `[num_tokens]` int64. All tokens have token type 0.
         """
         words = self._words(token_ids).add_(self._token_type.row)
         hidden = self._norm(words, self._positions(positions))
@@ -91,8 +87,7 @@ class Bert(Composite):
             hidden = layer(hidden, self._no_cache, metadata)
         return hidden
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._words
         yield self._positions
         yield self._token_type
@@ -100,28 +95,24 @@ class Bert(Composite):
         yield from self._layers
 
 
-class _FirstTokenType:
-    """The embedding of the first token type, that of a text alone."""
+class _FirstTokenType(Layer):
+    """The embedding of token type 0."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = (config.num_token_types, config.hidden_size)
         self.row = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the row."""
-        yield WeightSlot(
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
             name="embeddings.token_type_embeddings.weight",
             shape=self._shape,
             part=(slice(0, 1), slice(None)),
             target=self.row,
         )
 
-    def finalize(self) -> None:
-        """Do nothing."""
 
-
-class _BertLayer(Composite):
-    """Attention and MLP, each added to what it read, and normed."""
+class _BertLayer(CompositeLayer):
+    """Attention and MLP, each added to its input, and normed."""
 
     def __init__(
         self,
@@ -165,8 +156,7 @@ class _BertLayer(Composite):
         hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
         return self._mlp_norm(hidden, self._mlp(hidden))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._attention
         yield self._attention_norm
         yield self._mlp
@@ -174,7 +164,6 @@ class _BertLayer(Composite):
 
 
 def _attention_params(config: ModelConfig, group: ParallelGroup) -> AttentionParams:
-    """Return what a layer asks of the attention backend on this rank."""
     params = AttentionParams(
         num_heads=config.num_heads,
         num_kv_heads=config.num_heads,

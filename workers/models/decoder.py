@@ -1,7 +1,6 @@
-"""One decoder for every family: what differs between them is in `ModelConfig`.
+"""One decoder for every family; what differs between them is data in `ModelConfig`.
 
-The residual stream is added to and normed in one place, `ResidualNorm`, so that a device may
-do both, and the all-reduce before them, in one kernel.
+`ResidualNorm` adds to the residual stream and norms it, so that one kernel can do both.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.layers.embedding import ParallelHead, VocabEmbedding
-from workers.layers.weight import Composite
+from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import DecoderLayer
 from workers.models.norm_factory import make_norm
-from workers.models.rotations import Positions
+from workers.models.rotations import LayerRotations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Decoder"]
 
 
-class Decoder(Composite):
-    """One rank's part of a model. Fill it with `load_weights` before the first forward."""
+class Decoder(CompositeLayer):
+    """One rank's part of a decoder-only model. Call `load_weights` before the first forward."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Decoder(Composite):
             self._embedding_norm = make_norm(
                 names.embedding_norm, config, dtype=dtype, device=device
             )
-        self._positions = Positions(config, dtype=dtype, device=device)
+        self._rotations = LayerRotations(config, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
@@ -91,7 +90,7 @@ class Decoder(Composite):
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         delta = None
-        for layer, rotation in zip(self._layers, self._positions.rotations(positions), strict=True):
+        for layer, rotation in zip(self._layers, self._rotations.rotations(positions), strict=True):
             delta = layer(residual, delta, rotation, kv_cache, metadata)
         assert delta is not None
         if logits_indices is not None:
@@ -102,11 +101,10 @@ class Decoder(Composite):
         return self._norm(residual, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[num_sampled, vocab_size]` float32, the same on every rank."""
+        """Return `[num_sampled, vocab_size]` float32, equal on all ranks."""
         return self._head(hidden)
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield all parts in the order in which a token passes them."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._embedding
         if self._embedding_norm is not None:
             yield self._embedding_norm

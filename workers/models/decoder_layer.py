@@ -1,13 +1,13 @@
-"""One layer of a decoder: attention and MLP, each between norms and the residual stream."""
+"""One layer of a decoder: attention and MLP, with their norms."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from workers.layers.mlp import GatedMLP, PlainMLP
-from workers.layers.weight import Composite
+from workers.layers.weight import CompositeLayer
 from workers.models.norm_factory import make_norm
-from workers.models.self_attention import SelfAttention
+from workers.models.self_attention import DecoderSelfAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["DecoderLayer"]
 
 
-class DecoderLayer(Composite):
-    """A norm before each of the two, and in some families another one after it."""
+class DecoderLayer(CompositeLayer):
+    """Pre-normed attention and MLP; some families add a norm behind each of the two."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class DecoderLayer(Composite):
             return norm(name) if name is not None else None
 
         self._attention_norm = norm(names.attention_norm)
-        self._attention = SelfAttention(
+        self._attention = DecoderSelfAttention(
             prefix, config, index, group, backend=backend, dtype=dtype, device=device
         )
         self._attention_post_norm = norm_if(names.attention_post_norm)
@@ -74,7 +74,10 @@ class DecoderLayer(Composite):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Add what the layer before computed, and return what is to be added next."""
+        """Add `delta`, the output of the layer before, to `residual`; return this layer's output.
+
+        All are `[num_tokens, hidden_size]`; `residual` changes in place.
+        """
         hidden = self._attention_norm(residual, delta)
         delta = self._attention(hidden, rotation, kv_cache, metadata)
         if self._attention_post_norm is not None:
@@ -84,8 +87,7 @@ class DecoderLayer(Composite):
             delta = self._mlp_post_norm(delta)
         return delta
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield all parts in the order in which a token passes them."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._attention_norm
         yield self._attention
         if self._attention_post_norm is not None:

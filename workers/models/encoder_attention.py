@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
-from workers.layers.weight import Composite, part_of
+from workers.layers.weight import CompositeLayer, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +31,8 @@ class ProjectionNames:
     output: str
 
 
-class EncoderSelfAttention(Composite):
-    """Multi-head attention (Vaswani et al. 2017); the heads are spread over the ranks."""
+class EncoderSelfAttention(CompositeLayer):
+    """Multi-head attention (Vaswani et al. 2017); heads are sharded over the ranks."""
 
     def __init__(
         self,
@@ -78,7 +78,6 @@ class EncoderSelfAttention(Composite):
         query, key, value = self._qkv(hidden).split(self._size, dim=1)
         return self._output(self._attend(query, key, value, kv_cache, metadata))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the projections."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._qkv
         yield self._output

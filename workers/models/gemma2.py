@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pagedray.config import TensorNames
 from workers.models.family import Family, base_config
 from workers.models.rope_section import read_rope
-from workers.models.sliding_windows import windows_by_kind
+from workers.models.sliding_windows import windows_by_layer_type
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -59,7 +59,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         config,
         rope=read_rope(file),
         attention_soft_cap=file.number_or_null("attn_logit_softcapping", 50.0, most=_MAX_CAP),
-        sliding_windows=windows_by_kind(
+        sliding_windows=windows_by_layer_type(
             file, default_window=4096, has_window_by_default=every_other
         ),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from workers.models.family import MAX_LAYERS, Family
 from workers.models.gemma2 import gemma_config
 from workers.models.rope_section import MAX_THETA, rope_of
-from workers.models.sliding_windows import windows_by_kind
+from workers.models.sliding_windows import windows_by_layer_type
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig, RopeConfig
@@ -29,7 +29,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         rope=rope,
         window_rope=window_rope,
         has_qk_norm=True,
-        sliding_windows=windows_by_kind(
+        sliding_windows=windows_by_layer_type(
             file, default_window=4096, has_window_by_default=all_but_each_last
         ),
     )

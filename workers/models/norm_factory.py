@@ -1,4 +1,4 @@
-"""Which norm a model has where."""
+"""Makes the norms of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["make_norm"]
 def make_norm(
     name: str, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
 ) -> ResidualNorm:
-    """Return a norm of token rows, of the kind that the model has."""
+    """Return a norm of the residual stream, of the kind that the model has."""
     size, eps = config.hidden_size, config.norm_eps
     match config.norm_kind:
         case "rms":

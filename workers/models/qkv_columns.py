@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps the queries, keys and values of one rank."""
+"""The columns of a checkpoint that make the queries, keys and values of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["qkv_columns"]
 def qkv_columns(prefix: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
     """Return the columns of this rank's heads: all queries, then all keys, then all values.
 
-    Where ranks exceed KV heads, several have the same one.
+    KV heads are replicated if there are more ranks than KV heads.
     """
     names = [f"{prefix}.{name}" for name in config.names.qkv]
     if config.names.is_qkv_by_head:
@@ -32,7 +32,7 @@ def qkv_columns(prefix: str, config: ModelConfig, group: ParallelGroup) -> list[
 
 
 def _columns_by_head(name: str, config: ModelConfig, group: ParallelGroup) -> list[Columns]:
-    """Return the columns of a tensor that is `[num_heads, 3, head_size]` of queries to values."""
+    """Return the columns of a fused tensor with output columns `[num_heads, 3, head_size]`."""
     assert config.num_kv_heads == config.num_heads
     size = config.head_size
     heads = part_of(config.num_heads, group)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workers.models.family import Family, base_config
 from workers.models.rope_section import read_rope
-from workers.models.sliding_windows import windows_of_later_layers
+from workers.models.sliding_windows import qwen_windows
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -22,7 +22,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         config,
         rope=read_rope(file),
         has_qkv_bias=True,
-        sliding_windows=windows_of_later_layers(file, config.num_layers),
+        sliding_windows=qwen_windows(file, config.num_layers),
     )
 
 

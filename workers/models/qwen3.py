@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workers.models.family import Family, base_config
 from workers.models.rope_section import read_rope
-from workers.models.sliding_windows import windows_of_later_layers
+from workers.models.sliding_windows import qwen_windows
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -25,7 +25,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         has_qk_norm=True,
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
-        sliding_windows=windows_of_later_layers(file, config.num_layers),
+        sliding_windows=qwen_windows(file, config.num_layers),
     )
 
 

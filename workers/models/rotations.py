@@ -1,4 +1,4 @@
-"""How the layers of a model are told where a token stands."""
+"""The rotary embeddings of the layers of a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.layers.rope import Rotation
 
-__all__ = ["Positions"]
+__all__ = ["LayerRotations"]
 
 
-class Positions:
-    """The ropes of a model, each made once and shared by the layers that have it.
+class LayerRotations:
+    """Each rotary embedding of a model, made once and shared by the layers that use it.
 
-    Of a model with ALiBi there is nothing to tell: attention knows distances without.
+    Models with ALiBi have none: their attention adds a bias by distance.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,9 +41,9 @@ class Positions:
         ]
 
     def rotations(self, positions: torch.Tensor) -> Iterator[Rotation]:
-        """Yield how each layer turns the tokens at these positions, `[num_tokens]` int64."""
+        """Yield each layer's rotation to these positions, `[num_tokens]` int64."""
         rotations = [
-            NoRotation() if embedding is None else embedding.at(positions)
+            NoRotation() if embedding is None else embedding.rotation_at(positions)
             for embedding in self._embeddings
         ]
         for index in self._indices:

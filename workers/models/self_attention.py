@@ -1,4 +1,4 @@
-"""Self attention of one layer: projections, norms of heads, rotation, and the backend's part."""
+"""Self attention of a decoder's layer: projections, QK norm, rotation and the backend's part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from attention.abstract import AttentionParams, AttentionSpec
 from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
-from workers.layers.norm import RowNorm
-from workers.layers.weight import Composite
+from workers.layers.norm import QKNorm
+from workers.layers.weight import CompositeLayer
 from workers.models.qkv_columns import qkv_columns
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["SelfAttention", "attention_params", "attention_spec"]
+__all__ = ["DecoderSelfAttention", "attention_params", "attention_spec"]
 
 
 def attention_params(
     config: ModelConfig, layer_index: int, group: ParallelGroup
 ) -> AttentionParams:
-    """Return what one layer asks of the attention backend on this rank."""
+    """Return the parameters of one layer's attention on this rank."""
     scale = config.attention_scale
     params = AttentionParams(
         num_heads=config.num_heads,
@@ -52,7 +52,7 @@ def attention_spec(
     kv_cache_dtype: str = "auto",
     max_seq_len: int | None = None,
 ) -> AttentionSpec:
-    """Return what the model asks of the attention backend on this rank."""
+    """Return what the attention backend must support on this rank."""
     layers = (attention_params(config, i, group) for i in range(config.num_layers))
     return AttentionSpec(
         layers=tuple(replace(layer, kv_cache_dtype=kv_cache_dtype) for layer in layers),
@@ -63,8 +63,8 @@ def attention_spec(
     )
 
 
-class SelfAttention(Composite):
-    """Heads are spread over the ranks; where ranks exceed KV heads, several hold the same one."""
+class DecoderSelfAttention(CompositeLayer):
+    """Heads are sharded over the ranks; KV heads are replicated if there are more ranks."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SelfAttention(Composite):
         self._head_norm = None
         if config.has_qk_norm:
             query_norm, key_norm = config.names.qk_norms
-            self._head_norm = RowNorm(
+            self._head_norm = QKNorm(
                 (f"{prefix}.{query_norm}", f"{prefix}.{key_norm}"),
                 size,
                 config.norm_eps,
@@ -123,11 +123,11 @@ class SelfAttention(Composite):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`; keys and values go to the cache."""
+        """Return `[num_tokens, hidden_size]`, and write keys and values to the cache."""
         qkv = self._qkv(hidden)
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
-        # Queries and keys lie side by side and are normed and turned as one.
+        # Queries and keys are adjacent, so that one call norms and one rotates both.
         heads = qkv.narrow(1, 0, self._rotated_size).unflatten(
             1, (self._num_rotated, self._head_size)
         )
@@ -143,8 +143,7 @@ class SelfAttention(Composite):
         )
         return self._output(attended)
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield all parts in the order in which a token passes them."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._qkv
         if self._head_norm is not None:
             yield self._head_norm

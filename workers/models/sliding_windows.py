@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from workers.models.config_file import ConfigFile
 
-__all__ = ["windows_by_kind", "windows_of_later_layers"]
+__all__ = ["qwen_windows", "windows_by_layer_type"]
 
 _KINDS = ("sliding_attention", "full_attention")
 
 
-def windows_by_kind(
+def windows_by_layer_type(
     file: ConfigFile, *, default_window: int, has_window_by_default: Sequence[bool]
 ) -> tuple[int | None, ...]:
     """Return the windows by `layer_types`, or by default for a list that is missing."""
@@ -27,7 +27,7 @@ def windows_by_kind(
     return tuple(window if has else None for has in has_window)
 
 
-def windows_of_later_layers(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+def qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Return Qwen's windows, which `use_sliding_window` turns on; empty if none has one."""
     if not file.flag("use_sliding_window", False):
         return ()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from workers.layers.weight import WeightSlot
+    from workers.layers.weight import WeightShard
 
 __all__ = ["Checkpoint"]
 
@@ -57,12 +57,12 @@ class Checkpoint:
         self._files.clear()
         self._stack.close()
 
-    def check(self, slots: Iterable[WeightSlot], *, is_head_tied: bool) -> None:
-        """Raise CheckpointError unless the tensors are those of the slots, in their shapes."""
+    def check_tensors(self, shards: Iterable[WeightShard], *, is_head_tied: bool) -> None:
+        """Raise CheckpointError unless the tensors are those of the shards, in their shapes."""
         names = set()
-        for slot in slots:
-            names.add(self._stored_name(slot.name))
-            self._check_slot(slot)
+        for shard in shards:
+            names.add(self._stored_name(shard.name))
+            self._check_shard(shard)
         if is_head_tied:
             names.add("lm_head.weight")
         for name, entry in self._entries.items():
@@ -72,39 +72,41 @@ class Checkpoint:
                     "describes."
                 )
 
-    def fill(self, slot: WeightSlot) -> None:
-        """Write this rank's part of a tensor to the slot's target, in the target's type."""
-        name = self._stored_name(slot.name)
+    def fill_shard(self, shard: WeightShard) -> None:
+        """Write this rank's part of a tensor to the shard's target, in the target's type."""
+        name = self._stored_name(shard.name)
         entry = self._entries[name]
-        first, end, _ = slot.part[0].indices(slot.shape[0])
-        row_bytes = math.prod(slot.target.shape[1:]) * ITEM_BYTES[entry.dtype]
+        first, end, _ = shard.part[0].indices(shard.shape[0])
+        row_bytes = math.prod(shard.target.shape[1:]) * ITEM_BYTES[entry.dtype]
         height = max(1, _CHUNK_BYTES // max(1, row_bytes))
         try:
             tensor = self._opened(entry.path).get_slice(name)
             for low in range(first, end, height):
                 high = min(low + height, end)
-                slot.target[low - first : high - first] = tensor[(slice(low, high), *slot.part[1:])]
+                shard.target[low - first : high - first] = tensor[
+                    (slice(low, high), *shard.part[1:])
+                ]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} cannot be read: {first_line(error)}."
+                f"{entry.path}: tensor {shard.name} cannot be read: {first_line(error)}."
             ) from None
 
     def _stored_name(self, name: str) -> str:
         """Return a tensor's name here; one saved without its head leaves out the first word."""
         return name if name in self._entries else name.partition(".")[2]
 
-    def _check_slot(self, slot: WeightSlot) -> None:
-        entry = self._entries.get(self._stored_name(slot.name))
+    def _check_shard(self, shard: WeightShard) -> None:
+        entry = self._entries.get(self._stored_name(shard.name))
         if entry is None:
-            raise CheckpointError(f"{self._folder}: tensor {slot.name} is missing.")
-        if entry.shape != slot.shape:
+            raise CheckpointError(f"{self._folder}: tensor {shard.name} is missing.")
+        if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} must have shape {list(slot.shape)}, "
+                f"{entry.path}: tensor {shard.name} must have shape {list(shard.shape)}, "
                 f"not {list(entry.shape)}."
             )
         if entry.dtype not in ITEM_BYTES:
             raise CheckpointError(
-                f"{entry.path}: tensor {slot.name} must be of type {', '.join(ITEM_BYTES)}, "
+                f"{entry.path}: tensor {shard.name} must be of type {', '.join(ITEM_BYTES)}, "
                 f"not {entry.dtype}."
             )
 

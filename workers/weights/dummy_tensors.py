@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workers.layers.weight import WeightSlot
+    from workers.layers.weight import WeightShard
 
 __all__ = ["DummyTensors"]
 
@@ -27,30 +27,30 @@ class DummyTensors:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def fill(self, slot: WeightSlot) -> None:
-        """Write this rank's part: what the slot says, or else a normal distribution."""
-        if slot.dummy is not None:
-            slot.target.fill_(slot.dummy)
+    def fill_shard(self, shard: WeightShard) -> None:
+        """Write this rank's part: what the shard says, or else a normal distribution."""
+        if shard.dummy is not None:
+            shard.target.fill_(shard.dummy)
             return
-        first, end, _ = slot.part[0].indices(slot.shape[0])
-        for rows, chunk in self._chunks(slot, first, end):
+        first, end, _ = shard.part[0].indices(shard.shape[0])
+        for rows, chunk in self._chunks(shard, first, end):
             low, high = max(rows.start, first), min(rows.stop, end)
             part = chunk[low - rows.start : high - rows.start]
-            slot.target[low - first : high - first] = part[(slice(None), *slot.part[1:])]
+            shard.target[low - first : high - first] = part[(slice(None), *shard.part[1:])]
 
     def _chunks(
-        self, slot: WeightSlot, first: int, end: int
+        self, shard: WeightShard, first: int, end: int
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield whole rows, in chunks that lie where they lie for every rank."""
-        num_rows, row_shape = slot.shape[0], slot.shape[1:]
+        num_rows, row_shape = shard.shape[0], shard.shape[1:]
         height = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(row_shape).numel()))
-        device = slot.target.device
+        device = shard.target.device
         generator = torch.Generator(device)
         for index in range(first // height, -(-end // height)):
             rows = slice(index * height, min(num_rows, (index + 1) * height))
-            generator.manual_seed(self._seed_of(slot.name, index))
+            generator.manual_seed(self._seed_of(shard.name, index))
             chunk = torch.empty(
-                (rows.stop - rows.start, *row_shape), dtype=slot.target.dtype, device=device
+                (rows.stop - rows.start, *row_shape), dtype=shard.target.dtype, device=device
             )
             yield rows, chunk.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
 

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagedray.config import EngineConfig
-    from workers.layers.weight import Layer, WeightSlot
+    from workers.layers.weight import Layer, WeightShard
 
-__all__ = ["TensorSource", "fill_slots", "load_weights"]
+__all__ = ["TensorSource", "fill_shards", "load_weights"]
 
 
 class TensorSource(Protocol):
     """Where weights come from."""
 
-    def fill(self, slot: WeightSlot) -> None:
-        """Write this rank's part of a tensor to the slot's target, in the target's type."""
+    def fill_shard(self, shard: WeightShard) -> None:
+        """Write this rank's part of a tensor to the shard's target, in the target's type."""
 
 
 def load_weights(
@@ -37,27 +37,27 @@ def load_weights(
 
     Raises CheckpointError.
     """
-    slots = list(model.slots())
+    shards = list(model.weight_shards())
     with torch.inference_mode():
         if config.load_format == "dummy":
-            fill_slots(slots, DummyTensors(config.load_seed), progress)
+            fill_shards(shards, DummyTensors(config.load_seed), progress)
         else:
             with Checkpoint(config.model.folder) as checkpoint:
-                checkpoint.check(slots, is_head_tied=config.model.has_tied_embeddings)
-                fill_slots(slots, checkpoint, progress)
+                checkpoint.check_tensors(shards, is_head_tied=config.model.has_tied_embeddings)
+                fill_shards(shards, checkpoint, progress)
         model.finalize()
 
 
-def fill_slots(
-    slots: Sequence[WeightSlot],
+def fill_shards(
+    shards: Sequence[WeightShard],
     source: TensorSource,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill every slot from a source."""
-    for done, slot in enumerate(slots):
+    """Fill every shard from a source."""
+    for done, shard in enumerate(shards):
         if progress is not None:
-            progress(done, len(slots))
-        if slot.target.numel():
-            source.fill(slot)
+            progress(done, len(shards))
+        if shard.target.numel():
+            source.fill_shard(shard)
     if progress is not None:
-        progress(len(slots), len(slots))
+        progress(len(shards), len(shards))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
-from workers.layers.weight import Composite, part_of
+from workers.layers.weight import CompositeLayer, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
 
 
-class CrossAttention(Composite):
+class CrossAttention(CompositeLayer):
     """Queries from the decoder, keys and values from the encoder; all projections have a bias."""
 
     def __init__(
@@ -77,8 +77,7 @@ class CrossAttention(Composite):
             key, value = self._key_value(encoded).split(self._size, dim=1)
         return self._output(self._attend(self._query(hidden), key, value, kv_cache, metadata))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the projections."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._query
         yield self._key_value
         yield self._output

@@ -8,7 +8,7 @@ from attention.abstract import AttentionParams, AttentionType
 from tests.workers.bart.cross_attention import CrossAttention
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
-from workers.layers.weight import Composite
+from workers.layers.weight import CompositeLayer
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Placement(NamedTuple):
     device: torch.device
 
 
-class BartEncoderLayer(Composite):
+class BartEncoderLayer(CompositeLayer):
     """Self attention and MLP."""
 
     def __init__(
@@ -52,15 +52,14 @@ class BartEncoderLayer(Composite):
         hidden = self._attention_norm(hidden, self._attention(hidden, kv_cache, metadata))
         return self._mlp_norm(hidden, self._mlp(hidden))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._attention
         yield self._attention_norm
         yield self._mlp
         yield self._mlp_norm
 
 
-class BartDecoderLayer(Composite):
+class BartDecoderLayer(CompositeLayer):
     """Self attention, attention to the encoder's tokens, and MLP."""
 
     def __init__(
@@ -95,8 +94,7 @@ class BartDecoderLayer(Composite):
         hidden = self._cross_norm(hidden, self._cross(hidden, encoded, kv_cache, metadata))
         return self._mlp_norm(hidden, self._mlp(hidden))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._attention
         yield self._attention_norm
         yield self._cross

@@ -17,14 +17,13 @@ from tests.workers.bart.layers import (
 )
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.position_embedding import PositionEmbedding
-from workers.layers.weight import Composite, WeightSlot
+from workers.layers.weight import CompositeLayer, Layer, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
     from tests.workers.bart.config import BartConfig
-    from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
 # The first rows of the tables of positions were meant for padding.
@@ -47,8 +46,8 @@ def bart_spec(
     )
 
 
-class Bart(Composite):
-    """One rank's part of a model. Fill its slots and `finalize` before the first forward."""
+class Bart(CompositeLayer):
+    """One rank's part of a model. Fill its shards and call `finalize` before the first forward."""
 
     def __init__(
         self,
@@ -140,8 +139,7 @@ class Bart(Composite):
         words = self._words(token_ids)
         return words if self._word_scale == 1.0 else words.mul_(self._word_scale)
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._words
         yield self._encoder_input
         yield from self._encoder_layers
@@ -151,7 +149,7 @@ class Bart(Composite):
         yield self._logits_bias
 
 
-class _Input(Composite):
+class _Input(CompositeLayer):
     """What enters a stack: embeddings of tokens and positions, added and normed."""
 
     def __init__(self, name: str, config: BartConfig, placement: Placement) -> None:
@@ -168,26 +166,21 @@ class _Input(Composite):
         """Return `[num_tokens, hidden_size]`."""
         return self._norm(words, self._positions(positions + _POSITION_OFFSET))
 
-    def parts(self) -> Iterator[Layer]:
-        """Yield the layers."""
+    def sublayers(self) -> Iterator[Layer]:
         yield self._positions
         yield self._norm
 
 
-class _LogitsBias:
+class _LogitsBias(Layer):
     """What is added to the logits, the same on every rank."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.row = torch.empty(1, vocab_size, dtype=torch.float32, device=device)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield the row."""
-        yield WeightSlot(
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
             name="final_logits_bias",
             shape=tuple(self.row.shape),
             part=(slice(None), slice(None)),
             target=self.row,
         )
-
-    def finalize(self) -> None:
-        """Do nothing."""

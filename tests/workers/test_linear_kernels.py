@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.layers.linear_kernels import PackedProduct, padded_rows
+from workers.layers.linear_kernels import OneDnnLinear, num_padded_rows
 
 CPU = torch.device("cpu")
 
 
 def test_few_numbers_of_rows_stand_for_all_and_cost_little() -> None:
-    padded = {rows: padded_rows(rows) for rows in range(1, 8193)}
+    padded = {rows: num_padded_rows(rows) for rows in range(1, 8193)}
     assert all(most >= rows for rows, most in padded.items())
     assert len(set(padded.values())) <= 16 + 32 + 240
     # No more than what is multiplied at a time.
@@ -26,11 +26,11 @@ def test_few_numbers_of_rows_stand_for_all_and_cost_little() -> None:
 def test_padded_products_are_those_of_the_rows(num_rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x, weight = (torch.randn(n, 48, generator=generator).to(dtype) for n in (num_rows, 40))
-    product = PackedProduct.empty(40, 48, has_bias=False, dtype=dtype, device=CPU)
-    product.weight.copy_(weight)
-    product.finalize()
+    kernel = OneDnnLinear.empty(40, 48, has_bias=False, dtype=dtype, device=CPU)
+    kernel.weight.copy_(weight)
+    kernel.finalize()
     expected = functional.linear(x.double(), weight.double())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    found = product(x)
+    found = kernel(x)
     assert found.shape == (num_rows, 40)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=10 * tolerance)
