@@ -58,7 +58,7 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
     ) as llm:
         (generation,) = llm.generate("import os", params, show_progress=False)
         # On one machine a socket in the file system would do as well.
-        ranks = llm._executor._ranks  # type: ignore[attr-defined]  # Ray's
+        ranks = llm._engine._executor._ranks  # type: ignore[attr-defined]  # Ray's
         families = {channel._socket.family.name for channel in ranks._channels}
         report = {
             "families": sorted(families),
