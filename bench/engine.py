@@ -159,7 +159,7 @@ def _run(
     send: Callable[[list[Row]], None],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _save_model(Path(folder), SHAPES[shape])
+        save_model(Path(folder), SHAPES[shape])
         started_s = time.perf_counter()
         with LLM(
             folder,
@@ -210,7 +210,7 @@ def _seconds(llm: LLM, workload: Workload, num_new_tokens: int | None = None) ->
     return seconds
 
 
-def _save_model(folder: Path, shape: dict[str, Any]) -> None:  # Any: JSON values
+def save_model(folder: Path, shape: dict[str, Any]) -> None:  # Any: JSON values
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder)
     (folder / "config.json").write_text(json.dumps(shape))

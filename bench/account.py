@@ -1,0 +1,485 @@
+"""Where the time of a steady decode step goes: every kernel, the gaps between them, the host.
+
+    python bench/account.py --case 1 --case 256 --case 256-top_p --output account.json
+
+The engine has dummy weights at the shape of Llama 3 8B and its rank runs in a thread of this
+process, so that the profiler sees it. A marker kernel of about two microseconds starts each step;
+it is not counted as busy. Bytes and FLOP of the products are computed from their shapes; the share
+of the roof is the larger of both shares. Gaps are named by the kernels before and after them.
+Host times are of the rank's thread, measured without the profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partialmethod, wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.engine import MAX_TOKEN_ID, SHAPES, save_model
+from pagedray import LLM, SamplingParams, __version__
+from workers.runner.cuda_graphs import DecodeGraphs
+from workers.runner.input_batch import InputBatch
+from workers.runner.model_runner import ModelRunner
+from workers.sampler import Sampler
+from workers.sampling.torch_choice import TorchChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+READ_BYTES_PER_S = 4.19e12
+FLOP_PER_S = 792e12
+MARKER = "spin_kernel"
+PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+NO_PRODUCT = re.compile(r"reduce|flash|attention|prefill|decode", re.IGNORECASE)
+NUM_PROMPT_TOKENS = 128
+NUM_WARM_UP_STEPS = 60
+NUM_TIMED_STEPS = 100
+NUM_PROFILED_STEPS = 30
+NUM_SPARE_STEPS = 400
+"""For the start and the end of the profiler, which take some."""
+TOP_P: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # Any: fields of SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Equal prompts decoded together; the last `num_special` of them sample otherwise."""
+
+    batch_size: int
+    special: dict[str, Any] = field(default_factory=dict)  # Any: fields of SamplingParams
+    num_special: int = 0
+
+    def sampling(self, index: int, max_tokens: int) -> SamplingParams:
+        """Return how the request of this index samples."""
+        is_special = index >= self.batch_size - self.num_special
+        options = {"temperature": 0.0} | (self.special if is_special else {})
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **options)
+
+
+CASES = {
+    "1": Case(batch_size=1),
+    "64": Case(batch_size=64),
+    "256": Case(batch_size=256),
+    "1-top_p": Case(batch_size=1, special=TOP_P, num_special=1),
+    "256-top_p": Case(batch_size=256, special=TOP_P, num_special=256),
+    "256-one_top_p": Case(batch_size=256, special=TOP_P, num_special=1),
+    "256-logprobs": Case(batch_size=256, special={"logprobs": 5}, num_special=256),
+    "256-one_logprobs": Case(batch_size=256, special={"logprobs": 5}, num_special=1),
+    "256-random": Case(batch_size=256, special={"temperature": 0.7}, num_special=256),
+    "256-penalty": Case(batch_size=256, special={"frequency_penalty": 0.5}, num_special=256),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """One kernel of a step."""
+
+    name: str
+    launches: float
+    """A step, as are all other figures but `us_each`."""
+    us_each: float
+    us: float
+    gigabytes: float | None = None
+    """By formula; None where there is none."""
+    gigaflop: float | None = None
+    share_of_roof: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The account of one case; microseconds a step."""
+
+    case: str
+    backend: str
+    num_profiled_steps: int
+    wall_us: float
+    """Between steps without the profiler, median."""
+    tokens_per_s: float
+    span_us: float | None
+    """Between markers, mean; None without a GPU, as the next three."""
+    busy_us: float | None
+    marker_us: float | None
+    gap_us: float | None
+    mean_context: float
+    host_us: dict[str, tuple[float, float]]
+    """Median and 99th percentile of each part of the rank's launch."""
+    clocks: str
+    kernels: list[KernelRow]
+    gaps: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel, copy or fill on the device, in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+class StepClock:
+    """Counts the steps of the rank and times the parts of its launches."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._condition = threading.Condition()
+        self._times: dict[str, list[float]] = defaultdict(list)
+        self.num_steps = 0
+        self.is_marking = False
+        self.starts: list[float] = []
+
+    def install(self) -> None:
+        """Wrap the parts of a launch, in every runner of this process."""
+        for owner, part in (
+            (InputBatch, InputBatch.prepare_inputs),
+            (DecodeGraphs, DecodeGraphs.replay),
+            (Sampler, Sampler.sample),
+        ):
+            setattr(owner, part.__name__, self._timed(part, part.__name__))
+        setattr(ModelRunner, "launch", self._counted(ModelRunner.launch))  # noqa: B010
+
+    def reset(self) -> None:
+        """Forget all times and count from zero."""
+        with self._condition:
+            self.num_steps = 0
+            self._times.clear()
+            self.starts.clear()
+
+    def wait_for(self, num_steps: int) -> None:
+        """Return once as many steps were launched since the reset."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self.num_steps >= num_steps, timeout=60):
+                raise TimeoutError(f"Only {self.num_steps} of {num_steps} steps were launched.")
+
+    def forget_times(self) -> None:
+        """Forget all times, but not the count."""
+        with self._condition:
+            self._times.clear()
+            self.starts.clear()
+
+    def percentiles(self) -> dict[str, tuple[float, float]]:
+        """Return median and 99th percentile of each part, in microseconds."""
+        with self._condition:
+            return {
+                name: (round(statistics.median(times), 1), round(_percentile(times, 0.99), 1))
+                for name, times in self._times.items()
+            }
+
+    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*arguments: Any, **options: Any) -> Any:  # Any: whatever the method takes
+            start_s = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._times[name].append((time.perf_counter() - start_s) * 1e6)
+
+        return timed
+
+    def _counted(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self._timed(launch, "launch")
+
+        @wraps(launch)
+        def counted(*arguments: Any, **options: Any) -> Any:  # Any: whatever the method takes
+            if self.is_marking and self._device == "cuda":
+                torch.cuda._sleep(1)
+            self.starts.append(time.perf_counter())
+            pending = timed(*arguments, **options)
+            with self._condition:
+                self.num_steps += 1
+                self._condition.notify_all()
+            return pending
+
+        return counted
+
+
+def main() -> int:
+    """Take the account of every case, print it, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--case", action="append", choices=CASES, help="repeatable (all of them)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--torch-choice", action="store_true", help="choose tokens by torch")
+    options = parser.parse_args()
+    if options.torch_choice:
+        Sampler.__init__ = partialmethod(Sampler.__init__, choice=TorchChoice())  # type: ignore[method-assign, assignment]  # before any is made
+    shape = SHAPES[options.shape]
+    clock = StepClock(options.device)
+    clock.install()
+    accounts = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), shape)
+        started_s = time.perf_counter()
+        with LLM(
+            folder,
+            executor="local",
+            device=options.device,
+            load_format="dummy",
+            attention_backend=options.backend,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=2048,
+            show_progress=False,
+        ) as llm:
+            print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
+            if options.device == "cuda":
+                # The first start of the profiler takes seconds.
+                with profile(activities=[ProfilerActivity.CUDA]):
+                    torch.cuda.synchronize()
+            for name in options.case or CASES:
+                accounts.append(take_account(name, llm, clock, shape, options))
+                print_account(accounts[-1])
+                if options.output is not None:
+                    write(options.output, options.shape, accounts)
+    return 0
+
+
+def take_account(
+    name: str,
+    llm: LLM,
+    clock: StepClock,
+    shape: dict[str, Any],  # Any: JSON values
+    options: argparse.Namespace,
+) -> Account:
+    """Decode a case and return its account: first without the profiler, then with it."""
+    case = CASES[name]
+    chance = random.Random(0)
+    prompts = [
+        [chance.randrange(2, MAX_TOKEN_ID) for _ in range(NUM_PROMPT_TOKENS)]
+        for _ in range(case.batch_size)
+    ]
+    # More than are profiled, so that the batch is whole while they are.
+    length = NUM_WARM_UP_STEPS + NUM_TIMED_STEPS + NUM_SPARE_STEPS
+    sampling = [case.sampling(index, length) for index in range(case.batch_size)]
+    clock.reset()
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            llm.generate(prompts, sampling, show_progress=False)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    clock.wait_for(NUM_WARM_UP_STEPS)
+    clock.forget_times()
+    clock.wait_for(NUM_WARM_UP_STEPS + NUM_TIMED_STEPS)
+    starts = list(clock.starts)
+    host_us = clock.percentiles()
+    wall_us = statistics.median(b - a for a, b in pairwise(starts)) * 1e6
+    first = clock.num_steps
+    launches: list[Launch] = []
+    clocks = ""
+    if options.device == "cuda":
+        clock.is_marking = True
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            begun = clock.num_steps
+            clock.wait_for(begun + NUM_PROFILED_STEPS // 2)
+            clocks = gpu_clocks()
+            clock.wait_for(max(begun + NUM_PROFILED_STEPS, clock.num_steps + 2))
+            torch.cuda.synchronize()
+        clock.is_marking = False
+        launches = sorted(_launches(profiler), key=lambda one: one.start)
+    mean_context = NUM_PROMPT_TOKENS + (first + clock.num_steps) / 2
+    thread.join()
+    if errors:
+        raise errors[0]
+    products = product_shapes(shape, case.batch_size)
+    steps = split_steps(launches)
+    span = sum(step[-1].start - step[0].start for step in steps)
+    marker = sum(step[0].end - step[0].start for step in steps)
+    gaps, gap = gaps_of(steps)
+    count = max(len(steps), 1)
+    return Account(
+        case=name,
+        backend=options.backend,
+        num_profiled_steps=len(steps),
+        wall_us=round(wall_us, 1),
+        tokens_per_s=round(case.batch_size / wall_us * 1e6, 1),
+        span_us=round(span / count / 1e3, 1) if steps else None,
+        busy_us=round((span - gap - marker) / count / 1e3, 1) if steps else None,
+        marker_us=round(marker / count / 1e3, 1) if steps else None,
+        gap_us=round(gap / count / 1e3, 1) if steps else None,
+        mean_context=mean_context,
+        host_us=host_us,
+        clocks=clocks,
+        kernels=kernel_rows(steps, products, shape["num_hidden_layers"]),
+        gaps=gaps,
+    )
+
+
+def split_steps(launches: list[Launch]) -> list[list[Launch]]:
+    """Return the launches of each whole step, from its marker to the next one, inclusive."""
+    marks = [i for i, one in enumerate(launches) if MARKER in one.name]
+    return [launches[a : b + 1] for a, b in pairwise(marks)]
+
+
+def product_shapes(
+    shape: dict[str, Any],  # Any: JSON values
+    num_rows: int,
+) -> dict[str, tuple[int, int, int]]:
+    """Return rows, columns in and columns out of each product, in the order of a step."""
+    hidden, head_size = shape["hidden_size"], shape["head_dim"]
+    query = shape["num_attention_heads"] * head_size
+    qkv = query + 2 * shape["num_key_value_heads"] * head_size
+    return {
+        "qkv": (num_rows, hidden, qkv),
+        "o": (num_rows, query, hidden),
+        "gate_up": (num_rows, hidden, 2 * shape["intermediate_size"]),
+        "down": (num_rows, shape["intermediate_size"], hidden),
+        "head": (num_rows, hidden, shape["vocab_size"]),
+    }
+
+
+def kernel_rows(
+    steps: list[list[Launch]], products: dict[str, tuple[int, int, int]], num_layers: int
+) -> list[KernelRow]:
+    """Return a row for each kernel, those of the largest share first."""
+    times: dict[tuple[str, str], int] = Counter()
+    counts: dict[tuple[str, str], int] = Counter()
+    layer_products = list(products)[:4]
+    for step in steps:
+        inside = step[1:-1]
+        multiplied = [one for one in inside if _is_product(one.name)]
+        labels = [*layer_products * num_layers, "head"]
+        is_known = len(multiplied) == len(labels)
+        labelled = iter(labels)
+        for one in inside:
+            label = next(labelled) if is_known and _is_product(one.name) else ""
+            times[label, one.name] += one.end - one.start
+            counts[label, one.name] += 1
+    rows = []
+    for (label, name), time_ns in times.items():
+        count = counts[label, name]
+        us_each = time_ns / count / 1e3
+        row: dict[str, Any] = {}  # Any: fields of a row
+        if label:
+            rows_in, size_in, size_out = products[label]
+            num_bytes = 2 * (size_in * size_out + rows_in * (size_in + size_out))
+            flop = 2 * rows_in * size_in * size_out
+            floor_us = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6
+            row["gigabytes"] = round(num_bytes * count / len(steps) / 1e9, 4)
+            row["gigaflop"] = round(flop * count / len(steps) / 1e9, 2)
+            row["share_of_roof"] = round(floor_us / us_each, 3)
+        rows.append(
+            KernelRow(
+                name=f"{label + ': ' if label else ''}{name}"[:150],
+                launches=round(count / len(steps), 2),
+                us_each=round(us_each, 2),
+                us=round(time_ns / len(steps) / 1e3, 1),
+                **row,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def gaps_of(steps: list[list[Launch]]) -> tuple[dict[str, float], int]:
+    """Return the longest gaps by neighbours, microseconds a step, and the nanoseconds of all."""
+    total: dict[str, int] = Counter()
+    for step in steps:
+        last, end = step[0], step[0].end
+        for one in step[1:]:
+            if one.start > end:
+                total[f"{last.name[:50]} -> {one.name[:50]}"] += one.start - end
+            if one.end > end:
+                last, end = one, one.end
+    longest = sorted(total.items(), key=lambda item: -item[1])[:15]
+    return {name: round(gap / len(steps) / 1e3, 2) for name, gap in longest}, sum(total.values())
+
+
+def gpu_clocks() -> str:
+    """Return SM clock, power and temperature, or nothing where nvidia-smi is not there."""
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    try:
+        return subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+
+
+def print_account(account: Account) -> None:
+    """Print a case as a table."""
+    print(
+        f"\n== {account.case} ({account.backend}): {account.wall_us:,.0f} us a step, "
+        f"{account.tokens_per_s:,.0f} tokens/s, mean context {account.mean_context:.0f}"
+    )
+    for name, (median, late) in account.host_us.items():
+        print(f"   host {name:14} p50 {median:9.1f} us  p99 {late:9.1f} us")
+    if account.span_us is None:
+        return
+    print(
+        f"   {account.num_profiled_steps} steps: span {account.span_us} us = busy "
+        f"{account.busy_us} + gaps {account.gap_us} + marker {account.marker_us}; {account.clocks}"
+    )
+    for row in account.kernels:
+        if row.us >= 1.0:
+            roof = "" if row.share_of_roof is None else f"{row.share_of_roof:6.3f}"
+            gigabytes = "" if row.gigabytes is None else f"{row.gigabytes:8.3f} GB"
+            print(
+                f"   {row.launches:7.2f} x {row.us_each:9.2f} = {row.us:9.1f} us "
+                f"{gigabytes:11} {roof:6}  {row.name[:100]}"
+            )
+    print("   gaps:")
+    for name, gap in account.gaps.items():
+        print(f"   {gap:9.2f} us  {name}")
+    sys.stdout.flush()
+
+
+def write(path: Path, shape: str, accounts: list[Account]) -> None:
+    """Write the accounts with where they were taken."""
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "pagedray": __version__,
+        "torch": torch.__version__,
+        "shape": shape,
+        "accounts": [asdict(account) for account in accounts],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _is_product(name: str) -> bool:
+    return PRODUCT.search(name) is not None and NO_PRODUCT.search(name) is None
+
+
+def _launches(profiler: Any) -> Iterator[Launch]:  # Any: torch's profiler has no types here
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type().name == "CUDA":
+            start = event.start_ns()
+            yield Launch(event.name(), start, start + event.duration_ns())
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
