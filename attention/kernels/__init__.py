@@ -1,1 +1,1 @@
-"""Kernels of our own, for what no library does or does slowly."""
+"""Kernels for what libraries do not support or do slowly."""

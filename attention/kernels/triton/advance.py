@@ -1,4 +1,4 @@
-"""Moves a batch of decodes one token further, on the device."""
+"""Advances a batch of decodes by one token, on the device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def _advance_rows(
     block_size: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Advance `tile` rows of the batch.
+
+    Launched by `advance`; grid `(tiles of rows,)`. Pointers: seq_lens `[B]` int32, slot_mapping
+    `[>= B]` int64, tables `[>= B, width]` int32.
+    """
     rows = tl.program_id(0) * tile + tl.arange(0, tile)
     is_row = rows < num_rows
     lengths = tl.load(seq_lens + rows, mask=is_row, other=0)
@@ -42,11 +47,11 @@ def advance(
     *,
     block_size: int,
 ) -> None:
-    """Add one token to each sequence in place: to its length, and its slot in place of the last.
+    """Advance each sequence by one token: increment its length, and write its next slot.
 
     `seq_lens` is int32 `[B]`, `slot_mapping` int64 `[>= B]`, `block_tables` int32 `[>= B, width]`.
-    Rows of length 0 are padding and stay as they are. A row whose table has no block for the next
-    token keeps its length, and its slot is -1.
+    Rows of length 0 are padding and are left unchanged. A row whose table has no block for the next
+    token keeps its length and gets slot -1.
     """
     num_rows = len(seq_lens)
     assert seq_lens.dtype == block_tables.dtype == torch.int32

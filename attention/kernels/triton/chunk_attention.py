@@ -1,6 +1,6 @@
-"""Attention of many queries a sequence, over blocks or over ragged keys and values.
+"""Attention of several queries per sequence, over blocks or over ragged keys and values.
 
-Owns the kernel and its launch; `paged_attention` and `ragged_attention` are its two faces.
+Owns the kernel and its launch; callers use `paged_attention` or `ragged_attention`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 from attention.kernels.triton.tiles import (
     attend,
     dot_type,
-    load_rows,
     load_slopes,
+    load_vectors,
     log_sum,
     mean_values,
     stride_unit,
@@ -27,12 +27,12 @@ from attention.kernels.triton.tuning import PagedAttentionTuning, next_power_of_
 if TYPE_CHECKING:
     from attention.kernels.triton.options import AttentionOptions
 
-__all__ = ["KeyRows", "attend_chunks"]
+__all__ = ["KeyLayout", "attend_chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeyRows:
-    """Where the keys and values of all sequences are."""
+class KeyLayout:
+    """The keys and values of all sequences."""
 
     keys: torch.Tensor
     """`[num_blocks, block_size, num_kv_heads, head_size]`, or without blocks
@@ -86,10 +86,20 @@ def _attend_chunks(
     block_size: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
-    tile_rows: tl.constexpr,
+    tile_vectors: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> None:
-    tile_queries: tl.constexpr = tile_rows // num_queries_per_kv
+    """Attend for one tile of the queries of one sequence and one KV head.
+
+    Launched by `attend_chunks`; grid `(tiles of queries, num_kv_heads, num_sequences)`.
+    Pointers: query, out `[num_tokens, num_heads, head_size]`; keys, values
+    `[num_blocks, block_size, num_kv_heads, head_size]`, or with `block_size` 0
+    `[num_kv_tokens, num_kv_heads, head_size]`, of the model's dtype or fp8; lse
+    `[num_tokens, num_heads]` float32; slopes `[num_heads]` float32; query_starts `[B + 1]` int32;
+    bounds `[B]` int32, the numbers of keys, or with `block_size` 0 `[B + 1]`, where they start;
+    tables `[B, width]` int32.
+    """
+    tile_queries: tl.constexpr = tile_vectors // num_queries_per_kv
     block_stride, token_stride, head_stride = wide_strides(
         block_stride, token_stride, head_stride, stride_unit
     )
@@ -97,7 +107,7 @@ def _attend_chunks(
     sequence = tl.program_id(2)
     query_start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - query_start
-    # Under a causal mask the last queries have the most keys, and go first.
+    # With a causal mask the last queries have the most keys, so they start first.
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile_queries
     if first_query >= num_queries:
         return
@@ -110,26 +120,26 @@ def _attend_chunks(
         num_keys = tl.load(bounds + sequence)
         sequence_offset = 0
 
-    rows = tl.arange(0, tile_rows)
-    queries = first_query + rows // num_queries_per_kv
-    heads = kv_head * num_queries_per_kv + rows % num_queries_per_kv
-    is_row = (rows < tile_queries * num_queries_per_kv) & (queries < num_queries)
+    vectors = tl.arange(0, tile_vectors)
+    queries = first_query + vectors // num_queries_per_kv
+    heads = kv_head * num_queries_per_kv + vectors % num_queries_per_kv
+    is_vector = (vectors < tile_queries * num_queries_per_kv) & (queries < num_queries)
     tokens = (query_start + queries).to(tl.int64)
-    q = load_rows(
+    q = load_vectors(
         query,
         tokens * query_token_stride + heads * query_head_stride,
-        is_row,
+        is_vector,
         False,
         head_size,
         padded_size,
     ).to(operand_type)
-    row_slopes = load_slopes(slopes, heads, is_row, has_slopes)
+    vector_slopes = load_slopes(slopes, heads, is_vector, has_slopes)
 
     first_position = num_keys - num_queries + first_query
     last_position = min(first_position + tile_queries, num_keys) - 1
     first_key = 0
     end_key = num_keys
-    # Up to here every row sees every key, so that whole tiles need no mask.
+    # Every query sees every key before this one, so those tiles need no mask.
     unmasked_end = num_keys
     if has_right:
         end_key = min(end_key, last_position + window_right + 1)
@@ -139,9 +149,9 @@ def _attend_chunks(
         first_key = max(first_position - window_left, 0)
         unmasked_end = first_key // tile_keys * tile_keys
 
-    weighted = tl.zeros([tile_rows, padded_size], tl.float32)
-    top = tl.full([tile_rows], float("-inf"), tl.float32)
-    total = tl.zeros([tile_rows], tl.float32)
+    weighted = tl.zeros([tile_vectors, padded_size], tl.float32)
+    top = tl.full([tile_vectors], float("-inf"), tl.float32)
+    total = tl.zeros([tile_vectors], tl.float32)
     table = tables + sequence.to(tl.int64) * table_stride
     positions = num_keys - num_queries + queries
     keys += sequence_offset + kv_head * head_stride
@@ -153,7 +163,7 @@ def _attend_chunks(
             total,
             q,
             positions,
-            row_slopes,
+            vector_slopes,
             keys,
             values,
             table,
@@ -182,7 +192,7 @@ def _attend_chunks(
         total,
         q,
         positions,
-        row_slopes,
+        vector_slopes,
         keys,
         values,
         table,
@@ -211,15 +221,15 @@ def _attend_chunks(
     tl.store(
         out + out_offsets[:, None] + dims[None, :],
         mean_values(weighted, total, v_scale).to(out.dtype.element_ty),
-        mask=is_row[:, None] & (dims[None, :] < head_size),
+        mask=is_vector[:, None] & (dims[None, :] < head_size),
     )
     if has_lse:
-        tl.store(lse + tokens * lse_token_stride + heads, log_sum(top, total), mask=is_row)
+        tl.store(lse + tokens * lse_token_stride + heads, log_sum(top, total), mask=is_vector)
 
 
 def attend_chunks(
     query: torch.Tensor,
-    rows: KeyRows,
+    layout: KeyLayout,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
@@ -228,40 +238,40 @@ def attend_chunks(
     options: AttentionOptions,
     tuning: PagedAttentionTuning,
 ) -> None:
-    """Launch the kernel; shapes are those of `paged_attention` and `ragged_attention`."""
+    """Launch the kernel; shapes are as in `paged_attention` and `ragged_attention`."""
     num_heads, head_size = query.shape[1:]
-    num_kv_heads = rows.keys.shape[-2]
+    num_kv_heads = layout.keys.shape[-2]
     num_queries_per_kv = num_heads // num_kv_heads
     num_sequences = len(query_starts) - 1
     assert query_starts.dtype == torch.int32
     assert num_heads == num_queries_per_kv * num_kv_heads
     assert query.stride(2) == out.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
-    assert tuning.tile_rows >= num_queries_per_kv
+    assert tuning.tile_vectors >= num_queries_per_kv
     if not num_sequences or not max_query_len:
         return
-    tables = rows.block_tables
+    tables = layout.block_tables
     slopes = options.alibi_slopes
-    unit = stride_unit(rows.keys)
-    num_tiles = triton.cdiv(max_query_len, tuning.tile_rows // num_queries_per_kv)
+    unit = stride_unit(layout.keys)
+    num_tiles = triton.cdiv(max_query_len, tuning.tile_vectors // num_queries_per_kv)
     _attend_chunks[(num_tiles, num_kv_heads, num_sequences)](
         query,
-        rows.keys,
-        rows.values,
+        layout.keys,
+        layout.values,
         out,
         out if lse is None else lse,
-        rows.bounds if slopes is None else slopes,
+        layout.bounds if slopes is None else slopes,
         query_starts,
-        rows.bounds,
-        rows.bounds if tables is None else tables,
+        layout.bounds,
+        layout.bounds if tables is None else tables,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
         0 if lse is None else lse.stride(0),
-        0 if tables is None else rows.keys.stride(0) // unit,
-        rows.keys.stride(-3) // unit,
-        rows.keys.stride(-2) // unit,
+        0 if tables is None else layout.keys.stride(0) // unit,
+        layout.keys.stride(-3) // unit,
+        layout.keys.stride(-2) // unit,
         0 if tables is None else tables.stride(0),
         options.window_left,
         options.window_right,
@@ -276,10 +286,10 @@ def attend_chunks(
         operand_type=dot_type(query),
         stride_unit=unit,
         num_queries_per_kv=num_queries_per_kv,
-        block_size=0 if tables is None else rows.keys.shape[1],
+        block_size=0 if tables is None else layout.keys.shape[1],
         head_size=head_size,
         padded_size=max(16, next_power_of_two(head_size)),
-        tile_rows=tuning.tile_rows,
+        tile_vectors=tuning.tile_vectors,
         tile_keys=tuning.tile_keys,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

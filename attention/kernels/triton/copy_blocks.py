@@ -1,4 +1,4 @@
-"""Copies whole blocks within one cache, by a list that is on the device."""
+"""Copies whole blocks within one cache, by a list on the device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def _copy_words(
     cache: tl.tensor, pairs: tl.tensor, block_words: tl.tensor, tile: tl.constexpr
 ) -> None:
+    """Copy `tile` words of one block to another.
+
+    Launched by `copy_blocks`; grid `(num_pairs, tiles of a block)`. Pointers: cache
+    `[num_blocks, block_words]` of any integer dtype, pairs `[num_pairs, 2]` int64.
+    """
     pair = tl.program_id(0).to(tl.int64)
     source = tl.load(pairs + 2 * pair)
     destination = tl.load(pairs + 2 * pair + 1)
@@ -28,8 +33,8 @@ def _copy_words(
 def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy block `src` to block `dst`, all layers, for each row of int64 `pairs`, `[n, 2]`.
 
-    `cache` is that of all layers and contiguous. No block is both a source and a destination, and
-    no destination is named twice; neither is checked.
+    `cache` is that of all layers, and contiguous. The caller guarantees that no block is both a
+    source and a destination, and that no destination repeats.
     """
     assert cache.is_contiguous()
     assert pairs.is_contiguous()

@@ -1,4 +1,4 @@
-"""What attention kernels compute beside plain softmax: windows, cap, bias and scales."""
+"""Options of the attention kernels: windows, soft cap, ALiBi and scales."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _LOG2_E = 1.4426950408889634
 class AttentionOptions:
     """The options of one launch.
 
-    Queries are aligned with the last keys: query `i` of `num_queries` sits at position
+    Queries are aligned with the last keys: query `i` of `num_queries` is at position
     `num_keys - num_queries + i`, and sees the keys from `position - window_left` to
-    `position + window_right`, both included.
+    `position + window_right`, inclusive.
     """
 
     scale: float
     window_left: int = -1
     """Keys that a query sees before its own position; -1 for all."""
     window_right: int
-    """Keys that a query sees behind its own position: 0 is causal, -1 is all."""
+    """Keys that a query sees after its own position: 0 is causal, -1 is all."""
     soft_cap: float | None = None
     """Scores become `cap * tanh(score / cap)`, before bias and mask."""
     alibi_slopes: torch.Tensor | None = None
     """float32, `[num_heads]`; the bias is `-slope * abs(key - query position)`."""
     k_scale: float = 1.0
-    """What cached keys are multiplied with."""
+    """Factor of cached keys."""
     v_scale: float = 1.0
-    """What cached values are multiplied with."""
+    """Factor of cached values."""
 
     @property
     def dot_scale(self) -> float:
         """Return the factor from a product of query and key to the exponent's argument.
 
-        That argument is in units of log2(e), or the argument of tanh where there is a cap.
+        That argument is in units of log2(e), or with a soft cap the argument of tanh.
         """
         unit = _LOG2_E if self.soft_cap is None else 1.0 / self.soft_cap
         return self.scale * self.k_scale * unit

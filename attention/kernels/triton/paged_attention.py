@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attention.kernels.triton.chunk_attention import KeyRows, attend_chunks
+from attention.kernels.triton.chunk_attention import KeyLayout, attend_chunks
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_chunk_tuning
 
 if TYPE_CHECKING:
@@ -28,17 +28,16 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     tuning: PagedAttentionTuning | None = None,
 ) -> None:
-    """Attend for any number of queries a sequence, `[num_tokens, num_heads, head_size]`.
+    """Attend for any number of queries per sequence, `[num_tokens, num_heads, head_size]`.
 
     `layer_cache` is `[num_blocks, 2, block_size, num_kv_heads, head_size]`, of the queries'
     element type or fp8, and may be strided. `query_starts` is int32 `[B + 1]`, `seq_lens` int32
     `[B]`, the queries' own keys included if they are cached, `block_tables` int32 `[B, width]`.
     No sequence has more queries than `max_query_len`. `lse` is float32 `[num_tokens, num_heads]`,
-    the natural logarithm of the sum of exponents, -inf for a row without keys, whose output is
-    zero. Rows of no sequence stay as they are. No table entry of a block that no query can see is
-    followed.
+    the natural logarithm of the sum of exponents; a query without keys has -inf, and its output is
+    zero. Tokens of no sequence are left unchanged, and blocks that no query can see are not read.
     """
-    rows = KeyRows(
+    layout = KeyLayout(
         keys=layer_cache[:, 0],
         values=layer_cache[:, 1],
         bounds=seq_lens,
@@ -46,7 +45,7 @@ def paged_attention(
     )
     attend_chunks(
         query,
-        rows,
+        layout,
         out,
         lse,
         query_starts=query_starts,

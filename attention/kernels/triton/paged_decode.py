@@ -1,7 +1,7 @@
-"""Attention of one query a sequence over the paged cache, its keys split over programs.
+"""Attention of one query per sequence over the paged cache, its keys split over programs.
 
-How the keys are cut follows from their number on the device, and only how often from the launch:
-a captured graph is replayed with other lengths.
+The launch determines the number of splits, and the number of keys on the device their sizes, since
+a captured graph is replayed with other lengths (flash decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 from attention.kernels.triton.tiles import (
     attend,
     dot_type,
-    load_rows,
     load_slopes,
+    load_vectors,
     log_sum,
     mean_values,
     stride_unit,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["num_scratch_elements", "paged_decode"]
 
 _MERGED_SPLITS = 8
-"""Splits that the merging kernel has in registers at once."""
+"""Splits that `_merge_splits` has in registers at a time."""
 
 
 @triton.jit
@@ -45,9 +45,9 @@ def _attend_split(
     tables: tl.tensor,
     query_token_stride: tl.tensor,
     query_head_stride: tl.tensor,
-    out_row_stride: tl.tensor,
+    part_stride: tl.tensor,
     out_head_stride: tl.tensor,
-    lse_row_stride: tl.tensor,
+    part_lse_stride: tl.tensor,
     block_stride: tl.tensor,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -66,14 +66,22 @@ def _attend_split(
     block_size: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
-    tile_rows: tl.constexpr,
+    tile_vectors: tl.constexpr,
     tile_keys: tl.constexpr,
     min_split_tiles: tl.constexpr,
 ) -> None:
+    """Attend for one query over one split of its keys, for the query heads of one KV head.
+
+    Launched by `paged_decode`; grid `(num_kv_heads, num_splits, num_sequences)`. Pointers: query
+    `[B, num_heads, head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]` of
+    the model's dtype or fp8; out `[B * num_splits, num_heads, head_size]`, the result or float32
+    parts; lse `[B * num_splits, num_heads]` float32; slopes `[num_heads]` float32; seq_lens `[B]`
+    int32; tables `[B, width]` int32.
+    """
     block_stride, token_stride, head_stride = wide_strides(
         block_stride, token_stride, head_stride, stride_unit
     )
-    # Programs that run at the same time read neighbouring heads of the same blocks.
+    # Programs that run at the same time read adjacent heads of the same blocks.
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -88,25 +96,25 @@ def _attend_split(
     start = (first_tile + split * split_tiles) * tile_keys
     end = min(start + split_tiles * tile_keys, num_keys)
 
-    rows = tl.arange(0, tile_rows)
-    heads = kv_head * num_queries_per_kv + rows
-    is_row = rows < num_queries_per_kv
-    q = load_rows(
+    vectors = tl.arange(0, tile_vectors)
+    heads = kv_head * num_queries_per_kv + vectors
+    is_vector = vectors < num_queries_per_kv
+    q = load_vectors(
         query,
         sequence.to(tl.int64) * query_token_stride + heads * query_head_stride,
-        is_row,
+        is_vector,
         False,
         head_size,
         padded_size,
     ).to(operand_type)
-    row_slopes = load_slopes(slopes, heads, is_row, has_slopes)
+    vector_slopes = load_slopes(slopes, heads, is_vector, has_slopes)
     weighted, top, total = attend(
-        tl.zeros([tile_rows, padded_size], tl.float32),
-        tl.full([tile_rows], float("-inf"), tl.float32),
-        tl.zeros([tile_rows], tl.float32),
+        tl.zeros([tile_vectors, padded_size], tl.float32),
+        tl.full([tile_vectors], float("-inf"), tl.float32),
+        tl.zeros([tile_vectors], tl.float32),
         q,
-        tl.zeros([tile_rows], tl.int32) + num_keys - 1,
-        row_slopes,
+        tl.zeros([tile_vectors], tl.int32) + num_keys - 1,
+        vector_slopes,
         keys + kv_head * head_stride,
         values + kv_head * head_stride,
         tables + sequence.to(tl.int64) * table_stride,
@@ -130,17 +138,17 @@ def _attend_split(
         tile_keys,
     )
 
-    # Without splits the row is the token's; else rows are [sequence, split].
-    row = (sequence * num_splits + split).to(tl.int64)
+    # Parts are [sequence, split]; without splits, tokens.
+    part = (sequence * num_splits + split).to(tl.int64)
     dims = tl.arange(0, padded_size)
-    out_offsets = row * out_row_stride + heads * out_head_stride
+    out_offsets = part * part_stride + heads * out_head_stride
     tl.store(
         out + out_offsets[:, None] + dims[None, :],
         mean_values(weighted, total, v_scale).to(out.dtype.element_ty),
-        mask=is_row[:, None] & (dims[None, :] < head_size),
+        mask=is_vector[:, None] & (dims[None, :] < head_size),
     )
     if has_lse:
-        tl.store(lse + row * lse_row_stride + heads, log_sum(top, total), mask=is_row)
+        tl.store(lse + part * part_lse_stride + heads, log_sum(top, total), mask=is_vector)
 
 
 @triton.jit
@@ -159,13 +167,19 @@ def _merge_splits(
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
 ) -> None:
+    """Merge the parts of one head of one query, weighted by their sums of exponentials.
+
+    Launched by `paged_decode`; grid `(num_heads, num_sequences)`. Pointers: parts
+    `[B, num_splits, num_heads, head_size]` and part_lse `[B, num_splits, num_heads]`, float32, from
+    `_attend_split`; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32.
+    """
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     sequence = tl.program_id(1).to(tl.int64)
-    first_row = sequence * num_splits * num_heads + head
+    first_part = sequence * num_splits * num_heads + head
     splits = tl.arange(0, padded_splits)
     all_lse = tl.load(
-        part_lse + first_row + splits * num_heads, mask=splits < num_splits, other=float("-inf")
+        part_lse + first_part + splits * num_heads, mask=splits < num_splits, other=float("-inf")
     )
     top = tl.max(all_lse, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -175,10 +189,10 @@ def _merge_splits(
     merged = tl.zeros([padded_size], tl.float32)
     for first_split in range(0, num_splits, merged_splits):
         some = first_split + tl.arange(0, merged_splits)
-        rows = first_row + some * num_heads
-        some_lse = tl.load(part_lse + rows, mask=some < num_splits, other=float("-inf"))
+        indices = first_part + some * num_heads
+        some_lse = tl.load(part_lse + indices, mask=some < num_splits, other=float("-inf"))
         part = tl.load(
-            parts + rows[:, None] * head_size + dims[None, :],
+            parts + indices[:, None] * head_size + dims[None, :],
             mask=(some_lse > float("-inf"))[:, None] & (dims[None, :] < head_size),
             other=0.0,
         )
@@ -197,8 +211,8 @@ def num_scratch_elements(
     *, num_sequences: int, num_heads: int, head_size: int, num_splits: int
 ) -> int:
     """Return how many float32 elements of scratch memory a decode needs."""
-    rows = num_sequences * num_heads * num_splits
-    return rows * (head_size + 1) if num_splits > 1 else 0
+    num_parts = num_sequences * num_heads * num_splits
+    return num_parts * (head_size + 1) if num_splits > 1 else 0
 
 
 def paged_decode(
@@ -213,9 +227,9 @@ def paged_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attend for one query a sequence, `[B, num_heads, head_size]`; all else as `paged_attention`.
+    """Attend for one query per sequence, `[B, num_heads, head_size]`; else as `paged_attention`.
 
-    A query sits at its sequence's last key, so that `window_right` has no effect. `scratch` is
+    A query is at the position of its last key, so `window_right` has no effect. `scratch` is
     float32 of at least `num_scratch_elements`; launches on one stream may share it.
     """
     num_sequences, num_heads, head_size = query.shape
@@ -223,7 +237,7 @@ def paged_decode(
     num_queries_per_kv = num_heads // num_kv_heads
     num_splits = tuning.num_splits
     num_parts = num_sequences * num_splits * num_heads
-    assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_rows * num_kv_heads
+    assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_vectors * num_kv_heads
     assert seq_lens.dtype == block_tables.dtype == torch.int32
     assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
@@ -270,7 +284,7 @@ def paged_decode(
         block_size=layer_cache.shape[2],
         head_size=head_size,
         padded_size=padded_size,
-        tile_rows=tuning.tile_rows,
+        tile_vectors=tuning.tile_vectors,
         tile_keys=tuning.tile_keys,
         min_split_tiles=-(-tuning.min_split_keys // tuning.tile_keys),
         num_warps=tuning.num_warps,

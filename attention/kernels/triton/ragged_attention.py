@@ -1,10 +1,10 @@
-"""Attention over keys and values that lie in rows and not in blocks."""
+"""Attention over keys and values that are concatenated, not in blocks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attention.kernels.triton.chunk_attention import KeyRows, attend_chunks
+from attention.kernels.triton.chunk_attention import KeyLayout, attend_chunks
 from attention.kernels.triton.tuning import PagedAttentionTuning, default_chunk_tuning
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def ragged_attention(
 ) -> None:
     """Attend over `key` and `value`, `[num_kv_tokens, num_kv_heads, head_size]`.
 
-    Their rows may be strided, both alike. `kv_starts` is int32 `[B + 1]`; all else is as in
+    Both have the same strides. `kv_starts` is int32 `[B + 1]`; all else is as in
     `paged_attention`.
     """
     attend_chunks(
         query,
-        KeyRows(keys=key, values=value, bounds=kv_starts, block_tables=None),
+        KeyLayout(keys=key, values=value, bounds=kv_starts, block_tables=None),
         out,
         lse,
         query_starts=query_starts,

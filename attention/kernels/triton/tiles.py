@@ -1,8 +1,12 @@
-"""The loop that all attention kernels share: rows of queries over a range of keys.
+"""The loop that all attention kernels share: a tile of query vectors over a range of keys.
 
-A row is one head of one query. Exponents are in units of log2(e), because exp2 is one
-instruction. The state of a row is the sum of its weighted values, the top of its exponents and
-the sum of its weights relative to that top, all float32.
+A query vector is one head of one query token. Exponents are in units of log2(e), because exp2 is
+one instruction. The state of a vector is that of the online softmax (Milakov and Gimelshein,
+2018), all float32: the sum of weighted values, the largest exponent, and the sum of weights
+relative to it.
+
+All functions here are device functions of the kernels in `chunk_attention` and `paged_decode`,
+but for `dot_type` and `stride_unit`, which their launches call.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import triton.language as tl
 __all__ = [
     "attend",
     "dot_type",
-    "load_rows",
     "load_slopes",
+    "load_vectors",
     "log_sum",
     "mean_values",
     "stride_unit",
@@ -34,7 +38,7 @@ _DOT_TYPES = {
 def dot_type(query: torch.Tensor) -> tl.dtype:
     """Return the element type of matrix products, which is that of the queries.
 
-    Triton's interpreter, which runs the kernels on the CPU, multiplies no bfloat16.
+    Triton's interpreter, which runs the kernels on the CPU, cannot multiply bfloat16.
     """
     widens = query.dtype == torch.bfloat16 and not query.is_cuda
     return tl.float32 if widens else _DOT_TYPES[query.dtype]
@@ -43,8 +47,8 @@ def dot_type(query: torch.Tensor) -> tl.dtype:
 def stride_unit(keys: torch.Tensor) -> int:
     """Return the power of two, at most 16, that divides all strides but the last.
 
-    Triton looks only whether a stride is a multiple of 16, and loads single elements if it is not.
-    So strides go to a kernel divided by the unit, and `wide_strides` multiplies them by it.
+    Triton only checks whether a stride is a multiple of 16, and loads single elements if it is not.
+    Strides are therefore passed divided by the unit, and `wide_strides` multiplies them again.
     """
     return math.gcd(16, *keys.stride()[:-1])
 
@@ -53,42 +57,50 @@ def stride_unit(keys: torch.Tensor) -> int:
 def wide_strides(
     block_stride: tl.tensor, token_stride: tl.tensor, head_stride: tl.tensor, unit: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return strides in elements, of which Triton then knows that the unit divides them."""
+    """Return strides in elements, known to Triton to be multiples of the unit."""
     return block_stride.to(tl.int64) * unit, token_stride * unit, head_stride * unit
 
 
 @triton.jit
-def load_rows(
+def load_vectors(
     pointer: tl.tensor,
     offsets: tl.tensor,
-    is_row: tl.tensor,
-    has_all_rows: tl.constexpr,
+    is_vector: tl.tensor,
+    has_all_vectors: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return `[rows, padded_size]`, zero where there is no row or no element of the head."""
+    """Return the vectors at some offsets, `[vectors, padded_size]`, zero outside of the masks.
+
+    `offsets` is `[vectors]` int64, `is_vector` `[vectors]` bool. Loads queries, keys and values.
+    """
     dims = tl.arange(0, padded_size)
     pointers = pointer + offsets[:, None] + dims[None, :]
     # A mask that is always true would still cost a predicate for each load.
     if head_size == padded_size:
-        if has_all_rows:
+        if has_all_vectors:
             return tl.load(pointers)
         else:
-            return tl.load(pointers, mask=is_row[:, None], other=0.0)
+            return tl.load(pointers, mask=is_vector[:, None], other=0.0)
     else:
-        if has_all_rows:
+        if has_all_vectors:
             return tl.load(pointers, mask=dims[None, :] < head_size, other=0.0)
         else:
-            return tl.load(pointers, mask=is_row[:, None] & (dims[None, :] < head_size), other=0.0)
+            return tl.load(
+                pointers, mask=is_vector[:, None] & (dims[None, :] < head_size), other=0.0
+            )
 
 
 @triton.jit
 def load_slopes(
-    slopes: tl.tensor, heads: tl.tensor, is_row: tl.tensor, has_slopes: tl.constexpr
+    slopes: tl.tensor, heads: tl.tensor, is_vector: tl.tensor, has_slopes: tl.constexpr
 ) -> tl.tensor:
-    """Return the slope of each row in units of log2(e), or zeros."""
+    """Return the ALiBi slope of each vector, `[vectors]` float32 in units of log2(e), or zeros.
+
+    `slopes` points to `[num_heads]` float32, and `heads` is `[vectors]` int32.
+    """
     if has_slopes:
-        return tl.load(slopes + heads, mask=is_row, other=0.0) * 1.4426950408889634
+        return tl.load(slopes + heads, mask=is_vector, other=0.0) * 1.4426950408889634
     else:
         return tl.zeros_like(heads).to(tl.float32)
 
@@ -101,9 +113,10 @@ def _tile_blocks(
     block_size: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> tl.tensor:
-    """Return the block of a tile, or of each of its keys; a block size of 0 is no blocks.
+    """Return the block of a tile of keys, or of each key if a tile may span blocks.
 
-    The table is read below `end` only.
+    `table` points to the block table of the sequence, int32, which is read before `end` only. With
+    `block_size` 0 there are no blocks, and the result is not used.
     """
     if block_size == 0:
         return start
@@ -123,7 +136,7 @@ def _key_offsets(
     block_size: tl.constexpr,
     tile_keys: tl.constexpr,
 ) -> tl.tensor:
-    """Return where the keys of a tile are, int64 `[tile_keys]`, from `_tile_blocks`."""
+    """Return the offsets of the keys of a tile, int64 `[tile_keys]`, from `_tile_blocks`."""
     keys = start + tl.arange(0, tile_keys)
     if block_size == 0:
         return keys.to(tl.int64) * token_stride
@@ -142,7 +155,10 @@ def _exponents(
     has_cap: tl.constexpr,
     has_slopes: tl.constexpr,
 ) -> tl.tensor:
-    """Return exponents before any mask, `[rows, keys]`; slopes and cap in units of log2(e)."""
+    """Return exponents without masks, `[vectors, keys]` float32 in units of log2(e).
+
+    `query` is `[vectors, padded_size]`, `key` `[keys, padded_size]`, `distance` `[vectors, keys]`.
+    """
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * dot_scale
     if has_cap:
         # tanh from exp2(-2 |x| log2(e)), which cannot overflow.
@@ -186,20 +202,24 @@ def attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the state after the keys from `start`, a multiple of the tile, up to `end`.
 
-    Keys before `first_key` and from `end` on are never read, whatever the table says: a slot that
-    is not in use may hold NaN, which even a weight of 0 would let through. Without a mask, `end`
-    is a multiple of the tile too, and every row sees every key.
+    `weighted` is `[vectors, padded_size]`, `top` and `total` are `[vectors]`, all float32; `query`
+    is `[vectors, padded_size]` and `query_positions` `[vectors]` int32. `keys` and `values` point
+    to the first key and value of the KV head, `table` to the sequence's block table, int32.
+
+    Keys before `first_key` and from `end` on are never read: an unused slot may hold NaN, which a
+    weight of 0 does not remove. Without `is_masked`, `end` is a multiple of the tile too, and every
+    vector sees every key.
     """
-    # Blocks are looked up one tile ahead. A lookup within the step would count as a load that the
-    # loads of keys depend on, and Triton would then have fewer of those in flight.
+    # Blocks are looked up one tile ahead. If the loads of keys depended on a load of the same
+    # iteration, Triton would pipeline fewer of them.
     blocks = _tile_blocks(table, start, end, block_size, tile_keys)
     for tile in range(start, end, tile_keys):
         positions = tile + tl.arange(0, tile_keys)
         is_key = (positions >= first_key) & (positions < end)
         offsets = _key_offsets(blocks, tile, block_stride, token_stride, block_size, tile_keys)
         blocks = _tile_blocks(table, tile + tile_keys, end, block_size, tile_keys)
-        key = load_rows(keys, offsets, is_key, not is_masked, head_size, padded_size)
-        value = load_rows(values, offsets, is_key, not is_masked, head_size, padded_size)
+        key = load_vectors(keys, offsets, is_key, not is_masked, head_size, padded_size)
+        value = load_vectors(values, offsets, is_key, not is_masked, head_size, padded_size)
         distance = positions[None, :] - query_positions[:, None]
         scores = _exponents(
             query, key.to(query.dtype), distance, slopes, dot_scale, cap, has_cap, has_slopes
@@ -212,7 +232,7 @@ def attend(
                 is_visible = is_visible & (distance <= window_right)
             scores = tl.where(is_visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet has no top to subtract.
+        # A vector that has seen no key yet has no top to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
@@ -229,7 +249,7 @@ def attend(
 
 @triton.jit
 def mean_values(weighted: tl.tensor, total: tl.tensor, v_scale: tl.tensor) -> tl.tensor:
-    """Return the attention of rows, `[rows, padded_size]` float32; zero for a row without keys."""
+    """Return the result of attention, `[vectors, padded_size]` float32; zero without keys."""
     is_empty = total == 0.0
     factor = tl.where(is_empty, 0.0, v_scale / tl.where(is_empty, 1.0, total))
     return weighted * factor[:, None]
@@ -237,5 +257,5 @@ def mean_values(weighted: tl.tensor, total: tl.tensor, v_scale: tl.tensor) -> tl
 
 @triton.jit
 def log_sum(top: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Return the natural logarithm of the sum of what was exponentiated; -inf for no keys."""
+    """Return the natural logarithm of the sum of exponentials, `[vectors]`; -inf without keys."""
     return (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453

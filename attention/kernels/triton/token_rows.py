@@ -1,7 +1,7 @@
-"""Norms, rotations and gates of token rows: what lies between the products of a layer.
+"""Norms, rotary embeddings and gates of token rows: the work between the GEMMs of a layer.
 
-Each reads its rows once and computes in float32, where torch would run several kernels that read
-and round them in between.
+Each kernel reads its rows once and computes in float32, where torch would run several kernels that
+read and round them in between.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def _add_norm(
     is_centred: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Add delta to one row of the residual stream in place, and write its norm.
+
+    Launched by `add_norm`; grid `(num_rows,)`. Pointers: stream, delta, out `[num_rows, size]`;
+    weight, bias `[size]`, all of the model's dtype.
+    """
     row = tl.program_id(0).to(tl.int64)
     elements = tl.arange(0, tile)
     is_element = elements < size
@@ -67,7 +72,7 @@ def add_norm(
 ) -> torch.Tensor:
     """Return the norm of `stream + delta`, `[num_rows, size]`; `stream` becomes that sum.
 
-    The norm is the root-mean-square norm, or, centred, that of the rows less their means.
+    The norm is RMSNorm, or LayerNorm if `is_centred`, which subtracts the mean.
     """
     num_rows, size = stream.shape
     assert stream.stride(1) == 1
@@ -106,6 +111,11 @@ def _norm_heads(
     head_tile: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Write the norms of `head_tile` heads of one token.
+
+    Launched by `norm_heads`; grid `(num_tokens, tiles of heads)`. Pointers: heads, out
+    `[num_tokens, num_heads, head_size]`; weight `[num_heads, head_size]`.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
     elements = tl.arange(0, tile)
@@ -119,9 +129,9 @@ def _norm_heads(
 
 
 def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the root-mean-square norm of each head, `[num_tokens, num_heads, head_size]`.
+    """Return the RMSNorm of each head, `[num_tokens, num_heads, head_size]`.
 
-    `weight` is `[num_heads, head_size]`; tokens may be strided, their heads not.
+    `weight` is `[num_heads, head_size]`; tokens may be strided, their heads may not.
     """
     num_tokens, num_heads, head_size = heads.shape
     assert heads.stride()[1:] == (head_size, 1)
@@ -155,6 +165,12 @@ def _rotate_heads(
     head_tile: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Rotate `head_tile` heads of one token in place.
+
+    Launched by `rotate_heads`; grid `(num_tokens, tiles of heads)`. Pointers: heads
+    `[num_tokens, num_heads, 2 * half]`; positions `[num_tokens]` int64; table
+    `[num_positions, 2 * half]` float32, cosines, then sines.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
     pairs = tl.arange(0, tile)
@@ -172,10 +188,11 @@ def _rotate_heads(
 
 
 def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
-    """Turn `[num_tokens, num_heads, head_size]` in place, pair i being (i, i + half).
+    """Apply rotary embeddings to `[num_tokens, num_heads, head_size]` in place.
 
-    `positions` is int64, `[num_tokens]`; `table` is `[num_positions, head_size]` float32:
-    cosines, then sines, of each pair. Tokens may be strided, their heads not.
+    Element i is paired with i + head_size / 2. `positions` is int64 `[num_tokens]`; `table` is
+    `[num_positions, head_size]` float32: cosines, then sines, of each pair. Tokens may be strided,
+    their heads may not.
     """
     num_tokens, num_heads, head_size = heads.shape
     assert heads.stride()[1:] == (head_size, 1)
@@ -197,12 +214,14 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
 
 @triton.jit
 def _logistic(x: tl.tensor) -> tl.tensor:
-    # Beyond this the exponential overflows, and the quotient is zero either way.
+    """Return the logistic function of each element."""
+    # Beyond this the exponential would overflow, and the quotient is zero anyway.
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 80.0)))
 
 
 @triton.jit
-def _bent(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def _activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """Return the activation `kind`, a `Gate`, of each element, float32."""
     if kind == "silu":
         return x * _logistic(x)
     if kind == "gelu":
@@ -221,17 +240,22 @@ def _gated(
     kind: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
+    """Write `tile` elements of the gated product of one row.
+
+    Launched by `gated`; grid `(num_rows, tiles of a row)`. Pointers: columns
+    `[num_rows, 2 * size]`, out `[num_rows, size]`.
+    """
     row = tl.program_id(0).to(tl.int64)
     elements = tl.program_id(1) * tile + tl.arange(0, tile)
     is_element = elements < size
     gate = tl.load(columns + row * row_stride + elements, mask=is_element, other=0.0)
     other = tl.load(columns + row * row_stride + size + elements, mask=is_element, other=0.0)
-    product = _bent(gate.to(tl.float32), kind) * other.to(tl.float32)
+    product = _activation(gate.to(tl.float32), kind) * other.to(tl.float32)
     tl.store(out + row * size + elements, product.to(out.dtype.element_ty), mask=is_element)
 
 
 def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
-    """Return `f(first half of the columns) * second half`, `[num_rows, size]`."""
+    """Return `activation(first half of the columns) * second half`, `[num_rows, size]`."""
     num_rows, both = columns.shape
     size = both // 2
     assert columns.stride(1) == 1

@@ -14,29 +14,29 @@ __all__ = [
     "next_power_of_two",
 ]
 
-_MIN_ROWS = 16
-"""The smallest matrix product that the tensor cores do."""
+_MIN_VECTORS = 16
+"""The smallest matrix product of tensor cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionTuning:
-    """How the work is cut. Results differ by rounding only."""
+    """How the work is tiled. Results differ by rounding only."""
 
-    tile_rows: int
-    """Rows of a program, a power of two from 16; a row is one head of one query."""
+    tile_vectors: int
+    """Query vectors of a program, a power of two from 16; one head of one query each."""
     tile_keys: int
-    """Keys of one step of a program's loop, a power of two from 16."""
+    """Keys per iteration of a program's loop, a power of two from 16."""
     num_warps: int
     num_stages: int
-    """Tiles of keys in flight, the one in use included."""
+    """Tiles of keys in flight, including the one in use."""
     num_splits: int = 1
     """Programs that share the keys of one decode and one KV head; always 1 for chunks."""
     min_split_keys: int = 128
-    """Keys that a split takes at least, while there are any."""
+    """The fewest keys of a split, except the last."""
 
 
 def next_power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is at least a positive number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -46,18 +46,18 @@ def default_chunk_tuning(
     """Return the tuning of chunks and prefills; `dtype` is that of the queries."""
     is_wide = head_size > 128
     if dtype == torch.float32:
-        # Without tensor cores a product keeps its operands in registers: larger tiles spill.
-        most_rows, tile_keys, num_stages = 32, 16, 2
+        # Without tensor cores the operands are in registers, where larger tiles spill.
+        most_vectors, tile_keys, num_stages = 32, 16, 2
     elif not is_wide:
-        most_rows, tile_keys, num_stages = 128, 32, 3
+        most_vectors, tile_keys, num_stages = 128, 32, 3
     else:
-        most_rows, tile_keys, num_stages = 128, 32, 2
+        most_vectors, tile_keys, num_stages = 128, 32, 2
     wanted = next_power_of_two(max_query_len * num_queries_per_kv)
-    tile_rows = max(min(most_rows, wanted), _fewest_rows(num_queries_per_kv))
+    tile_vectors = max(min(most_vectors, wanted), _fewest_vectors(num_queries_per_kv))
     return PagedAttentionTuning(
-        tile_rows=tile_rows,
+        tile_vectors=tile_vectors,
         tile_keys=tile_keys,
-        num_warps=8 if dtype == torch.float32 or (is_wide and tile_rows >= 128) else 4,
+        num_warps=8 if dtype == torch.float32 or (is_wide and tile_vectors >= 128) else 4,
         num_stages=num_stages,
     )
 
@@ -66,12 +66,12 @@ def default_decode_tuning(
     *, num_queries_per_kv: int, head_size: int, dtype: torch.dtype, num_splits: int
 ) -> PagedAttentionTuning:
     """Return the tuning of decodes; `dtype` is that of the queries."""
-    tile_rows = _fewest_rows(num_queries_per_kv)
+    tile_vectors = _fewest_vectors(num_queries_per_kv)
     tile_keys = 64 if head_size <= 128 else 32
     return PagedAttentionTuning(
-        tile_rows=tile_rows,
+        tile_vectors=tile_vectors,
         tile_keys=16 if dtype == torch.float32 else tile_keys,
-        num_warps=8 if tile_rows >= 128 else 4,
+        num_warps=8 if tile_vectors >= 128 else 4,
         num_stages=2 if head_size <= 128 else 3,
         num_splits=num_splits,
     )
@@ -82,13 +82,13 @@ def default_num_splits(
 ) -> int:
     """Return how many programs share one decode, from bounds that a captured graph keeps.
 
-    `max_seq_len` is the longest that sequences may become. Three programs for each
-    multiprocessor are as many as run at the same time; merging costs more than their ends save.
+    `max_seq_len` is an upper bound of all replays. Three programs per multiprocessor run at the
+    same time; with more of them merging costs more than the shorter tail saves.
     """
     wanted = 3 * num_multiprocessors // (num_sequences * num_kv_heads)
     useful = -(-max_seq_len // 256)
     return max(1, min(wanted, useful, 64))
 
 
-def _fewest_rows(num_queries_per_kv: int) -> int:
-    return max(_MIN_ROWS, next_power_of_two(num_queries_per_kv))
+def _fewest_vectors(num_queries_per_kv: int) -> int:
+    return max(_MIN_VECTORS, next_power_of_two(num_queries_per_kv))

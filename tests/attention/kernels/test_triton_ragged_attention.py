@@ -6,7 +6,7 @@ import torch
 from attention.kernels.triton.tuning import PagedAttentionTuning
 from tests.attention.kernels.paged_case import FEATURES, PagedCase, Shape
 
-SMALL = PagedAttentionTuning(tile_rows=16, tile_keys=16, num_warps=4, num_stages=2)
+SMALL = PagedAttentionTuning(tile_vectors=16, tile_keys=16, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
