@@ -225,7 +225,9 @@ def _check_float(
 
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
-        raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
+        raise InvalidRequestError(
+            f"{name} may have at most {most} entries, not {size}.", param=name
+        )
 
 
 def _check_stop(stop: object) -> None:

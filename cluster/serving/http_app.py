@@ -1,4 +1,4 @@
-"""The HTTP application of a replica: every endpoint, over one servicer."""
+"""The HTTP application of a replica: all endpoints, over one servicer."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
     "bare messages": (
         ChatBody,
         b'{"model":"tiny","messages":[%s]}' % joined(b"5", 1_000_000),
-        "messages may have 4096 entries, not 1000000.",
+        "messages may have at most 4096 entries, not 1000000.",
     ),
     "parts": (
         ChatBody,

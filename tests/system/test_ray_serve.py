@@ -138,7 +138,7 @@ REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields o
     ("x", {"max_tokens": 0}, "max_tokens must be 1 or more, not 0."),
     ("x", {"temperature": -0.1}, "temperature must be 0 to 100, not -0.1."),
     ("x", {"n": 1000}, "n must be from 1 to 128, not 1000."),
-    ("x", {"stop": ["y"] * 17}, "stop may have 16 entries, not 17."),
+    ("x", {"stop": ["y"] * 17}, "stop may have at most 16 entries, not 17."),
     ("x", {"logprobs": 21}, "logprobs must be from 0 to 20, not 21."),
 ]
 

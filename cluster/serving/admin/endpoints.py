@@ -29,7 +29,7 @@ __all__ = ["server_endpoints"]
 def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     """Return the endpoints that tell of the server, and the files of its page."""
     handlers = _ServerHandlers(servicer)
-    everybody, admins = Access.EVERYBODY, Access.ADMINS
+    everybody, admins = Access.PUBLIC, Access.ADMINS
     return (
         Endpoint(method="GET", path="/health", handler=handlers.health, access=everybody),
         Endpoint(method="GET", path="/ready", handler=handlers.ready, access=everybody),

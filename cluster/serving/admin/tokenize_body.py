@@ -21,7 +21,7 @@ class TokenizeBody(Body):
     """A text, or a conversation, whose token ids are wanted; one of `prompt` and `messages`."""
 
     defaults: ClassVar[Defaults] = {"return_token_strs": (False,), "chat_template_kwargs": ({},)}
-    most_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+    max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages",))
 
     model: str | None = None

@@ -1,7 +1,7 @@
-"""The HTTP frontend: every request is let in, found, answered, or refused here.
+"""The HTTP application: it routes, authorizes and answers every request.
 
-Whoever is not known is told nothing: an endpoint answers those without a key only if its own entry
-says so, and what is looked up is the path as it came, never a URL that is put together of headers.
+A request without a key gets 401 for every path, known or not, unless the endpoint's entry makes it
+public. Paths are looked up exactly as received, never in a URL built from headers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["READ_TIMEOUT_S", "HttpApp"]
 logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 30.0
-"""What the head of a request, and then its body, may take to arrive."""
+"""How long the head of a request, and then its body, may take to arrive."""
 _CLIENT_ERROR = "invalid_request_error"
-# The client has gone; what is returned reaches no one.
-_NOBODYS_STATUS = 400
+# The client has disconnected and receives nothing.
+_DISCONNECTED_STATUS = 400
 
 
 class HttpApp:
@@ -58,7 +58,7 @@ class HttpApp:
         self._table = EndpointTable(endpoints)
 
     def count_unreadable(self) -> None:
-        """Count a request that was refused before its path was known."""
+        """Count a request that was rejected before its path was known."""
         self._servicer.metrics.count_outcome("invalid", "http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,31 +68,31 @@ class HttpApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        response = await self._answer(Request(scope, receive))
+        response = await self._respond(Request(scope, receive))
         await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Response:
+    async def _respond(self, request: Request) -> Response:
         try:
-            return await self._answer_known(request)
+            return await self._dispatch(request)
         except PagedRayError as error:
             return _refusal(error)
         except HTTPException as error:
             return _error(error.status_code, error.detail, _CLIENT_ERROR, error.headers)
         except ClientDisconnect:
-            return Response(status_code=_NOBODYS_STATUS)
+            return Response(status_code=_DISCONNECTED_STATUS)
         except Exception as error:
             logger.error("An HTTP request failed.", exc_info=error)
             return _refusal(InternalError())
 
-    async def _answer_known(self, request: Request) -> Response:
+    async def _dispatch(self, request: Request) -> Response:
         methods, rest = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
         tenant = self._authorize(request, endpoint)
         if not methods:
-            raise HTTPException(404, "There is no such endpoint.")
+            raise HTTPException(404, "Not found: no such endpoint.")
         if endpoint is None:
             allowed = {"allow": ", ".join(sorted(methods))}
-            raise HTTPException(405, "The endpoint has no such method.", allowed)
+            raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)
         call = HttpCall(
             request=request,
             tenant=tenant,
@@ -105,7 +105,7 @@ class HttpApp:
         return await endpoint.handler(call)
 
     def _check_room(self, call: HttpCall, operation: Operation) -> None:
-        """Raise OverloadedError if the call could not wait, before its body is looked at."""
+        """Raise OverloadedError if the queue is full, before the body is read."""
         arrival = Arrival(
             operation=operation,
             tenant=call.tenant.name,
@@ -115,21 +115,21 @@ class HttpApp:
         self._servicer.check_room(arrival)
 
     def _authorize(self, request: Request, endpoint: Endpoint | None) -> Tenant:
-        """Return whose request it is. Raises AuthenticationError or ForbiddenError."""
-        if endpoint is not None and endpoint.access is Access.EVERYBODY:
+        """Return the tenant of a request. Raises AuthenticationError or ForbiddenError."""
+        if endpoint is not None and endpoint.access is Access.PUBLIC:
             return ANONYMOUS
         with self._servicer.metrics.counting_refusals("http"):
             given = request.headers.getlist("authorization")
             if len(given) > 1:
-                raise AuthenticationError("The request has two Authorization headers.")
+                raise AuthenticationError("The request has more than one Authorization header.")
             tenant = self._servicer.authenticate(given[0] if given else None)
             if endpoint is not None and endpoint.access is Access.ADMINS and not tenant.is_admin:
-                raise ForbiddenError("The endpoint needs the key of an admin.")
+                raise ForbiddenError("This endpoint requires the API key of an admin.")
         return tenant
 
 
 def _path_of(scope: Scope) -> str:
-    # Where the application is mounted is said by the server it runs in.
+    # The server that mounts the application sets its root path.
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) or "/" if root else path

@@ -1,4 +1,4 @@
-"""The bytes of a request's body, if they come soon and are few enough."""
+"""The bytes of a request's body, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["JSON_TYPE", "MAX_BODY_BYTES", "read_raw"]
 JSON_TYPE = "application/json"
 MAX_BODY_BYTES = 4 * 2**20
 
-_MOST_DISCARDED_BYTES = 16 * 2**20
+_MAX_DISCARDED_BYTES = 16 * 2**20
 _PAUSE_S = 0.03
-"""A client that has sent nothing for so long waits for an answer."""
-# What is left of a body that is not read would be taken for the next request.
+"""A client that pauses for so long is waiting for the response."""
+# The unread rest of a body would be parsed as the next request.
 _CLOSE = {"connection": "close"}
 
 
 async def read_raw(request: Request, timeout_s: float) -> bytes:
-    """Return the body. Raises HTTPException for one that is too large, too slow or encoded."""
+    """Return the body. Raises HTTPException if it is too large, too slow or encoded."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise HTTPException(415, f"Content-Type must be {JSON_TYPE}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Content-Encoding is not supported.")
-    too_large = HTTPException(413, f"The body may have {MAX_BODY_BYTES} bytes.", _CLOSE)
+    too_large = HTTPException(413, f"The body may have at most {MAX_BODY_BYTES} bytes.", _CLOSE)
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
         await _discard(request.stream())
         raise too_large
-    # One stream for both: a request has none any more once its last part has come.
+    # Reading and discarding share one stream: Starlette has none after the last chunk.
     stream = request.stream()
     chunks: list[bytes] = []
     num_bytes = 0
@@ -59,15 +59,15 @@ async def read_raw(request: Request, timeout_s: float) -> bytes:
 
 
 async def _discard(stream: AsyncIterator[bytes]) -> None:
-    """Take some of a body that is refused: a client that still sends would miss the answer.
+    """Read and drop part of a rejected body: a client that is still sending misses the response.
 
-    One that waits for the answer before it sends has it at once.
+    A client that waits for the response before it sends gets it immediately.
     """
     num_bytes = 0
     with suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_PAUSE_S) as pause:
             async for chunk in stream:
                 num_bytes += len(chunk)
-                if num_bytes > _MOST_DISCARDED_BYTES:
+                if num_bytes > _MAX_DISCARDED_BYTES:
                     return
                 pause.reschedule(asyncio.get_running_loop().time() + _PAUSE_S)

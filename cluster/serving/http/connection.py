@@ -1,8 +1,8 @@
-"""One client's HTTP connection: uvicorn's, but strict where uvicorn lets a client hold it.
+"""A client's HTTP connection: uvicorn's, made strict about time, size and ambiguous requests.
 
-It serves one request at a time, waits a bounded time for the next head, bounds what is no body,
-refuses what two readers of HTTP might read in two ways, and notices at any moment that the client
-has gone. What a request says is not known here.
+It serves one request at a time, times out waiting for a request head, limits the size of heads,
+chunk extensions and trailers, rejects requests that another HTTP parser might read differently
+(request smuggling), and always notices that the client has disconnected.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ if TYPE_CHECKING:
 __all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
 
 MAX_HEAD_BYTES = 2**16
-"""What a head, or what stands between and behind the parts of a body, may have."""
+"""Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
 
 _VERSIONS = ("1.0", "1.1")
 
 
 class _InvalidRequestError(Exception):
-    """A request that the parser takes, and that is not to be taken."""
+    """A request that the parser accepts but that must be rejected."""
 
 
 class HttpConnection(HttpToolsProtocol):
     """A connection on which requests follow one another.
 
-    A request that comes before the answer to the last is not taken: reading on would be the only
-    way to see that the client has gone, and not reading the only way to make it wait. HTTP has
-    the client send it again, on another connection.
+    A pipelined request is not served: only reading on detects a disconnect, and only not reading
+    makes a client wait. HTTP has the client send it again on another connection.
     """
 
     read_timeout_s: ClassVar[float]
-    """What a request's head may take to arrive."""
+    """How long a request's head may take to arrive."""
     note_refusal: Callable[[], None]
-    """Called when a request is refused here."""
+    """Called when a request is rejected here."""
     _head_timer: asyncio.TimerHandle | None = None
     _num_held_bytes = 0
-    """What came since the parser last made a head or a part of a body of it."""
+    """Bytes received since the parser last completed a head or a chunk of a body."""
     _has_head = False
-    """Whether the parser is behind the head of a request, and not behind its end."""
+    """Whether the parser is between the head and the end of a request."""
     _has_long_head = False
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
@@ -84,7 +83,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # What follows a body has no say in who sent it, or in anything else.
+        # Trailers are ignored: they must not replace headers, such as Authorization.
         if not self._has_head:
             super().on_header(name, value)
 
@@ -99,7 +98,7 @@ class HttpConnection(HttpToolsProtocol):
         self._check_head()
         super().on_headers_complete()
         if self.expect_100_continue:
-            # Who is answered before it has sent its body need not send that, or may.
+            # A client that is answered before it sends its body may or may not send it then.
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -113,25 +112,25 @@ class HttpConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def shutdown(self) -> None:
-        """Close once the answer is given; a request that is half sent gets none."""
+        """Close after the response; a partially received request gets none."""
         if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
             self.transport.abort()
         else:
             super().shutdown()
 
     def _parse(self, data: bytes) -> None:
-        """Have the parser call what it finds. Raises HttpParserError."""
+        """Feed the parser, which calls the `on_` methods. Raises HttpParserError."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # HTTP has a server that does not know the other protocol answer as if it had not been
-            # offered, but the parser takes what follows for that protocol.
+            # A server that does not support the other protocol ignores the upgrade, but the parser
+            # stops at it: the head is parsed again without it.
             head = self._head_without_upgrade()
             self.parser = httptools.HttpRequestParser(self)
             try:
                 self.parser.feed_data(head + data[upgrade.args[0] :])
             except httptools.HttpParserUpgrade as another:
-                # CONNECT, which is an upgrade by itself.
+                # CONNECT always is an upgrade.
                 raise httptools.HttpParserError from another
 
     def _head_without_upgrade(self) -> bytes:
@@ -142,7 +141,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join((*lines, b"", b""))
 
     def _check_head(self) -> None:
-        """Raise what makes the parser fail if somebody else might read the head otherwise."""
+        """Raise, which makes the parser fail, if another parser might read the head differently."""
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         num_hosts = names.count(b"host")
@@ -159,7 +158,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether all of a request is there and its answer is not."""
+        """Whether a request is complete and its response is not."""
         return not self._is_waiting_for_head and not self.cycle.more_body
 
     def _refuse_unread(self) -> None:
@@ -172,14 +171,14 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
 
     def _refuse_long(self) -> None:
-        text = f"The request has more than {MAX_HEAD_BYTES} bytes that are no body."
+        text = f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes."
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def _refuse_pipelined(self) -> None:
         self.cycle.keep_alive = False
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        """Answer in place of the application, and close."""
+        """Respond in place of the application, and close."""
         self._stop_watching()
         self.note_refusal()
         body = msgspec.json.encode(error_body(text, "invalid_request_error"))
@@ -202,14 +201,14 @@ class HttpConnection(HttpToolsProtocol):
 def connection_kind(
     read_timeout_s: float, note_refusal: Callable[[], None]
 ) -> type[HttpConnection]:
-    """Return the connection that uvicorn is to make, which it gives no arguments of ours.
+    """Return a connection class for uvicorn, which passes no arguments of ours.
 
-    `note_refusal` is called for what is refused before it is known to be a call.
+    `note_refusal` is called for requests rejected before they reach the application.
     """
     members = {"read_timeout_s": read_timeout_s, "note_refusal": staticmethod(note_refusal)}
     return type("HttpConnection", (HttpConnection,), members)
 
 
 def _num_bytes(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
-    """Return about how long a head is, with what parts its lines."""
+    """Return the approximate size of a head, including separators."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

@@ -1,4 +1,4 @@
-"""The words of the HTTP frontend: an endpoint, who may call it, and one call of it."""
+"""An endpoint of the HTTP frontend, who may call it, and one call of it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 class Access(Enum):
-    """Whom an endpoint answers."""
+    """Who may call an endpoint."""
 
-    EVERYBODY = "everybody"
+    PUBLIC = "public"
     TENANTS = "tenants"
     ADMINS = "admins"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
-    """One call that was let in."""
+    """One authorized call."""
 
     request: Request
     tenant: Tenant
     rest: str
-    """What the path has behind an endpoint's own."""
+    """The value of the path's parameter; empty if it has none."""
     metrics: Metrics
     read_timeout_s: float
 
     @property
     def client_id(self) -> str | None:
-        """The client's own id of the call."""
+        """The client's own id of the call, from `X-Request-Id`."""
         return self.request.headers.get("x-request-id")
 
     @property
     def origin(self) -> CallOrigin:
-        """Where it came in, and the trace that it is part of."""
+        """The frontend and the client's trace."""
         headers = self.request.headers
         return CallOrigin(
             frontend="http",
@@ -73,15 +73,15 @@ class Endpoint:
 
     method: str
     path: str
-    """A path that ends with a name in braces takes whatever follows."""
+    """A name in braces at the end matches the rest of a path."""
     handler: Callable[[HttpCall], Awaitable[Response]] = field(repr=False)
     access: Access = Access.TENANTS
     operation: Operation | None = None
-    """What its calls wait for the engine to do; None if they do not."""
+    """The operation of the engine that its calls wait for, if any."""
 
 
 class EndpointTable:
-    """Finds endpoints by the path that was sent, letter by letter."""
+    """Finds endpoints by the exact path of a request, without normalization."""
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._exact: dict[str, dict[str, Endpoint]] = {}
@@ -92,7 +92,7 @@ class EndpointTable:
             paths.setdefault(prefix, {})[endpoint.method] = endpoint
 
     def find(self, path: str) -> tuple[Mapping[str, Endpoint], str]:
-        """Return the endpoints of a path by their methods, and what of the path is left."""
+        """Return the endpoints of a path by method, and the value of its parameter."""
         found = self._exact.get(path)
         if found is not None:
             return found, ""
@@ -105,7 +105,7 @@ class EndpointTable:
 def json_response(
     content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return an answer in JSON."""
+    """Return a response in JSON."""
     return Response(
         msgspec.json.encode(content), status_code=status, headers=headers, media_type=JSON_TYPE
     )

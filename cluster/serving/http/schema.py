@@ -1,7 +1,6 @@
-"""How the bodies of all endpoints are read and refused.
+"""How the bodies of all endpoints are read and validated.
 
-A parameter that is not supported is refused unless it says what would happen anyway: null,
-or the value that is its default.
+An unsupported parameter is rejected unless its value has no effect: null, or its default.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ Defaults = Mapping[str, tuple[object, ...]]
 
 
 class BodyPart(BaseModel):
-    """One piece of a parameter or body."""
+    """Part of a body or a parameter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(BodyPart):
-    """What one endpoint takes."""
+    """The body of one endpoint."""
 
     defaults: ClassVar[Defaults] = {}
-    """Unsupported parameters and the values that ask for nothing."""
-    most_entries: ClassVar[Mapping[str, int]] = {}
-    """Lists that are counted before anybody looks inside."""
+    """Unsupported parameters and their values without effect."""
+    max_entries: ClassVar[Mapping[str, int]] = {}
+    """Lists whose length is checked before their entries are validated."""
     with_nulls: ClassVar[frozenset[str]] = frozenset()
-    """Parameters in whose parts a null is the same as nothing."""
+    """Parameters inside which a null is ignored."""
 
     def check(self) -> None:
-        """Raise InvalidRequestError if parameters contradict each other."""
+        """Raise InvalidRequestError if parameters cannot be used together."""
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -62,7 +61,7 @@ Part = TypeVar("Part", bound=BodyPart)
 
 
 def named_schema(name: str) -> dict[str, JsonValue]:
-    """Return what stands in a field's documentation for the schema of another part."""
+    """Return the placeholder for another part's schema in a field's documentation."""
     return {"x-part": name}
 
 
@@ -75,21 +74,21 @@ def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def read_part(kind: type[Part], given: object, where: str) -> Part:
-    """Return a part of a body that stands at `where`. Raises InvalidRequestError."""
+    """Return the part of a body at the path `where`. Raises InvalidRequestError."""
     return _validated(kind, _without_nulls(given), where)
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """Return a refusal in the words of a client that has other names for our fields."""
+    """Return an error with a field's name replaced by the client's name for it."""
     name = names.get(error.param or "")
     if name is None:
         return error
     text = str(error)
     if text.startswith(f"{error.param} "):
         text = name + text[len(error.param or "") :]
-    told = copy.copy(error)
-    told.args, told.param = (text,), name
-    return told
+    copied = copy.copy(error)
+    copied.args, copied.param = (text,), name
+    return copied
 
 
 def _validated(kind: type[Part], given: object, where: str) -> Part:
@@ -102,11 +101,11 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
 
 def _without_defaults(given: dict[str, object], kind: type[Body]) -> dict[str, object]:
     kept: dict[str, object] = {}
-    for name, most in kind.most_entries.items():
+    for name, limit in kind.max_entries.items():
         value = given.get(name)
-        if isinstance(value, list) and len(value) > most:
+        if isinstance(value, list) and len(value) > limit:
             raise InvalidRequestError(
-                f"{name} may have {most} entries, not {len(value)}.", param=name
+                f"{name} may have at most {limit} entries, not {len(value)}.", param=name
             )
     for name, value in given.items():
         if value is None:
@@ -127,7 +126,7 @@ def _without_nulls(value: object) -> object:
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    # True equals 1 to Python but not to a client.
+    # In Python True equals 1, in JSON it does not.
     return any(value == other and type(value) is type(other) for other in allowed)
 
 
@@ -152,6 +151,6 @@ def _unsupported(name: str) -> InvalidRequestError:
 
 
 def _shown(value: object) -> str:
-    # Only the start of a large value is written out.
+    # Only the start of a large value is formatted.
     text = repr(value[:40] if isinstance(value, str | list) else value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -33,7 +33,7 @@ class HttpServer:
         port: int,
         certificates: CertificateStore | None = None,
     ) -> None:
-        """Without certificates the port speaks no TLS."""
+        """Without certificates, TLS is disabled."""
         self._app = app
         self._host = host
         self._wanted_port = port
@@ -41,10 +41,10 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = 0
-        """The port that is bound, once it is."""
+        """The bound port; 0 until it is bound."""
 
     async def start_server(self) -> None:
-        """Bind the port and answer. Raises DeviceError if the port is not to be had."""
+        """Bind the port and serve. Raises DeviceError if the port is not available."""
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
         certificates = self._certificates
@@ -67,13 +67,13 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop_server(self) -> None:
-        """Take no more connections and end those that are idle, then the others."""
+        """Accept no more connections, and close the idle ones, then the others."""
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
-        # uvicorn would cancel what runs on, and tell so with a trace each; like this it ends as
-        # if the client had gone.
+        # uvicorn would cancel running requests and log a traceback for each; aborted connections
+        # end them as if the client had disconnected.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         await self._task
@@ -81,7 +81,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn that leaves signals to the program it runs in."""
+    """A uvicorn server that leaves signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

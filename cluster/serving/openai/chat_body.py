@@ -24,7 +24,7 @@ MAX_MESSAGES = 4096
 
 
 class ChatBody(GenerationBody):
-    """A conversation that the assistant is to go on with."""
+    """A conversation for the model to continue."""
 
     defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {
         "chat_template_kwargs": ({},),
@@ -32,7 +32,7 @@ class ChatBody(GenerationBody):
         "functions": ([],),
         "modalities": (["text"],),
     }
-    most_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+    max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     messages: Annotated[list[Message], FailFast()] = Field(
         json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
@@ -40,7 +40,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = bounds(1)
     logprobs: bool = False
     top_logprobs: int | None = bounds(0, MAX_LOGPROBS)
-    tools: Any = Field(  # Any: read apart, since nulls in a schema are kept
+    tools: Any = Field(  # Any: read separately, which keeps nulls in a schema
         None,
         json_schema_extra={
             "type": "array",
@@ -48,9 +48,9 @@ class ChatBody(GenerationBody):
             "maxItems": MAX_TOOLS,
         },
     )
-    tool_choice: Any = Field(  # Any: a word or an object
+    tool_choice: Any = Field(  # Any: a string or an object
         None,
-        description="A forced call keeps to the function's schema; of `auto` the model decides.",
+        description="A forced call follows the function's schema; with `auto` the model decides.",
         json_schema_extra={
             "anyOf": [
                 {"enum": ["none", "auto", "required"]},
@@ -61,28 +61,31 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
-        False, description="Go on with the last message; needs add_generation_prompt = false."
+        False, description="Continue the last message; requires add_generation_prompt = false."
     )
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports nothing."""
+        """Number of top log-probabilities for each token; None disables log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """Raise InvalidRequestError if parameters contradict each other."""
+        """Raise InvalidRequestError if parameters cannot be used together."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs = true.", param="top_logprobs")
+            raise InvalidRequestError(
+                "top_logprobs requires logprobs = true.", param="top_logprobs"
+            )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise InvalidRequestError(
-                "max_tokens and max_completion_tokens contradict each other.", param="max_tokens"
+                "max_tokens and max_completion_tokens must be equal if both are set.",
+                param="max_tokens",
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
-        """Return what the tools mean. Raises InvalidRequestError."""
+        """Return how the call uses tools. Raises InvalidRequestError."""
         tools = read_tools(self.tools) if self.tools is not None else ()
         choice = read_choice(
             self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
@@ -90,7 +93,7 @@ class ChatBody(GenerationBody):
         return ToolUse(tools, choice, tool_format=tool_format)
 
     def to_input(self, client_id: str | None, tools: ToolUse) -> GenerationInput:
-        """Return what is asked for. Raises InvalidRequestError."""
+        """Return the input of the call. Raises InvalidRequestError."""
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
@@ -109,7 +112,7 @@ class ChatBody(GenerationBody):
             model=self.model,
             client_id=client_id,
             priority=self.priority,
-            # What marks a call is a special token of some models.
+            # Some models mark a call with special tokens.
             skips_special_tokens=self.skip_special_tokens and not tools.is_read,
             includes_stop=self.include_stop_str_in_output,
         )
@@ -118,16 +121,16 @@ class ChatBody(GenerationBody):
         requested = self.requested_structure()
         if requested.structure is not None and tools.is_read:
             raise InvalidRequestError(
-                f"{requested.param} and tools contradict each other; tool_choice may be none.",
+                f"{requested.param} and tools cannot be used together; set tool_choice = none.",
                 param=requested.param,
             )
         return requested.structure if tools.structure is None else tools.structure
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:
-    """Raise InvalidRequestError if a new turn is to begin and the last one to go on."""
+    """Raise InvalidRequestError if both a new message and the last one are to be generated."""
     if adds_generation_prompt and continues_final_message:
         raise InvalidRequestError(
-            "continue_final_message needs add_generation_prompt = false.",
+            "continue_final_message requires add_generation_prompt = false.",
             param="continue_final_message",
         )

@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions: an assistant's turn, with or without tool calls."""
+"""The response of /v1/chat/completions: an assistant message, with or without tool calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["ChatCompletionResponse"]
 
 
 class ChatCompletionResponse(GenerationResponse):
-    """An answer of /v1/chat/completions."""
+    """A response of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"

@@ -23,12 +23,12 @@ _TOKEN_IDS: dict[str, JsonValue] = {
 
 
 class CompletionBody(GenerationBody):
-    """A text that is to be continued."""
+    """Texts for the model to continue."""
 
     defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {"echo": (False,), "suffix": ("",)}
 
-    prompt: Any = Field(  # Any: counted before it is looked into
-        description="A text or its token ids, or a list of either.",
+    prompt: Any = Field(  # Any: its length is checked before its entries
+        description="A string or an array of token ids, or an array of either.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -42,11 +42,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports nothing."""
+        """Number of top log-probabilities for each token; None disables log-probabilities."""
         return self.logprobs
 
     def to_input(self, client_id: str | None) -> GenerationInput:
-        """Return what is asked for. Raises InvalidRequestError."""
+        """Return the input of the call. Raises InvalidRequestError."""
         sampling = self.sampling()
         structure = self.requested_structure().structure
         if structure is not None:
@@ -67,7 +67,7 @@ def _prompts_of(given: object) -> tuple[Prompt, ...]:
     if isinstance(given, str):
         return (given,)
     if isinstance(given, list):
-        # Of half a million entries a loop in Python would take too long on the event loop.
+        # A Python loop over half a million entries would block the event loop.
         kinds = set(map(type, given))
         if kinds <= {int}:
             return (tuple(given),)

@@ -1,4 +1,4 @@
-"""The answers of /v1/completions."""
+"""The response of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CompletionResponse"]
 
 
 class CompletionResponse(GenerationResponse):
-    """An answer of /v1/completions."""
+    """A response of /v1/completions."""
 
     id_prefix = "cmpl"
     kind = "text_completion"
@@ -54,6 +54,6 @@ class CompletionResponse(GenerationResponse):
             self._token_bytes.text_of(token_id): finite(value)
             for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
         }
-        # The chosen token is there even if it is not among the likeliest.
+        # The sampled token is included even if it is not among the top ones.
         top.setdefault(text, finite(logprobs.chosen))
         return top

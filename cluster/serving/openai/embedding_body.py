@@ -22,11 +22,11 @@ _TOKEN_IDS: dict[str, JsonValue] = {
 
 
 class EmbeddingBody(Body):
-    """Texts that are to become vectors."""
+    """Texts to embed."""
 
     model: str
-    input: Any = Field(  # Any: counted before it is looked into
-        description="A text or its token ids, or a list of either.",
+    input: Any = Field(  # Any: its length is checked before its entries
+        description="A string or an array of token ids, or an array of either.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -42,15 +42,15 @@ class EmbeddingBody(Body):
         },
     )
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="base64 is that of little-endian 32-bit floats."
+        "float", description="`base64` encodes little-endian 32-bit floats."
     )
     dimensions: int | None = bounds(1)
     user: str | None = Field(
-        None, description="Names the end user to whoever runs the service; not used."
+        None, description="An identifier of the end user; accepted and ignored."
     )
 
     def to_input(self) -> EmbeddingInput:
-        """Return what is asked for. Raises InvalidRequestError."""
+        """Return the input of the call. Raises InvalidRequestError."""
         return EmbeddingInput(
             prompts=_prompts_of(self.input), dimensions=self.dimensions, model=self.model
         )
@@ -64,7 +64,7 @@ def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
             return (tuple(given),)
         if len(given) > MAX_INPUTS:
             raise InvalidRequestError(
-                f"input may have {MAX_INPUTS} entries, not {len(given)}.", param="input"
+                f"input may have at most {MAX_INPUTS} entries, not {len(given)}.", param="input"
             )
         if all(isinstance(entry, str) and entry for entry in given):
             return tuple(given)

@@ -1,4 +1,4 @@
-"""The endpoints that OpenAI's clients call."""
+"""The endpoints of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["openai_endpoints"]
 
 _MAX_ENCODED_NUMBERS = 2**14
-"""Numbers that are written as text at once, before others have their turn."""
+"""Numbers encoded between two turns of the event loop."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
-    """Return the endpoints that OpenAI's clients call."""
+    """Return the endpoints of OpenAI's API."""
     handlers = _OpenAIHandlers(servicer)
     return (
         Endpoint(method="GET", path="/v1/models", handler=handlers.models),
@@ -78,8 +78,8 @@ class _OpenAIHandlers:
             param = body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        answer = CompletionResponse(generation, token_bytes, self._options(body))
-        return await _answer(call, body, generation, answer)
+        response = CompletionResponse(generation, token_bytes, self._options(body))
+        return await _respond(call, body, generation, response)
 
     async def chat(self, call: HttpCall) -> Response:
         body = await call.body(ChatBody)
@@ -89,8 +89,8 @@ class _OpenAIHandlers:
             param = "tools" if tools.is_forced else body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        answer = ChatCompletionResponse(generation, token_bytes, self._options(body), tools)
-        return await _answer(call, body, generation, answer)
+        response = ChatCompletionResponse(generation, token_bytes, self._options(body), tools)
+        return await _respond(call, body, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:
         body = await call.body(EmbeddingBody)
@@ -103,12 +103,12 @@ class _OpenAIHandlers:
             "prompt_tokens": output.num_prompt_tokens,
             "total_tokens": output.num_prompt_tokens,
         }
-        whole = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
+        content = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
             encoded,
             _encode(self._model),
             _encode(usage),
         )
-        return Response(whole, media_type=JSON_TYPE)
+        return Response(content, media_type=JSON_TYPE)
 
     async def _start(
         self, call: HttpCall, given: GenerationInput, param: str | None
@@ -139,20 +139,20 @@ class _OpenAIHandlers:
         }
 
 
-async def _answer(
-    call: HttpCall, body: GenerationBody, generation: GenerationCall, answer: GenerationResponse
+async def _respond(
+    call: HttpCall, body: GenerationBody, generation: GenerationCall, response: GenerationResponse
 ) -> Response:
     if body.stream:
-        return EventStream(generation, answer)
+        return EventStream(generation, response)
     try:
-        whole = await unless_disconnected(call.request.receive, answer.whole())
+        content = await unless_disconnected(call.request.receive, response.complete())
     finally:
         generation.close()
-    return Response(whole, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
+    return Response(content, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
 
 
 async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:
-    """Return the entries of the vectors."""
+    """Return the vectors as JSON entries, separated by commas."""
     entries: list[bytes] = []
     num_numbers = 0
     for index, vector in enumerate(output.vectors):

@@ -1,4 +1,4 @@
-"""Answers that end with their client: streams of events, and work that somebody waits for."""
+"""Responses that end when their client disconnects: event streams, and awaited work."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Result = TypeVar("Result")
 
 
 class EventStream(Response):
-    """A call's server-sent events. It owns the call and ends it with the connection."""
+    """A call's server-sent events; it owns the call and ends it with the connection."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: GenerationCall, answer: GenerationResponse) -> None:
+    def __init__(self, generation: GenerationCall, response: GenerationResponse) -> None:
         super().__init__(
             headers={
                 "x-request-id": generation.id,
                 "cache-control": "no-store",
-                # Proxies that buffer would hold tokens back.
+                # A buffering proxy would delay tokens.
                 "x-accel-buffering": "no",
             }
         )
         del self.headers["content-length"]
         self._generation = generation
-        self._answer = answer
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -50,14 +50,14 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._answer.events()) as events:
+        async with aclosing(self._response.events()) as events:
             async for written in events:
                 await send({"type": "http.response.body", "body": written, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return what `work` returns. Raises ClientDisconnect, and ends it, if the client goes."""
+    """Return what `work` returns; cancel it and raise ClientDisconnect when the client leaves."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_wait_for_disconnect(receive))
     try:

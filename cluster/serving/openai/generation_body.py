@@ -1,4 +1,4 @@
-"""What the bodies of completions and chat completions have in common."""
+"""The common parameters of completions and chat completions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COMMON_DEFAULTS: dict[str, tuple[object, ...]] = {
 
 
 def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: a pydantic field
-    """Return an optional number whose bounds are documented here and checked by the validator."""
+    """Return an optional numeric field with documented bounds, which the validator checks."""
     limits = {"minimum": low, "maximum": high}
     known: dict[str, JsonValue] = {
         name: value for name, value in limits.items() if value is not None
@@ -63,14 +63,14 @@ def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: 
 
 
 class StreamOptions(BodyPart):
-    """What a stream tells besides text."""
+    """The options of a stream."""
 
-    include_usage: bool = Field(False, description="Whether the last chunk tells the usage.")
+    include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
     include_obfuscation: Literal[False] = False
 
 
 class GenerationBody(Body):
-    """What both endpoints take."""
+    """The parameters of both endpoints."""
 
     defaults: ClassVar[Defaults] = COMMON_DEFAULTS
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
@@ -78,7 +78,7 @@ class GenerationBody(Body):
     model: str
     n: int = Field(
         1,
-        description="Continuations of each prompt.",
+        description="Number of choices for each prompt.",
         json_schema_extra={"minimum": 1, "maximum": MAX_N},
     )
     max_tokens: int | None = bounds(1)
@@ -92,10 +92,10 @@ class GenerationBody(Body):
     frequency_penalty: float | None = bounds(-2, 2)
     seed: int | None = bounds(-(2**63), 2**63 - 1)
     ignore_eos: bool | None = None
-    # Lists and maps are checked by the validator, which counts before it looks inside.
+    # The validator checks lists and objects, their length before their entries.
     stop: Any = Field(
         None,
-        description="Strings that end a continuation.",
+        description="Strings that end the output.",
         json_schema_extra={
             "anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP}]
         },
@@ -110,7 +110,7 @@ class GenerationBody(Body):
     )
     logit_bias: Any = Field(
         None,
-        description="Token ids and what is added to their logits.",
+        description="Token ids and the biases added to their logits.",
         json_schema_extra={
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
@@ -120,19 +120,21 @@ class GenerationBody(Body):
     )
     priority: int = Field(
         0,
-        description="Lower is served earlier.",
+        description="Requests with a lower value are served earlier.",
         json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
-    skip_special_tokens: bool = Field(True, description="Whether special tokens have no text.")
-    include_stop_str_in_output: bool = Field(
-        False, description="Whether the stop string or token that was met is part of the text."
+    skip_special_tokens: bool = Field(
+        True, description="Whether special tokens are left out of the text."
     )
-    # Read when they are used, so that a refusal names the innermost field.
+    include_stop_str_in_output: bool = Field(
+        False, description="Whether the text includes the stop string or token that ended it."
+    )
+    # Read when used, so that an error names the innermost field.
     response_format: Any = Field(
         None,
-        description="`text`, `json_object`, or `json_schema` and a schema.",
+        description="`text`, `json_object`, or `json_schema` with a schema.",
         json_schema_extra=named_schema("ResponseFormat"),
     )
     structured_outputs: Any = Field(None, json_schema_extra=named_schema("StructuredOutputs"))
@@ -149,26 +151,28 @@ class GenerationBody(Body):
     )
     guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
     user: str | None = Field(
-        None, description="Names the end user to whoever runs the service; not used."
+        None, description="An identifier of the end user; accepted and ignored."
     )
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what the call used."""
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports nothing."""
+        """Number of top log-probabilities for each token; None disables log-probabilities."""
 
     def check(self) -> None:
-        """Raise InvalidRequestError if parameters contradict each other."""
+        """Raise InvalidRequestError if parameters cannot be used together."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options needs stream = true.", param="stream_options")
+            raise InvalidRequestError(
+                "stream_options requires stream = true.", param="stream_options"
+            )
 
     def requested_structure(self) -> RequestedStructure:
-        """Return what continuations must look like. Raises InvalidRequestError."""
+        """Return the requested structure of the output. Raises InvalidRequestError."""
         requested = RequestedStructure()
         if self.response_format is not None:
             read_response_format(self.response_format, requested)
@@ -178,15 +182,15 @@ class GenerationBody(Body):
         if self.guided_json is not None:
             requested.add_schema(self.guided_json, "guided_json")
         if self.guided_regex is not None:
-            requested.add("regex", self.guided_regex, "guided_regex")
+            requested.add_structure("regex", self.guided_regex, "guided_regex")
         if self.guided_choice is not None:
             requested.add_choices(self.guided_choice, "guided_choice")
         if self.guided_grammar is not None:
-            requested.add("grammar", self.guided_grammar, "guided_grammar")
+            requested.add_structure("grammar", self.guided_grammar, "guided_grammar")
         return requested
 
     def sampling(self) -> dict[str, object]:
-        """Return the fields of SamplingParams that are set."""
+        """Return the fields of SamplingParams that the client set."""
         given: dict[str, object] = {
             name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None
         }
@@ -216,6 +220,6 @@ def _tuple_of(given: object, name: str) -> tuple[object, ...]:
 def _bias_of(given: object) -> dict[object, object]:
     if not isinstance(given, dict):
         raise InvalidRequestError(
-            "logit_bias must be an object of token ids and numbers.", param="logit_bias"
+            "logit_bias must be an object that maps token ids to numbers.", param="logit_bias"
         )
     return {int(name) if _INTEGER.fullmatch(name) else name: value for name, value in given.items()}

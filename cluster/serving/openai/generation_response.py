@@ -1,6 +1,6 @@
-"""What OpenAI clients are sent: whole answers, and the chunks of streamed ones.
+"""The responses of completions and chat completions, complete or streamed in chunks.
 
-A stream's chunks differ in little but their text. What is the same in all of them is encoded once.
+Chunks of a stream differ mostly in their text; their common parts are encoded once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerationResponse", "ResponseChoice", "ResponseOptions", "finite"]
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
+"""Replaces minus infinity, which JSON cannot represent."""
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
 _encode = msgspec.json.Encoder().encode
@@ -36,7 +36,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """What a call wants told beside the text."""
+    """The content of a response beside its text."""
 
     model: str
     created_s: int
@@ -47,28 +47,28 @@ class ResponseOptions:
 
 @dataclass(slots=True)
 class ResponseChoice:
-    """One sequence of an answer, while it grows."""
+    """One choice of a response, while it is generated."""
 
     index: int
     bare_begin: bytes
-    """All of an event that stands before its text, if it tells of nothing else."""
+    """The start of an event that contains only text."""
     texts: list[str] = field(default_factory=list)
     outputs: list[SequenceOutput] = field(default_factory=list)
     num_characters: int = 0
-    """Of the tokens whose log-probabilities were written."""
+    """Characters of the tokens whose log-probabilities were written."""
     is_new: bool = True
     reader: TurnReader | None = None
-    """What finds tool calls in its text."""
+    """Finds tool calls in the text."""
 
 
 class GenerationResponse(ABC):
-    """The answer to one call, in the words of one endpoint."""
+    """The response to one call, in the format of one endpoint."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     bare_begin: ClassVar[bytes]
-    """What stands between a choice's index and its text."""
+    """The JSON between a choice's index and its text."""
     bare_end: ClassVar[bytes]
 
     def __init__(
@@ -83,8 +83,8 @@ class GenerationResponse(ABC):
         self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
         self._bare_end = self.bare_end + _BARE + self._end
 
-    async def whole(self) -> bytes:
-        """Return the answer when it is finished. Raises PagedRayError."""
+    async def complete(self) -> bytes:
+        """Return the response once it is complete. Raises PagedRayError."""
         usage: Usage | None = None
         async with aclosing(self._generation.outputs()) as outputs:
             async for output in outputs:
@@ -95,11 +95,11 @@ class GenerationResponse(ABC):
                     choice.texts.append(sequence.text)
                     choice.outputs.append(sequence)
         assert usage is not None
-        choices = [self._whole_choice(self._choices[index]) for index in sorted(self._choices)]
+        choices = [self._complete_choice(self._choices[index]) for index in sorted(self._choices)]
         return _encode({**self._head(self.kind), "choices": choices, "usage": _usage(usage)})
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events; an error after the first becomes the last."""
+        """Yield server-sent events; an error becomes the last event before `[DONE]`."""
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
@@ -141,15 +141,15 @@ class GenerationResponse(ABC):
         reason = self._reason(sequence, choice)
         if not (delta or choice.is_new or reason or sequence.logprobs):
             return b""
-        told = {
+        fields = {
             **self._wrapped(delta),
             "logprobs": self._logprobs([sequence], choice),
             "finish_reason": reason,
             "stop_reason": sequence.stop_reason,
         }
         choice.is_new = False
-        # The first brace is that of the choice, which begins with its index.
-        return self._begin + b"%d," % choice.index + _encode(told)[1:] + b"]" + self._end
+        # The first brace is dropped: the choice begins with its index.
+        return self._begin + b"%d," % choice.index + _encode(fields)[1:] + b"]" + self._end
 
     def _choice(self, sequence: SequenceOutput) -> ResponseChoice:
         index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
@@ -159,7 +159,7 @@ class GenerationResponse(ABC):
             choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
         return choice
 
-    def _whole_choice(self, choice: ResponseChoice) -> Json:
+    def _complete_choice(self, choice: ResponseChoice) -> Json:
         last = choice.outputs[-1]
         return {
             "index": choice.index,
@@ -189,25 +189,25 @@ class GenerationResponse(ABC):
 
     @abstractmethod
     def _content(self, text: str, choice: ResponseChoice) -> Json:
-        """Return the part of a whole choice that holds its text."""
+        """Return the content of a complete choice."""
 
     @abstractmethod
     def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
-        """Return what a streamed choice gained; nothing if that is nothing."""
+        """Return the delta of a streamed choice, which may be empty."""
 
     @abstractmethod
     def _wrapped(self, delta: Json) -> Json:
-        """Return the part of a streamed choice that holds what it gained."""
+        """Return the content of a streamed choice with this delta."""
 
     @abstractmethod
     def _token_logprobs(
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
-        """Return log-probabilities in the endpoint's shape."""
+        """Return log-probabilities in the endpoint's format."""
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can write."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, _LEAST_LOGPROB)
 
 

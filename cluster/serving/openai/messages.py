@@ -1,4 +1,4 @@
-"""The messages of a conversation and its tools, as OpenAI's clients write them."""
+"""The messages and tools of a conversation in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _MAX_ID_LENGTH = 128
 
 
 class TextPart(BodyPart):
-    """A piece of a message's text."""
+    """A part of a message's text."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(BodyPart):
-    """Which function an assistant's turn has called, and with what."""
+    """The function of a tool call, and its arguments."""
 
     name: str
-    arguments: str = Field("{}", description="A JSON object as text.")
+    arguments: str = Field("{}", description="A JSON object as a string.")
 
 
 class MessageCall(BodyPart):
-    """A tool call of an earlier turn."""
+    """A tool call of an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -55,12 +55,12 @@ class MessageCall(BodyPart):
 
 
 class Message(BodyPart):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = Field(  # Any: a refusal is to name the part at fault
+    content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A text or a list of text parts; an assistant's turn with calls needs none.",
+        description="A string or an array of text parts; optional with `tool_calls`.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},
@@ -70,28 +70,30 @@ class Message(BodyPart):
     )
     tool_calls: Any = Field(  # Any: as above
         None,
-        description="What an assistant's turn has called.",
+        description="The tool calls of an assistant message.",
         json_schema_extra={
             "type": "array",
             "items": named_schema("MessageCall"),
             "maxItems": _MAX_CALLS,
         },
     )
-    tool_call_id: str | None = Field(None, description="Which call a tool's turn answers.")
-    name: str | None = Field(None, description="Which tool a tool's turn is of.")
+    tool_call_id: str | None = Field(
+        None, description="The id of the call that a tool message answers."
+    )
+    name: str | None = Field(None, description="The name of the tool of a tool message.")
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
     )
 
 
 class Function(BodyPart):
-    """What the model is told of a function."""
+    """A function as the model sees it."""
 
     name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_-]{1,64}$"})
     description: str | None = None
     parameters: Any = Field(  # Any: a JSON schema
         None,
-        description="The JSON schema of its arguments.",
+        description="The JSON Schema of its arguments.",
         json_schema_extra={"type": "object"},
     )
     strict: bool | None = None
@@ -101,26 +103,26 @@ class ToolObject(BodyPart):
     """A function that the model may call."""
 
     type: Literal["function"]
-    function: Any = Field(  # Any: read apart, so that nulls in it are nothing
+    function: Any = Field(  # Any: read separately, which ignores nulls in it
         json_schema_extra=named_schema("Function")
     )
 
 
 class NamedFunction(BodyPart):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class ToolChoiceObject(BodyPart):
-    """The function that is to be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Return the turns of a conversation. Raises InvalidRequestError."""
+    """Return the messages of a conversation. Raises InvalidRequestError."""
     calls = [_calls_of(message, f"messages.{i}") for i, message in enumerate(given)]
     arguments = "".join(call.function.arguments for found in calls for call in found)
     check_counts(arguments.encode(), "The arguments of tool_calls")
@@ -138,7 +140,7 @@ def read_tools(given: object) -> tuple[Tool, ...]:
 
 
 def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:
-    """Return what `tool_choice` says. Raises InvalidRequestError."""
+    """Return the tool choice that `tool_choice` describes. Raises InvalidRequestError."""
     if given is None:
         given = "auto" if has_tools else "none"
     if isinstance(given, dict):
@@ -147,7 +149,7 @@ def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolCho
     if given == "none" or given == "auto" or given == "required":
         return ToolChoice(kind=given, is_parallel=is_parallel)
     raise InvalidRequestError(
-        "tool_choice must be none, auto, required, or a function that is named.",
+        "tool_choice must be none, auto, required or a named function.",
         param="tool_choice",
     )
 
@@ -158,7 +160,7 @@ def _tool_of(given: object, where: str) -> Tool:
     )
     if function.parameters is not None and not isinstance(function.parameters, dict):
         param = f"{where}.function.parameters"
-        raise InvalidRequestError(f"{param} must be a JSON schema of an object.", param=param)
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
     return Tool(
         name=function.name, description=function.description, parameters=function.parameters
     )
@@ -170,9 +172,11 @@ def _calls_of(message: Message, where: str) -> tuple[MessageCall, ...]:
         return ()
     where = f"{where}.tool_calls"
     if message.role != "assistant":
-        raise InvalidRequestError(f"{where} is for role = assistant only.", param=where)
+        raise InvalidRequestError(f"{where} requires role = assistant.", param=where)
     if not isinstance(given, list) or len(given) > _MAX_CALLS:
-        raise InvalidRequestError(f"{where} must be a list of at most {_MAX_CALLS}.", param=where)
+        raise InvalidRequestError(
+            f"{where} must be a list of at most {_MAX_CALLS} entries.", param=where
+        )
     return tuple(read_part(MessageCall, one, f"{where}.{i}") for i, one in enumerate(given))
 
 
@@ -185,7 +189,8 @@ def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> C
             raise InvalidRequestError(f"{where}.{name} is not supported.", param=f"{where}.{name}")
         if len(value) > _MAX_ID_LENGTH:
             raise InvalidRequestError(
-                f"{where}.{name} may have {_MAX_ID_LENGTH} characters.", param=f"{where}.{name}"
+                f"{where}.{name} may have at most {_MAX_ID_LENGTH} characters.",
+                param=f"{where}.{name}",
             )
     if message.annotations not in (None, []):
         param = f"{where}.annotations"
@@ -206,7 +211,7 @@ def _call_of(call: MessageCall, where: str) -> MessageToolCall:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{param} must be a JSON object as text.", param=param)
+        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
     return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 

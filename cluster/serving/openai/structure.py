@@ -1,4 +1,4 @@
-"""What a continuation must look like, in the words of OpenAI's and vLLM's clients."""
+"""The parameters of structured output, as OpenAI and vLLM name them."""
 
 from __future__ import annotations
 
@@ -21,91 +21,94 @@ __all__ = [
 
 
 class StructuredOutputs(BodyPart):
-    """What a continuation must look like; exactly one of these."""
+    """The structure of the output; exactly one of these."""
 
-    json_: Any = Field(  # Any: a JSON schema, or one as text
+    json_: Any = Field(  # Any: a JSON Schema, as an object or a string
         None,
         alias="json",
-        description="A JSON schema, as an object or as text.",
+        description="A JSON Schema, as an object or a string.",
         json_schema_extra={"type": ["object", "string"]},
     )
     regex: str | None = Field(None, description="A regular expression.")
     choice: Any = Field(  # Any: checked when it is compiled
         None,
-        description="Texts of which it is one.",
+        description="The strings to choose from.",
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
     grammar: str | None = Field(None, description="A grammar in EBNF.")
-    json_object: bool | None = Field(None, description="True for any JSON object.")
+    json_object: bool | None = Field(None, description="True allows any JSON object.")
 
 
 class JsonSchemaFormat(BodyPart):
-    """A JSON schema and its name."""
+    """A JSON Schema and its name."""
 
     name: str
     description: str | None = None
-    schema_: Any = Field(  # Any: a JSON schema
+    schema_: Any = Field(  # Any: a JSON Schema
         alias="schema", json_schema_extra={"type": ["object", "string"]}
     )
     strict: bool | None = None
 
 
 class ResponseFormat(BodyPart):
-    """What a continuation must look like."""
+    """The format of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Any = Field(  # Any: read once the type asks for it
+    json_schema: Any = Field(  # Any: read only if the type requires it
         None, json_schema_extra=named_schema("JsonSchemaFormat")
     )
 
 
 class RequestedStructure:
-    """Collects the parameters that ask for a structure, of which there may be one."""
+    """Collects the parameters that request a structure, of which at most one may be set."""
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
         self.param: str | None = None
-        """The parameter that it stands in."""
+        """The parameter that requests it."""
 
-    def add(self, kind: StructureKind, text: str, param: str) -> None:
-        """Ask for a structure. Raises InvalidRequestError for a second one."""
+    def add_structure(self, kind: StructureKind, text: str, param: str) -> None:
+        """Request a structure. Raises InvalidRequestError for a second one."""
         if self.param is not None:
             raise InvalidRequestError(
-                f"{param} and {self.param} contradict each other.", param=param
+                f"{param} and {self.param} cannot be used together.", param=param
             )
         self.structure = Structure(kind=kind, text=text)
         self.param = param
 
     def add_schema(self, given: object, param: str) -> None:
-        """Ask for JSON of a schema, an object or its text."""
+        """Request JSON of a schema, which is an object or a string."""
         if not isinstance(given, str | dict):
-            raise InvalidRequestError(f"{param} must be a JSON schema.", param=param)
-        self.add("json_schema", given if isinstance(given, str) else _to_json(given, param), param)
+            raise InvalidRequestError(f"{param} must be a JSON Schema.", param=param)
+        self.add_structure(
+            "json_schema", given if isinstance(given, str) else _to_json(given, param), param
+        )
 
     def add_choices(self, given: object, param: str) -> None:
-        """Ask for one of some texts."""
-        self.add("choice", _to_json(given, param), param)
+        """Request one of several strings."""
+        self.add_structure("choice", _to_json(given, param), param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
-        """Ask for what one of vLLM's structured outputs says."""
+        """Request the structure that vLLM's `structured_outputs` describes."""
         if given.json_ is not None:
             self.add_schema(given.json_, f"{param}.json")
         if given.regex is not None:
-            self.add("regex", given.regex, f"{param}.regex")
+            self.add_structure("regex", given.regex, f"{param}.regex")
         if given.choice is not None:
             self.add_choices(given.choice, f"{param}.choice")
         if given.grammar is not None:
-            self.add("grammar", given.grammar, f"{param}.grammar")
+            self.add_structure("grammar", given.grammar, f"{param}.grammar")
         if given.json_object:
-            self.add("json_object", "", f"{param}.json_object")
+            self.add_structure("json_object", "", f"{param}.json_object")
         if self.param is None:
             raise InvalidRequestError(
-                f"{param} needs one of json, regex, choice, grammar and json_object.", param=param
+                f"{param} requires one of json, regex, choice, grammar and json_object.",
+                param=param,
             )
 
 
 def read_response_format(given: object, requested: RequestedStructure) -> None:
-    """Ask for what OpenAI's `response_format` says."""
+    """Request the structure that OpenAI's `response_format` describes."""
     param = "response_format"
     read = read_part(ResponseFormat, given, param)
     if read.type == "json_schema":
@@ -114,10 +117,10 @@ def read_response_format(given: object, requested: RequestedStructure) -> None:
         return
     if read.json_schema is not None:
         raise InvalidRequestError(
-            f"{param}.json_schema needs type = json_schema.", param=f"{param}.json_schema"
+            f"{param}.json_schema requires type = json_schema.", param=f"{param}.json_schema"
         )
     if read.type == "json_object":
-        requested.add("json_object", "", param)
+        requested.add_structure("json_object", "", param)
 
 
 def _to_json(value: object, param: str) -> str:
@@ -125,5 +128,5 @@ def _to_json(value: object, param: str) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise InvalidRequestError(
-            f"{param} holds a number that is too large for JSON.", param=param
+            f"{param} contains a number that JSON cannot represent.", param=param
         ) from error

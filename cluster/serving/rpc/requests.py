@@ -129,7 +129,9 @@ def tokenize_input(
 def check_size(name: str, size: int, most: int) -> None:
     """Raise InvalidRequestError if a list is too long."""
     if size > most:
-        raise InvalidRequestError(f"{name} may have {most} entries, not {size}.", param=name)
+        raise InvalidRequestError(
+            f"{name} may have at most {most} entries, not {size}.", param=name
+        )
 
 
 def _check_num_nested(message: Message, room: int) -> int:

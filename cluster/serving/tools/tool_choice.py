@@ -176,7 +176,7 @@ class ToolUse:
 def _check_tools(tools: Sequence[Tool], param: str) -> None:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
-            f"{param} may have {MAX_TOOLS} entries, not {len(tools)}.", param=param
+            f"{param} may have at most {MAX_TOOLS} entries, not {len(tools)}.", param=param
         )
     for position, tool in enumerate(tools):
         tool.check_limits(f"{param}.{position}.function")

@@ -52,11 +52,11 @@ def test_every_endpoint_says_whom_it_answers(locked: Server) -> None:
     found: dict[Access, set[str]] = {access: set() for access in Access}
     for endpoint in app.endpoints:
         found[endpoint.access].add(endpoint.path)
-    assert found[Access.EVERYBODY] == OPEN
+    assert found[Access.PUBLIC] == OPEN
     assert found[Access.ADMINS] == {"/metrics"}
     for endpoint in app.endpoints:
         answer = httpx.request(endpoint.method, locked.url + endpoint.path.replace("{", "x"))
-        is_open = endpoint.access is Access.EVERYBODY
+        is_open = endpoint.access is Access.PUBLIC
         assert (answer.status_code == 200) is is_open, endpoint
         assert (answer.status_code == 401) is not is_open, endpoint
 

@@ -46,9 +46,9 @@ def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)),
          "sampling.temperature", "temperature must be 0 to 100, not -1."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[5] * 2000)),
-         "sampling.stop_token_ids", "stop_token_ids may have 1024 entries, not 2000."),
+         "sampling.stop_token_ids", "stop_token_ids may have at most 1024 entries, not 2000."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 100_000)),
-         "sampling.stop", "stop may have 16 entries, not 100000."),
+         "sampling.stop", "stop may have at most 16 entries, not 100000."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(structure=pb.Structure())),
          "sampling.structure", "One of the kinds of structure must be set."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(
