@@ -42,10 +42,39 @@ CONTEXT = 500
 STEPS = 400
 
 
-class InstantExecutor(Executor):
+class SimulatedRanks(Executor):
+    """Ranks of a decoder without layers, which never die."""
+
+    def __init__(self) -> None:
+        self._step = -1
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
+
+    @property
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    @property
+    def acknowledged_step(self) -> int:
+        return self._step
+
+    def send_masks(self, masks: StepMasks) -> None:
+        raise AssertionError("No sequence has a structure.")
+
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
+
+    def restart_ranks(self) -> None:
+        raise AssertionError("These ranks do not die.")
+
+
+class InstantExecutor(SimulatedRanks):
     """Ranks that sample a token without computing; messages are encoded as on the step channel."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._outputs: deque[StepOutput] = deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._plans: msgspec.msgpack.Decoder[ControllerMessage] = msgspec.msgpack.Decoder(
@@ -54,22 +83,8 @@ class InstantExecutor(Executor):
         self._answers: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(
             WorkerMessage
         )
-        self._step = -1
         self.decode_times: list[tuple[float, int]] = []
         """When each step was collected, and how many sequences it sampled."""
-
-    @property
-    def cache_size(self) -> CacheSize:
-        return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
-
-    @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        """No layers."""
-        return {}
-
-    @property
-    def acknowledged_step(self) -> int:
-        return self._step
 
     def submit_plan(self, plan: StepPlan) -> None:
         received = self._plans.decode(self._encoder.encode(plan))
@@ -80,20 +95,11 @@ class InstantExecutor(Executor):
         assert isinstance(output, StepOutput)
         self._outputs.append(output)
 
-    def send_masks(self, masks: StepMasks) -> None:
-        raise AssertionError("No sequence has a structure.")
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
-
     def collect_output(self) -> StepOutput:
         output = self._outputs.popleft()
         self._step = output.step
         self.decode_times.append((time.perf_counter(), len(output.token_ids)))
         return output
-
-    def restart_ranks(self) -> None:
-        raise NotImplementedError
 
     def close(self) -> None:
         self._outputs.clear()
@@ -147,7 +153,8 @@ def main() -> int:
 
 def _step_times(num_sequences: int) -> list[float]:
     executor, sink = InstantExecutor(), CountingSink(num_sequences)
-    controller = Controller(_config(num_sequences), executor, sink)
+    config = simulated_config(vocab_size=32000, max_num_seqs=num_sequences, max_positions=2048)
+    controller = Controller(config, executor, sink)
     for index in range(num_sequences):
         controller.submit_request(
             Request(
@@ -164,24 +171,25 @@ def _step_times(num_sequences: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(steady)]
 
 
-def _config(num_sequences: int) -> EngineConfig:
+def simulated_config(*, vocab_size: int, max_num_seqs: int, max_positions: int) -> EngineConfig:
+    """Return the configuration of an engine with simulated ranks."""
     model = ModelConfig(
         name="none",
         folder=Path(),
         architecture="none",
-        vocab_size=32000,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=64,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_size=64,
-        max_positions=2048,
+        max_positions=max_positions,
     )
     return EngineConfig(
         model=model,
         cache=CacheConfig(),
-        scheduler=SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=8192),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
     )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-llama"
 TOKEN = 351
 TOKEN_TEXT = b" return"
-"""It stands nowhere else in an answer. A text of hexadecimal digits could be a part of an id."""
+"""It occurs nowhere else in a response; hexadecimal digits could be part of an id."""
 MODEL_NAME = "none"
 CONTEXT = 10_000_000
 _POLL_S = 0.0002
@@ -62,45 +62,43 @@ class PacedEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """It always is."""
         return True
 
     @property
     def error(self) -> EngineError | None:
-        """There is none."""
         return None
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of its thread."""
+        """CPU time of the thread."""
         return self._cpu_s
 
     def set_pace(self, *, step_s: float, lead: int) -> None:
-        """Run a step every `step_s`, and forget what earlier requests got."""
+        """Run a step every `step_s` seconds, and forget the tokens of earlier requests."""
         with self._lock:
             assert not self._requests
             self._step_s, self._lead = step_s, lead
             self._num_published = self._counter.value
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """There always is room."""
+        """Accept every request."""
 
     def submit_request(self, request: Request) -> None:
-        """Give it tokens from the next step on."""
+        """Publish tokens of the request from the next step on."""
         with self._lock:
             self._requests[request.id] = request
 
     def abort_request(self, request_id: str) -> None:
-        """Give it no more tokens."""
+        """Publish no more tokens of the request."""
         with self._lock:
             self._requests.pop(request_id, None)
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        """Give it no more tokens; requests have one sequence."""
+        """Publish no more tokens of the request, which has one sequence."""
         self.abort_request(request_id)
 
     def stats(self) -> EngineStats:
-        """Return the counts of this moment."""
+        """Return the current counts."""
         with self._lock:
             num_running = len(self._requests)
         names = SchedulerStats.__struct_fields__
@@ -116,11 +114,9 @@ class PacedEngine:
         )
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
         self._is_stopping = True
         self._thread.join()
 
@@ -138,7 +134,7 @@ class PacedEngine:
             self._cpu_s = time.thread_time()
 
     def _step(self) -> bool:
-        """Publish a token of each request, unless clients have too much to read."""
+        """Publish a token of each request, unless too many are unread."""
         with self._lock:
             num_unread = self._num_published - self._counter.value
             if not self._requests or num_unread > (self._lead - 1) * len(self._requests):
@@ -187,7 +183,7 @@ async def _serve(counter: TokenCounter) -> None:
         while line := await reader.readline():
             asked = json.loads(line)
             if asked:
-                # Those of the run before may not have been missed yet.
+                # The server may not have noticed yet that earlier clients have left.
                 while engine.stats().scheduler.num_running:
                     await asyncio.sleep(0.01)
                 engine.set_pace(**asked)

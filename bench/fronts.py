@@ -54,20 +54,20 @@ class Row:
     frontend: str
     connections: int
     lead: int | None
-    """Tokens of a stream that may be on their way; None is without a limit."""
+    """Unread tokens allowed per stream; None is no limit."""
     offered: float | None
-    """Tokens/s that steps are to bring; None is as many as clients read."""
+    """Tokens/s that the steps produce; None is as many as clients read."""
     tokens_per_s: float
-    """What clients read by the wall clock."""
+    """Tokens read per second of wall time."""
     tokens_per_cpu_s: float
-    """For each second that the server's process ran, its engine included."""
+    """Tokens read per CPU second of the server's process, its engine included."""
     tokens_per_message: float
     server_cores: float
     engine_cores: float | None
-    """What the engine took of these; it is not known of a replica of Ray Serve."""
+    """The engine's part of these; unknown for a replica of Ray Serve."""
     client_cores: float
     target: float | None
-    """Tokens/s that are asked for."""
+    """The required tokens/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

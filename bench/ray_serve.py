@@ -20,8 +20,8 @@ import psutil
 import ray
 from ray import serve
 
+from bench.controller import SimulatedRanks
 from bench.frontend_server import MODEL, TOKEN
-from cluster.engine.executor import Executor
 from cluster.serving.ray_serve.deployment import PagedRay, deployment_options
 from cluster.serving.ray_serve.options import read_arguments
 from pagedray.batch import StepOutput
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from cluster.engine.executor import ReportProgress
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
+    from pagedray.batch import StepPlan
     from pagedray.config import EngineConfig
 
 __all__ = ["ServeCluster"]
@@ -40,7 +40,7 @@ _CONTEXT = 1_000_000
 _NUM_BLOCKS = 1_000_000
 
 
-class TimedExecutor(Executor):
+class RepeatingExecutor(SimulatedRanks):
     """Ranks that sample the same token in every step."""
 
     def __init__(
@@ -49,32 +49,17 @@ class TimedExecutor(Executor):
         report_progress: ReportProgress,
         placement: PlacementGroup | None,
     ) -> None:
+        super().__init__()
         # The step time is part of the model's name: Serve starts the executor without arguments.
         self._step_s = float(config.model.name.partition("-")[2])
         self._plans: deque[StepPlan] = deque()
-        self._step = -1
 
     @property
     def cache_size(self) -> CacheSize:
         return CacheSize(num_blocks=_NUM_BLOCKS, num_cpu_blocks=0, block_bytes=0)
 
-    @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        """No layers."""
-        return {}
-
-    @property
-    def acknowledged_step(self) -> int:
-        return self._step
-
     def submit_plan(self, plan: StepPlan) -> None:
         self._plans.append(plan)
-
-    def send_masks(self, masks: StepMasks) -> None:
-        raise AssertionError("No sequence has a structure.")
-
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
 
     def collect_output(self) -> StepOutput:
         time.sleep(self._step_s)
@@ -96,8 +81,8 @@ class TimedPagedRay(PagedRay):
     @staticmethod
     def make_executor(
         config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None
-    ) -> TimedExecutor:
-        return TimedExecutor(config, report_progress, placement)
+    ) -> RepeatingExecutor:
+        return RepeatingExecutor(config, report_progress, placement)
 
     async def __init__(self, *arguments: object) -> None:  # type: ignore[misc]  # Serve awaits it
         await super().__init__(*arguments)  # type: ignore[arg-type]  # the stubs are narrower than the library

@@ -41,7 +41,7 @@ class Counts:
     """On the wire, above TCP."""
     seconds: float
     cpu_s: float
-    """What counting took."""
+    """CPU time of the client."""
 
 
 class _Connection(ABC):
@@ -146,7 +146,7 @@ class _EventConnection(_Connection):
 
 
 class GrpcClients(StreamClients):
-    """Clients of one gRPC method that streams, on some connections."""
+    """Clients of one streaming gRPC method, on a number of connections."""
 
     def __init__(
         self,

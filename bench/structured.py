@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.controller import SimulatedRanks, simulated_config
 from cluster.engine.controller import Controller
-from cluster.engine.executor import Executor
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
 from cluster.serving.text.tokenizer import Tokenizer
@@ -47,7 +47,6 @@ from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.compiler_messages import CompileLimits
 from cluster.structured.processes.vocabulary import Vocabulary, vocabulary_of
 from pagedray.batch import StepOutput
-from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.event import TokenEvent
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
-    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepPlan
+    from pagedray.batch import StepMasks, StepPlan
     from pagedray.errors import EngineError
 
 _MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -84,33 +83,20 @@ _LIMITS = CompileLimits(compile_s=60.0, wait_s=120.0, mask_s=5.0)
 Rows = list[dict[str, Any]]  # Any: names and numbers
 
 
-class TimedExecutor(Executor):
+class TimedExecutor(SimulatedRanks):
     """A rank whose forward pass takes a given time, and that samples any allowed token."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
         self._masks: SimpleQueue[StepMasks] = SimpleQueue()
         self._outputs: SimpleQueue[StepOutput] = SimpleQueue()
         self._masked_rows: set[int] = set()
         self._generator = random.Random(0)
-        self._step = -1
         self.step_times: list[tuple[float, int]] = []
         """When each step ended, and how many sequences it sampled."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-
-    @property
-    def cache_size(self) -> CacheSize:
-        return CacheSize(num_blocks=65536, num_cpu_blocks=1024, block_bytes=0)
-
-    @property
-    def attention_providers(self) -> dict[str, dict[str, int]]:
-        """No layers."""
-        return {}
-
-    @property
-    def acknowledged_step(self) -> int:
-        return self._step
 
     def submit_plan(self, plan: StepPlan) -> None:
         self._plans.put(plan)
@@ -118,16 +104,10 @@ class TimedExecutor(Executor):
     def send_masks(self, masks: StepMasks) -> None:
         self._masks.put(masks)
 
-    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        raise AssertionError("These ranks have a decoder.")
-
     def collect_output(self) -> StepOutput:
         output = self._outputs.get()
         self._step = output.step
         return output
-
-    def restart_ranks(self) -> None:
-        raise AssertionError("These ranks do not die.")
 
     def close(self) -> None:
         self._plans.put(None)
@@ -332,7 +312,8 @@ def _steps(
     name: str, grammar: CompiledGrammar | None, num_structured: int, num_steps: int
 ) -> dict[str, Any]:
     executor, sink = TimedExecutor(), EndlessSink()
-    controller = sink.controller = Controller(_config(), executor, sink)
+    config = simulated_config(vocab_size=128_256, max_num_seqs=_NUM_SEQUENCES, max_positions=8192)
+    controller = sink.controller = Controller(config, executor, sink)
     for index in range(_NUM_SEQUENCES):
         sink.submit(_request(grammar if index < num_structured else None))
     controller.start_steps()
@@ -365,27 +346,6 @@ def _pick(words: Any, generator: random.Random) -> int:
         if token_id != _EOS:
             return token_id
     return _EOS
-
-
-def _config() -> EngineConfig:
-    model = ModelConfig(
-        name="none",
-        folder=Path(),
-        architecture="none",
-        vocab_size=128_256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_size=64,
-        max_positions=8192,
-    )
-    return EngineConfig(
-        model=model,
-        cache=CacheConfig(),
-        scheduler=SchedulerConfig(max_num_seqs=_NUM_SEQUENCES, max_num_batched_tokens=8192),
-    )
 
 
 if __name__ == "__main__":

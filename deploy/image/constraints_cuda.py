@@ -4,8 +4,8 @@ Run it in the root of a checkout with any Python that has pip:
 
     python deploy/image/constraints_cuda.py > deploy/constraints-cuda.txt
 
-Torch and the kernel libraries are those that were measured on GPUs; all else is what
-constraints.txt says, and what these libraries need in addition.
+Torch and the kernel libraries have the versions that were benchmarked on GPUs. All other versions
+come from constraints.txt, or are what these libraries require.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 _MEASURED = ("torch==2.11.0", "flashinfer-python==0.7.2.post1", "xformers==0.0.35")
-# Torch 2.11 wants its own Triton and an older setuptools.
+# Torch 2.11 requires its own Triton and an older setuptools.
 _FOLLOWS_TORCH = ("torch==", "triton==", "setuptools==")
 _PYTHON = "3.12"
 
@@ -49,7 +49,7 @@ def main() -> None:
     print("# The versions of the CUDA image, on Python " + _PYTHON + ". To renew them:")
     print("# python deploy/image/constraints_cuda.py > deploy/constraints-cuda.txt")
     for name, version in sorted((one["name"].lower(), one["version"]) for one in found):
-        # An index may offer builds with a local label, which PyPI never does.
+        # Without local version labels, which PyPI does not have.
         print(f"{name.replace('_', '-')}=={version.split('+')[0]}")
 
 

@@ -1,7 +1,7 @@
-"""Prints what a wheel of this project depends on, one requirement a line.
+"""Prints the dependencies of this project's wheel, one requirement per line.
 
-Dependencies are installed before the wheel is, so that a change of our code leaves their layer of
-the image as it is. Arguments are names of extras.
+They are installed before the wheel, so that code changes do not invalidate their layer of the
+image. The arguments are names of extras.
 """
 
 from __future__ import annotations
