@@ -195,7 +195,7 @@ _GEMMA_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": "30"}, "final_logit_softcapping"),
     ({"sliding_window": None}, "sliding_window must be an integer"),
     ({"layer_types": ["full_attention"]}, "layer_types must have 4 entries, not 1"),
-    ({"layer_types": ["chunked_attention"] * 4}, "layer_types may hold"),
+    ({"layer_types": ["chunked_attention"] * 4}, "layer_types must hold only"),
 ]
 
 
@@ -223,12 +223,12 @@ def test_what_no_gemma_may_say_is_named(
         (
             GEMMA3,
             {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"type": "linear"}},
-            "rope_scaling must not stand beside rope_parameters",
+            "rope_scaling is not allowed together with rope_parameters",
         ),
         (GEMMA3, {"rope_local_base_freq": 0}, "rope_local_base_freq"),
         (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
         (BLOOM, {"apply_residual_connection_post_layernorm": True}, "must be false, not true"),
-        (BLOOM, {"n_head": 5}, "n_head must divide the hidden size 48, which 5 does not"),
+        (BLOOM, {"n_head": 5}, "n_head must be a divisor of the hidden size 48, not 5"),
         (BLOOM, {"n_embed": ...}, "hidden_size is missing"),
         (BLOOM, {"layer_norm_epsilon": 0}, "layer_norm_epsilon"),
         (BLOOM, {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
@@ -249,7 +249,11 @@ def test_what_no_gemma_may_say_is_named(
         (PHI3, {"lm_head_bias": True}, "lm_head_bias must be false, not true"),
         (PHI3, {"sliding_window": 0}, "sliding_window"),
         (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        (PHI3, {"partial_rotary_factor": 0.7}, "partial_rotary_factor must make an even part"),
+        (
+            PHI3,
+            {"partial_rotary_factor": 0.7},
+            "partial_rotary_factor must give an even size",
+        ),
         (PHI3, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type must be one"),
         (PHI3, {"rope_scaling": LONGROPE | {"type": None}}, "rope_scaling.rope_type is missing"),
         (PHI3, {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "from 2 to"),

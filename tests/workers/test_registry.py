@@ -223,7 +223,7 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
         ({"hidden_size": 0}, ["hidden_size", "from 1 to", "not 0"]),
         ({"num_hidden_layers": -1}, ["num_hidden_layers", "not -1"]),
         ({"vocab_size": 10**12}, ["vocab_size", "not 1000000000000"]),
-        ({"vocab_size": 10**60}, ["vocab_size", "a number of 200 bits"]),
+        ({"vocab_size": 10**60}, ["vocab_size", "an integer of 200 bits"]),
         ({"intermediate_size": [96]}, ["intermediate_size", "not [96]"]),
         ({"num_attention_heads": 7}, ["num_attention_heads", "multiple", "3"]),
         ({"num_attention_heads": 9}, ["hidden_size", "multiple of num_attention_heads 9"]),
@@ -299,7 +299,7 @@ def test_a_broken_file_is_named(text: str, part: str, tmp_path: Path) -> None:
 
 def test_a_missing_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
     assert "is not a folder" in _message(tmp_path / "nowhere")
-    assert "holds no config.json" in _message(tmp_path)
+    assert "No config.json found" in _message(tmp_path)
 
 
 def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
@@ -310,8 +310,12 @@ def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "num_ranks", "part"),
     [
-        ({}, 4, "6 attention heads cannot be spread evenly over 4 ranks; possible are 1, 2, 3, 6"),
-        ({}, 2, "3 KV heads cannot be spread over 2 ranks"),
+        (
+            {},
+            4,
+            "6 attention heads cannot be sharded evenly over 4 ranks; use 1, 2, 3, 6",
+        ),
+        ({}, 2, "3 KV heads cannot be sharded over 2 ranks"),
         ({"intermediate_size": 95}, 3, "95 MLP columns (intermediate_size)"),
     ],
 )

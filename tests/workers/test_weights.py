@@ -161,7 +161,7 @@ def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors | {"model.layers.9.mlp.secret": torch.zeros(2)})
     message = _message(tmp_path)
-    assert "model.safetensors: tensor model.layers.9.mlp.secret has no place" in message
+    assert "model.safetensors: unexpected tensor model.layers.9.mlp.secret, which" in message
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -181,15 +181,15 @@ def test_an_unexpected_shape_is_named(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 47)})
     message = _message(tmp_path)
-    assert f"model.safetensors: tensor {QUERY} must have shape [48, 48], not [48, 47]" in message
+    assert f"model.safetensors: tensor {QUERY} has shape [48, 47], but config" in message
+    assert "requires [48, 48]" in message
 
 
 def test_an_unexpected_type_is_named(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors | {QUERY: torch.zeros(48, 48, dtype=torch.int8)})
     message = _message(tmp_path)
-    assert f"tensor {QUERY} must be of type" in message
-    assert "not I8" in message
+    assert f"tensor {QUERY} has dtype I8; supported are F64, F32" in message
 
 
 @pytest.mark.parametrize("part", [0.0, 0.0001, 0.01, 0.05, 0.3, 0.7, 0.99, 0.99999])
@@ -214,13 +214,13 @@ _ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (_with_length({}, b"", 2**63), "too few for the header"),
-        (_with_length({}, b"", 2**20), "too few for the header"),
-        (struct.pack("<Q", 4) + b"{]{]", "no valid JSON"),
+        (_with_length({}, b"", 2**63), f"and a header of {2**63}"),
+        (_with_length({}, b"", 2**20), f"and a header of {2**20}"),
+        (struct.pack("<Q", 4) + b"{]{]", "is not valid JSON"),
         (struct.pack("<Q", 2) + b"[]", "must hold a JSON object"),
-        (_with_length({"a": 3}, bytes(8)), "entry of tensor a is broken"),
-        (_with_length({"a": _ENTRY | {"shape": [-2]}}, bytes(8)), "entry of tensor a is broken"),
-        (_with_length({"a": _ENTRY | {"shape": [True]}}, bytes(8)), "entry of tensor a is broken"),
+        (_with_length({"a": 3}, bytes(8)), "entry of tensor a is invalid"),
+        (_with_length({"a": _ENTRY | {"shape": [-2]}}, bytes(8)), "entry of tensor a is invalid"),
+        (_with_length({"a": _ENTRY | {"shape": [True]}}, bytes(8)), "entry of tensor a is invalid"),
         (_with_length({"a": _ENTRY | {"shape": [3]}}, bytes(8)), "must have 12 bytes, not 8"),
         (_with_length({"a": _ENTRY | {"shape": [2**40] * 4}}, bytes(8)), "must have"),
         (_with_length({"a": _ENTRY}, bytes(4)), "truncated: tensor a ends at byte 8 of 4"),
@@ -239,7 +239,7 @@ def test_a_lying_header_is_named(content: bytes, part: str, tmp_path: Path) -> N
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in _message(tmp_path)
+    assert "No model.safetensors or model.safetensors.index.json found" in _message(tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ({}, "weight_map must be an object"),
         ({"a": 3}, "tensor a must be in a .safetensors file, not 3"),
         ({"a": "model.bin"}, "tensor a must be in a .safetensors file"),
-        ({"a": "../outside.safetensors"}, "leads out of the folder"),
-        ({"a": "/etc/outside.safetensors"}, "leads out of the folder"),
-        ({"a": "link.safetensors"}, "leads out of the folder"),
+        ({"a": "../outside.safetensors"}, "to a file outside of"),
+        ({"a": "/etc/outside.safetensors"}, "to a file outside of"),
+        ({"a": "link.safetensors"}, "to a file outside of"),
         ({"a": "here.safetensors"}, "tensor a is missing"),
     ],
 )

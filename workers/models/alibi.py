@@ -1,4 +1,4 @@
-"""ALiBi, attention that falls off with distance, and what the families that have it share."""
+"""ALiBi (Press, Smith and Lewis 2022), and the configuration of the families that use it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["alibi_config", "alibi_slopes"]
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
-    """Return the slope of each head: powers of two, evenly spread down to `2 ** -bias_max`.
+    """Return the slope of each head: a geometric sequence that ends at `2 ** -bias_max`.
 
-    Where the number of heads is no power of two, the power below it is spread evenly, and the
-    other heads lie between these: the first, the third, and so on of twice as many.
+    If the number of heads is no power of two, the sequence is that of the power below it, and the
+    other heads take every second slope of the sequence of twice as many heads.
     """
     num_even = 1 << (num_heads.bit_length() - 1)
     even = [2.0 ** (-bias_max * i / num_even) for i in range(1, num_even + 1)]
@@ -42,7 +42,7 @@ def alibi_config(
     """Return a decoder with ALiBi, layer norms and an MLP four times as wide, without a gate."""
     if hidden_size % num_heads:
         raise file.refusal(
-            heads_key, f"must divide the hidden size {hidden_size}, which {num_heads} does not"
+            heads_key, f"must be a divisor of the hidden size {hidden_size}, not {num_heads}"
         )
     vocab_size = file.integer("vocab_size", most=MAX_VOCAB)
     return ModelConfig(

@@ -1,4 +1,4 @@
-"""BERT as its `config.json` says it: post-normed, with absolute positions and GELU."""
+"""Reads BERT from `config.json`: post-norm, absolute positions, GELU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, biases everywhere, a norm behind the embedding, queries to values head by head."""
+"""BLOOM: ALiBi, biases, a norm behind the embedding, queries, keys and values fused by head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         num_layers=file.integer(file.first_of("num_hidden_layers", "n_layer"), most=MAX_LAYERS),
         num_heads=file.integer(heads_key, most=MAX_HEADS),
         heads_key=heads_key,
-        # The family has no limit; this is what it was trained with.
+        # ALiBi sets no limit; this is the context length of training.
         max_positions=file.integer("seq_length", 2048, most=MAX_POSITIONS),
         activation="gelu_tanh",
     )

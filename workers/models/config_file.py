@@ -1,4 +1,4 @@
-"""A checkpoint's JSON file, read with suspicion: a wrong value ends in one line that names it."""
+"""A checkpoint's JSON file; each invalid value raises a CheckpointError that names it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MAX_BYTES = 4 * 2**20
 
 
 class _Missing:
-    """What no default looks like."""
+    """The default of a key that is required."""
 
 
 MISSING = _Missing()
 
 
 class ConfigFile:
-    """The values of one JSON object, and the file they came from."""
+    """The values of one JSON object and the path of its file. Methods raise CheckpointError."""
 
     def __init__(self, path: Path, values: Mapping[str, object], *, prefix: str = "") -> None:
         self._path = path
@@ -34,7 +34,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Return the object in a file."""
+        """Read the JSON object in a file."""
         try:
             if path.stat().st_size > _MAX_BYTES:
                 raise CheckpointError(
@@ -55,33 +55,33 @@ class ConfigFile:
 
     @property
     def path(self) -> Path:
-        """Return where the values came from."""
+        """The path of the file."""
         return self._path
 
     def refusal(self, key: str, problem: str) -> CheckpointError:
-        """Return the error that names the file, the key and what is wrong with it."""
+        """Return an error that names the file, the key and the problem."""
         return CheckpointError(f"{self._path}: {self._prefix}{key} {problem}.")
 
     def given_keys(self) -> tuple[str, ...]:
-        """Return the keys that are there."""
+        """Return all keys, including those whose value is null."""
         return tuple(self._values)
 
     def value(self, key: str) -> object:
-        """Return a value as it is; None if there is none."""
+        """Return a value unchecked, or None if the key is missing."""
         return self._values.get(key)
 
     def has_null(self, key: str) -> bool:
-        """Whether the key is there and says that there is no value."""
+        """Return whether the key is there and its value is null."""
         return key in self._values and self._values[key] is None
 
     def first_of(self, *keys: str) -> str:
-        """Return the first key that has a value, or else the last key."""
+        """Return the first key that has a value, or the last key if none has."""
         return next((key for key in keys if key in self), keys[-1])
 
     def integer(
-        self, key: str, default: int | _Missing | None = MISSING, *, least: int = 1, most: int
+        self, key: str, default: int | _Missing = MISSING, *, least: int = 1, most: int
     ) -> int:
-        """Return an integer within bounds; a default of None stands for a missing key."""
+        """Return an integer from `least` to `most`."""
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.refusal(
@@ -97,7 +97,7 @@ class ConfigFile:
         least: float = 0.0,
         most: float = math.inf,
     ) -> float:
-        """Return a finite number that is more than `least` and at most `most`."""
+        """Return a finite number above `least` and at most `most`."""
         value = self._given(key, default)
         if (
             isinstance(value, bool)
@@ -106,18 +106,18 @@ class ConfigFile:
         ):
             raise self.refusal(
                 key,
-                f"must be a number of more than {least:g}, at most {most:g}, not {_shown(value)}",
+                f"must be a number above {least:g} and at most {most:g}, not {_shown(value)}",
             )
         return float(value)
 
     def number_or_null(self, key: str, default: float | None, *, most: float) -> float | None:
-        """Return a number of more than 0, or None for a null; the default is for a missing key."""
+        """Return a number above 0, or None for null; the default is that of a missing key."""
         if self.has_null(key) or (default is None and key not in self):
             return None
         return self.number(key, MISSING if default is None else default, most=most)
 
     def numbers(self, key: str, length: int, *, most: float) -> tuple[float, ...]:
-        """Return a list of so many numbers, each of more than 0."""
+        """Return a list of `length` numbers, each above 0."""
         values = self._given(key, MISSING)
         if not isinstance(values, list) or len(values) != length:
             raise self.refusal(key, f"must be a list of {length} numbers, not {_shown(values)}")
@@ -129,7 +129,7 @@ class ConfigFile:
         return tuple(items.number(str(index), most=most) for index in range(length))
 
     def refuse_unless(self, key: str, allowed: object) -> None:
-        """Refuse any value but the one that is supported."""
+        """Raise CheckpointError for any value but the one that is supported."""
         value = self._given(key, allowed)
         if value != allowed:
             raise self.refusal(key, f"must be {_shown(allowed)}, not {_shown(value)}")
@@ -142,7 +142,7 @@ class ConfigFile:
         return value
 
     def choice(self, key: str, allowed: Iterable[str], default: str | _Missing = MISSING) -> str:
-        """Return one of the allowed words."""
+        """Return one of the allowed strings."""
         value = self._given(key, default)
         words = list(allowed)
         if not isinstance(value, str) or value not in words:
@@ -150,12 +150,12 @@ class ConfigFile:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the ids of a key that holds one, a list of them, or nothing."""
+        """Return the ids of a key that holds one id, a list of ids, or nothing."""
         value = self._values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise self.refusal(key, f"must hold token ids of 0 or more, not {_shown(token_id)}")
+                raise self.refusal(key, f"must hold non-negative token ids, not {_shown(token_id)}")
         return tuple(ids)
 
     def words(self, key: str) -> tuple[str, ...]:
@@ -186,8 +186,8 @@ class ConfigFile:
 
 
 def _shown(value: object) -> str:
-    # Integers of thousands of digits cannot even be printed.
+    # Python refuses to print integers of thousands of digits.
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
-        return f"a number of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

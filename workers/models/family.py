@@ -1,6 +1,6 @@
-"""What the families have in common: how `config.json` says a decoder's shape.
+"""What families have in common: the keys of `config.json` that most decoders share.
 
-A family is one file beside this one. It reads what is its own and leaves the rest to `base_config`.
+Each family is one module. It reads its own keys and leaves the others to `base_config`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_LAYERS = 1024
 MAX_HEADS = 2**14
 MAX_POSITIONS = 2**26
 _MAX_HEAD_SIZE = 1024
-# Where each activation is said, and in which words.
+# The key and the names of each activation.
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu": ("hidden_act", ("silu", "swish")),
     "gelu_tanh": ("hidden_activation", ("gelu_pytorch_tanh",)),
@@ -39,15 +39,15 @@ _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One kind of checkpoint."""
+    """A model family: the checkpoints of one architecture."""
 
     architecture: str
-    """Its word in `config.json`."""
+    """Its name in `architectures` of config.json."""
     read: Callable[[ConfigFile], ModelConfig]
     aliases: tuple[str, ...] = ()
-    """Other words for the same."""
+    """Other names of the same architecture."""
     may_name_code: bool = False
-    """Whether a checkpoint may name code of its own, which is not run, since it is not needed."""
+    """Whether a checkpoint may refer to code of its own; it is never run."""
 
 
 def base_config(
@@ -60,9 +60,9 @@ def base_config(
     default_norm_eps: float = 1e-6,
     is_tied_by_default: bool = False,
 ) -> ModelConfig:
-    """Return what most families say in the same words; the defaults are those of a missing key.
+    """Return a configuration of the keys that most families share.
 
-    The rope is left to the family.
+    Defaults are those of missing keys. The rope is left to the family.
     """
     key, words = _ACTIVATIONS[activation]
     file.choice(key, words, words[0])
@@ -98,13 +98,13 @@ def base_config(
 
 
 def eos_token_ids(file: ConfigFile, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text and that the model has."""
+    """Return the EOS ids that the vocabulary has."""
     return tuple(token_id for token_id in file.token_ids("eos_token_id") if token_id < vocab_size)
 
 
 def model_dtype(file: ConfigFile) -> Dtype:
-    """Return the type of weights and activations."""
-    # Transformers 5 says dtype, 4 says torch_dtype; without either, weights are float32 to both.
+    """Return the dtype of weights and activations."""
+    # Transformers 5 writes dtype, 4 torch_dtype; both take float32 if neither is there.
     key = file.first_of("dtype", "torch_dtype")
     allowed: tuple[Dtype, ...] = get_args(Dtype)
     words = [word for name in allowed for word in (name, f"torch.{name}")]

@@ -1,4 +1,4 @@
-"""Gemma-2: norms around attention and MLP, capped scores and logits, windows on half the layers."""
+"""Gemma-2: norms around attention and MLP, soft caps, sliding windows on every other layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = TensorNames(
 def gemma_config(
     file: ConfigFile, architecture: str, *, default_logit_cap: float | None
 ) -> ModelConfig:
-    """Return what the second and third Gemma have in common; rope and windows are left out."""
+    """Return what Gemma-2 and Gemma-3 have in common, without rope and windows."""
     config = base_config(
         file,
         architecture,

@@ -1,4 +1,4 @@
-"""Gemma-3 for text: no cap of scores, norms of heads, another rope for layers with windows."""
+"""Gemma-3 for text: QK norm, no soft caps, a second rope for layers with sliding windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["GEMMA3"]
 
 def _read(file: ConfigFile) -> ModelConfig:
     config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
-    # Transformers reads a cap of scores and does not apply it.
+    # Transformers reads this soft cap, but does not apply it.
     file.refuse_unless("attn_logit_softcapping", None)
     rope, window_rope = _ropes(file)
     pattern = file.integer("sliding_window_pattern", 6, most=MAX_LAYERS)
@@ -36,7 +36,7 @@ def _read(file: ConfigFile) -> ModelConfig:
 
 
 def _ropes(file: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope of layers without a window, and that of layers with one."""
+    """Return the ropes of layers without and with a sliding window."""
     theta = file.number("rope_theta", 1e6, most=MAX_THETA)
     window_theta = file.number("rope_local_base_freq", 1e4, most=MAX_THETA)
     # Transformers 4 scales the layers without a window only.
@@ -46,10 +46,10 @@ def _ropes(file: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
     if "rope_parameters" not in file:
         full = file.section("rope_scaling")
     elif "rope_scaling" in file:
-        raise file.refusal("rope_scaling", "must not stand beside rope_parameters")
+        raise file.refusal("rope_scaling", "is not allowed together with rope_parameters")
     for key in by_kind.given_keys():
         if key not in (full_key, window_key):
-            raise by_kind.refusal(key, f"is not allowed; {full_key} and {window_key} are")
+            raise by_kind.refusal(key, f"is not allowed; use {full_key} and {window_key}")
     return (
         rope_of(full, default_theta=theta),
         rope_of(window, default_theta=window_theta),

@@ -1,4 +1,4 @@
-"""Llama: no biases unless `attention_bias` (then on all four projections) or `mlp_bias` says so."""
+"""Llama; `attention_bias` adds biases to all four projections, `mlp_bias` to the MLP."""
 
 from __future__ import annotations
 

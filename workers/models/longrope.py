@@ -1,8 +1,8 @@
-"""LongRoPE, as Phi-3 says it: each pair of a head has a factor, one for short and one for long.
+"""LongRoPE (Ding et al. 2024) in Phi-3: each pair of a head has a factor, `short` and `long`.
 
-The factors for long sequences hold for all of a sequence as soon as it is longer than the model
-was first trained for, so that its cache would have to be computed again. That is not done: such
-a model runs up to that length, with the factors for short sequences.
+The long factors apply to the whole sequence once it exceeds the original context length, so that
+its KV cache would have to be computed again. This is not supported: the context is limited to the
+original length, where the short factors apply.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NAMES = ("longrope", "su", "yarn")
 def read_longrope(
     file: ConfigFile, *, head_size: int, max_positions: int
 ) -> tuple[RopeConfig, int]:
-    """Return the rope of all layers, and how many positions it is good for."""
+    """Return the rope of all layers, and the number of positions that it supports."""
     section = rope_section(file)
     size = _rotary_size(file, section, head_size)
     theta = section.number(
         "rope_theta", file.number("rope_theta", 10000.0, most=MAX_THETA), most=MAX_THETA
     )
-    # As ever, what has factors must have a name.
+    # As with other kinds, a section with factors must name its kind.
     default = MISSING if "short_factor" in section else "default"
     kind = section.choice(section.first_of("type", "rope_type"), ("default", *_NAMES), default)
     if kind == "default":
@@ -60,13 +60,13 @@ def _rotary_size(file: ConfigFile, section: ConfigFile, head_size: int) -> int:
     if size % 2 or not size:
         raise section.refusal(
             "partial_rotary_factor",
-            f"must make an even part of the head size {head_size}, not {size}",
+            f"must give an even size of the rotated part of each head, not {size}",
         )
     return size
 
 
 def _magnitude(section: ConfigFile, ratio: float, original: int) -> float:
-    """Return what makes up for the flatter attention over more positions."""
+    """Return the factor of cosines and sines, which offsets the softmax over more positions."""
     factor = section.number("factor", ratio, most=_MAX_FACTOR)
     fitting = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
     return section.number("attention_factor", fitting, most=_MAX_FACTOR)

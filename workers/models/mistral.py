@@ -1,4 +1,4 @@
-"""Mistral: Llama's shape with one sliding window for all layers."""
+"""Mistral: Llama with one sliding window for all layers."""
 
 from __future__ import annotations
 

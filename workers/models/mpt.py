@@ -1,4 +1,4 @@
-"""MPT: ALiBi, no biases at all, and one tensor of all queries, then all keys, then all values."""
+"""MPT: ALiBi, no biases, and one fused tensor of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read(file: ConfigFile) -> ModelConfig:
 
 
 def _check(file: ConfigFile, attention: ConfigFile) -> None:
-    """Refuse what transformers leaves out of the family, often without a word."""
+    """Raise CheckpointError for options that transformers ignores or does not support."""
     file.choice("norm_type", _NORM_WORDS, _NORM_WORDS[0])
     file.refuse_unless("no_bias", True)
     file.refuse_unless("expansion_ratio", 4)
@@ -67,7 +67,7 @@ def _check(file: ConfigFile, attention: ConfigFile) -> None:
 
 
 def _qkv_limit(attention: ConfigFile) -> float | None:
-    # Nought stands for no limit, too.
+    # 0 means no limit, too.
     if attention.value("clip_qkv") == 0:
         return None
     return attention.number_or_null("clip_qkv", None, most=_MAX_LIMIT)

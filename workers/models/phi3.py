@@ -1,4 +1,4 @@
-"""Phi-3: Llama with fused projections, LongRoPE, and one window for all layers."""
+"""Phi-3: Llama with fused projections, LongRoPE and one sliding window for all layers."""
 
 from __future__ import annotations
 

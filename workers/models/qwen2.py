@@ -1,4 +1,4 @@
-"""Qwen2: biases on queries, keys and values; windows on some layers if `use_sliding_window`."""
+"""Qwen2: biases on queries, keys and values; optional sliding windows on later layers."""
 
 from __future__ import annotations
 

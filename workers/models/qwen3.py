@@ -1,4 +1,4 @@
-"""Qwen3: norms of query and key heads, and heads whose size is not hidden size over heads."""
+"""Qwen3: QK norm, and a head size of its own; optional sliding windows on later layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which families there are: from a folder to its `ModelConfig`. It knows no tensor."""
+"""The supported families, and the `ModelConfig` of a checkpoint's folder. It knows no tensor."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ _FAMILIES = {
     for family in (BERT, BLOOM, GEMMA2, GEMMA3, LLAMA, MISTRAL, MPT, PHI3, QWEN2, QWEN3)
     for word in (family.architecture, *family.aliases)
 }
-# Each names Python code of the checkpoint, which is never imported.
+# Each refers to Python code of the checkpoint, which is never imported.
 _CODE_KEYS = ("auto_map", "custom_pipelines")
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Return the words in `architectures` that are understood."""
+    """Return the supported values of `architectures` in config.json."""
     return tuple(_FAMILIES)
 
 
 def read_model_config(folder: Path, *, dtype: Dtype | None = None) -> ModelConfig:
-    """Return the shape of the checkpoint in a folder; `dtype` overrules what it says of its own.
+    """Return the configuration of the checkpoint in a folder; `dtype` overrides that of the file.
 
     Raises CheckpointError.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a model is a folder with a config.json.")
+        raise CheckpointError(
+            f"{folder} is not a folder; a model is a folder with config.json and weights."
+        )
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no config.json.")
+        raise CheckpointError(f"No config.json found in {folder}.")
     file = ConfigFile.read(path)
     family = _family(file)
     for key in _CODE_KEYS:
         if file.value(key) and not family.may_name_code:
-            raise file.refusal(key, "asks for code of the checkpoint, which is never run")
+            raise file.refusal(key, "requires code from the checkpoint, which is never run")
     if file.value("quantization_config"):
         raise file.refusal("quantization_config", "is not supported; use unquantized weights")
     config = family.read(file)
@@ -66,13 +68,13 @@ def read_model_config(folder: Path, *, dtype: Dtype | None = None) -> ModelConfi
 
 
 def check_parallel(model: ModelConfig, num_ranks: int) -> None:
-    """Raise StartupError unless the model can be spread over this many ranks."""
+    """Raise StartupError unless the model can be sharded over this many ranks."""
     if model.num_heads % num_ranks:
         raise _not_divisible("attention heads", model.num_heads, num_ranks)
     if model.num_kv_heads % num_ranks and num_ranks % model.num_kv_heads:
         raise StartupError(
-            f"{model.num_kv_heads} KV heads cannot be spread over {num_ranks} ranks; "
-            "one must be a multiple of the other."
+            f"{model.num_kv_heads} KV heads cannot be sharded over {num_ranks} ranks; one number "
+            "must be a multiple of the other."
         )
     if model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
@@ -92,7 +94,7 @@ def _family(file: ConfigFile) -> Family:
 
 
 def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:
-    """Return the ids that end a text by either file; instruct models name more in the second."""
+    """Return the EOS ids of both files; instruct models list more in generation_config.json."""
     path = config.folder / "generation_config.json"
     if not path.is_file():
         return config.eos_token_ids
@@ -104,6 +106,6 @@ def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:
 def _not_divisible(what: str, size: int, num_ranks: int) -> StartupError:
     fitting = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
     return StartupError(
-        f"{size} {what} cannot be spread evenly over {num_ranks} ranks; "
-        f"possible are {', '.join(map(str, fitting))}."
+        f"{size} {what} cannot be sharded evenly over {num_ranks} ranks; "
+        f"use {', '.join(map(str, fitting))}."
     )

@@ -1,4 +1,4 @@
-"""How `config.json` says rotary position embeddings, in two spellings."""
+"""Reads rotary position embeddings from `config.json`, in the formats of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _KINDS: tuple[_Kind, ...] = ("default", "linear", "llama3")
 
 
 def rope_section(file: ConfigFile) -> ConfigFile:
-    """Return `rope_parameters`, as transformers 5 says it, or else `rope_scaling`, as 4 does."""
+    """Return `rope_parameters` (transformers 5), or `rope_scaling` (transformers 4)."""
     return file.section("rope_parameters" if "rope_parameters" in file else "rope_scaling")
 
 
 def read_rope(file: ConfigFile) -> RopeConfig:
-    """Return the one rope of all layers."""
+    """Return the rope that all layers share."""
     file.refuse_unless("partial_rotary_factor", 1)
     theta = file.number("rope_theta", 10000.0, most=MAX_THETA)
     return rope_of(rope_section(file), default_theta=theta)
 
 
 def rope_of(section: ConfigFile, *, default_theta: float) -> RopeConfig:
-    """Return what one section says."""
+    """Return the rope of one section."""
     section.refuse_unless("partial_rotary_factor", 1)
     for key in section.given_keys():
         if isinstance(section.value(key), dict):
-            raise section.refusal(key, "is an object, but all layers must share one rope")
+            raise section.refusal(key, "is an object, but rope must not differ by layer")
     theta = section.number("rope_theta", default_theta, most=MAX_THETA)
-    # Only the default kind has no factor, and may therefore go without a name.
+    # Only the default kind has no factor, so that its name may be missing.
     default = MISSING if "factor" in section else "default"
     given = section.choice(section.first_of("type", "rope_type"), _KINDS, default)
     kind = next(word for word in _KINDS if word == given)

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, by what `config.json` says of each layer."""
+"""Reads from `config.json` which layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _KINDS = ("sliding_attention", "full_attention")
 def windows_by_layer_type(
     file: ConfigFile, *, default_window: int, has_window_by_default: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types`, or by default for a list that is missing."""
+    """Return each layer's window by `layer_types`, or by the default if that is missing."""
     has_window = _has_window(file, len(has_window_by_default)) or has_window_by_default
     if file.has_null("sliding_window") and any(has_window):
-        raise file.refusal("sliding_window", "must be an integer, for some layers have a window")
+        raise file.refusal(
+            "sliding_window", "must be an integer, since some layers use sliding attention"
+        )
     window = file.integer("sliding_window", default_window, most=MAX_POSITIONS)
     return tuple(window if has else None for has in has_window)
 
 
 def qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Return Qwen's windows, which `use_sliding_window` turns on; empty if none has one."""
+    """Return Qwen's windows, which `use_sliding_window` enables; empty if no layer has one."""
     if not file.flag("use_sliding_window", False):
         return ()
     if "sliding_window" not in file:
@@ -40,11 +42,13 @@ def qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _has_window(file: ConfigFile, num_layers: int) -> list[bool]:
-    """Return whether each layer has a window; empty if the file does not say."""
+    """Return whether each layer has a window; empty if `layer_types` is missing."""
     kinds = file.words("layer_types")
     if kinds and len(kinds) != num_layers:
         raise file.refusal("layer_types", f"must have {num_layers} entries, not {len(kinds)}")
     for kind in kinds:
         if kind not in _KINDS:
-            raise file.refusal("layer_types", f"may hold {' and '.join(_KINDS)}, not {kind[:40]!r}")
+            raise file.refusal(
+                "layer_types", f"must hold only {' and '.join(_KINDS)}, not {kind[:40]!r}"
+            )
     return [kind == "sliding_attention" for kind in kinds]

@@ -1,7 +1,7 @@
-"""A folder of safetensors files: what is in it, whether it fits, and parts of its tensors.
+"""The tensors of a checkpoint: whether they fit the model, and a rank's parts of them.
 
-Nothing in the folder is trusted: whatever is missing, too much, broken or of another shape ends
-in a CheckpointError of one line. Nothing but safetensors is ever opened.
+The folder is not trusted: missing, unexpected, corrupt or misshapen tensors raise a
+CheckpointError of one line. Only safetensors files are opened, never pickles.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint"]
 
-# Parts pass through host memory in chunks, so that a large table needs no second copy.
+# Parts pass through host memory in chunks, so that a large table is never copied whole.
 _CHUNK_BYTES = 64 * 2**20
-# Checkpoints made long ago hold the frequencies of their rotary embeddings, or 0, 1, 2 and so on;
-# those of encoders a layer for a task of their training.
-_HARMLESS_ENDINGS = (
+# Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
+# store the pooler of a training task.
+_IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq",
     "embeddings.position_ids",
     "pooler.dense.bias",
@@ -37,7 +37,7 @@ _HARMLESS_ENDINGS = (
 
 
 class Checkpoint:
-    """The tensors of a folder; a context manager that keeps the files open that it has read."""
+    """The tensors of a folder; a context manager that keeps opened files open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Checkpoint:
         self._stack.close()
 
     def check_tensors(self, shards: Iterable[WeightShard], *, is_head_tied: bool) -> None:
-        """Raise CheckpointError unless the tensors are those of the shards, in their shapes."""
+        """Raise CheckpointError unless the folder has exactly these tensors, in their shapes."""
         names = set()
         for shard in shards:
             names.add(self._stored_name(shard.name))
@@ -66,14 +66,14 @@ class Checkpoint:
         if is_head_tied:
             names.add("lm_head.weight")
         for name, entry in self._entries.items():
-            if name not in names and not name.endswith(_HARMLESS_ENDINGS):
+            if name not in names and not name.endswith(_IGNORED_SUFFIXES):
                 raise CheckpointError(
-                    f"{entry.path}: tensor {name} has no place in the model that config.json "
-                    "describes."
+                    f"{entry.path}: unexpected tensor {name}, which the model of config.json "
+                    "does not have."
                 )
 
     def fill_shard(self, shard: WeightShard) -> None:
-        """Write this rank's part of a tensor to the shard's target, in the target's type."""
+        """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
         name = self._stored_name(shard.name)
         entry = self._entries[name]
         first, end, _ = shard.part[0].indices(shard.shape[0])
@@ -92,7 +92,7 @@ class Checkpoint:
             ) from None
 
     def _stored_name(self, name: str) -> str:
-        """Return a tensor's name here; one saved without its head leaves out the first word."""
+        """Return a tensor's name in the files; a model saved without its head lacks the prefix."""
         return name if name in self._entries else name.partition(".")[2]
 
     def _check_shard(self, shard: WeightShard) -> None:
@@ -101,13 +101,13 @@ class Checkpoint:
             raise CheckpointError(f"{self._folder}: tensor {shard.name} is missing.")
         if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.path}: tensor {shard.name} must have shape {list(shard.shape)}, "
-                f"not {list(entry.shape)}."
+                f"{entry.path}: tensor {shard.name} has shape {list(entry.shape)}, but config.json "
+                f"requires {list(shard.shape)}."
             )
         if entry.dtype not in ITEM_BYTES:
             raise CheckpointError(
-                f"{entry.path}: tensor {shard.name} must be of type {', '.join(ITEM_BYTES)}, "
-                f"not {entry.dtype}."
+                f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported are "
+                f"{', '.join(ITEM_BYTES)}."
             )
 
     def _opened(self, path: Path) -> Any:  # Any: safetensors has no types

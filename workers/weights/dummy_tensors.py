@@ -1,4 +1,4 @@
-"""Made-up weights, for benchmarks and tests without a checkpoint."""
+"""Dummy weights, for benchmarks and tests without a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _STANDARD_DEVIATION = 0.02
 
 
 class DummyTensors:
-    """Random numbers that depend on seed, name and place alone: any number of ranks agrees.
+    """Random numbers by seed, name and position alone, equal for any number of ranks.
 
-    They are made on the target's device, and differ between kinds of device.
+    They are generated on the target's device, and differ between device types.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def fill_shard(self, shard: WeightShard) -> None:
-        """Write this rank's part: what the shard says, or else a normal distribution."""
+        """Write this rank's part: the shard's dummy value, or a normal distribution."""
         if shard.dummy is not None:
             shard.target.fill_(shard.dummy)
             return
@@ -41,7 +41,7 @@ class DummyTensors:
     def _chunks(
         self, shard: WeightShard, first: int, end: int
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield whole rows, in chunks that lie where they lie for every rank."""
+        """Yield slices of the first dimension and their numbers; all ranks chunk alike."""
         num_rows, row_shape = shard.shape[0], shard.shape[1:]
         height = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(row_shape).numel()))
         device = shard.target.device

@@ -1,7 +1,4 @@
-"""Weights into a rank's parameters, slice by slice: from a checkpoint, or made up.
-
-A rank reads only its own part of each tensor.
-"""
+"""Loads a rank's part of each tensor: from a checkpoint, or made-up numbers."""
 
 from __future__ import annotations
 
@@ -22,42 +19,42 @@ __all__ = ["TensorSource", "fill_shards", "load_weights"]
 
 
 class TensorSource(Protocol):
-    """Where weights come from."""
+    """A source of weights."""
 
     def fill_shard(self, shard: WeightShard) -> None:
-        """Write this rank's part of a tensor to the shard's target, in the target's type."""
+        """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
 
 
 def load_weights(
     model: Layer,
     config: EngineConfig,
-    progress: Callable[[int, int], None] | None = None,
+    report_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill a model and make it ready to run, telling (tensors done, tensors in all) as it goes.
+    """Load a model and make it ready to run. Raises CheckpointError.
 
-    Raises CheckpointError.
+    `report_progress` is called with the number of tensors loaded, and of all tensors.
     """
     shards = list(model.weight_shards())
     with torch.inference_mode():
         if config.load_format == "dummy":
-            fill_shards(shards, DummyTensors(config.load_seed), progress)
+            fill_shards(shards, DummyTensors(config.load_seed), report_progress)
         else:
             with Checkpoint(config.model.folder) as checkpoint:
                 checkpoint.check_tensors(shards, is_head_tied=config.model.has_tied_embeddings)
-                fill_shards(shards, checkpoint, progress)
+                fill_shards(shards, checkpoint, report_progress)
         model.finalize()
 
 
 def fill_shards(
     shards: Sequence[WeightShard],
     source: TensorSource,
-    progress: Callable[[int, int], None] | None = None,
+    report_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill every shard from a source."""
+    """Load every shard from a source."""
     for done, shard in enumerate(shards):
-        if progress is not None:
-            progress(done, len(shards))
+        if report_progress is not None:
+            report_progress(done, len(shards))
         if shard.target.numel():
             source.fill_shard(shard)
-    if progress is not None:
-        progress(len(shards), len(shards))
+    if report_progress is not None:
+        report_progress(len(shards), len(shards))

@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """What the header of a file says of one tensor."""
+    """One tensor of a file, as its header describes it."""
 
     path: Path
     dtype: str
@@ -35,11 +35,12 @@ class TensorEntry:
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    # One file is preferred to an index where both are, as Transformers does.
+    """Return the tensors of a folder by name. Raises CheckpointError."""
+    # Like Transformers, prefer the single file to an index.
     if (folder / _SINGLE).exists():
         return _entries_of_file(_inside(folder, _SINGLE))
     if not (folder / _INDEX).exists():
-        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}.")
+        raise CheckpointError(f"No {_SINGLE} or {_INDEX} found in {folder}.")
     return _entries_of_index(folder)
 
 
@@ -66,11 +67,13 @@ def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
 def _listed_files(index: Path) -> dict[str, str]:
     """Return the file name of each tensor that an index lists."""
     if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index} is larger than {_MAX_INDEX_BYTES} bytes.")
+        raise CheckpointError(
+            f"{index} has more than {_MAX_INDEX_BYTES} bytes, which is not allowed."
+        )
     values = _parsed(index, index.read_bytes())
     listed = values.get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{index}: weight_map must be an object that names files.")
+        raise CheckpointError(f"{index}: weight_map must be an object that maps tensors to files.")
     for tensor, name in listed.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise CheckpointError(
@@ -80,9 +83,9 @@ def _listed_files(index: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file; refuse one that leads out of the folder.
+    """Return the path of a file in the folder; raise CheckpointError if it resolves elsewhere.
 
-    The cache of Hugging Face's hub keeps files beside its folders of links, and is let through.
+    Links into the blobs of the Hugging Face cache are allowed.
     """
     path = folder / name
     root, target = folder.resolve(), path.resolve()
@@ -90,18 +93,18 @@ def _inside(folder: Path, name: str) -> Path:
     if root.parent.name == "snapshots":
         roots.append(root.parent.parent / "blobs")
     if Path(name).name != name or not any(target.is_relative_to(place) for place in roots):
-        raise CheckpointError(f"{path} leads out of the folder {folder}.")
+        raise CheckpointError(f"{path} is a path or link to a file outside of {folder}.")
     return path
 
 
 def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
-    """Return what a file's header says, once it agrees with itself and the file's size."""
+    """Return the tensors of a file, after checking its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise CheckpointError(
-                f"{path} has {size} bytes, too few for the header of {length} that it announces."
+                f"{path} is truncated or corrupt: it has {size} bytes, and a header of {length}."
             )
         header = _parsed(path, file.read(length))
     available = size - _LENGTH_BYTES - length
@@ -118,7 +121,7 @@ def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
     entry: dict[str, Any] = value if isinstance(value, dict) else {}  # Any: parsed JSON
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
-        raise CheckpointError(f"{path}: the header's entry of tensor {name} is broken.")
+        raise CheckpointError(f"{path}: the header's entry of tensor {name} is invalid.")
     first, end = offsets
     if end > available:
         raise CheckpointError(
@@ -127,14 +130,14 @@ def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if dtype in ITEM_BYTES and end - first != expected:
         raise CheckpointError(
-            f"{path}: tensor {name} of shape {shape} and type {dtype} must have {expected} bytes, "
+            f"{path}: tensor {name} of shape {shape} and dtype {dtype} must have {expected} bytes, "
             f"not {end - first}."
         )
     return TensorEntry(path=path, dtype=dtype, shape=tuple(shape))
 
 
 def _check_readable(path: Path) -> None:
-    """Let the library check the rest: offsets that overlap, gaps, bytes that are left over."""
+    """Have the library check the rest: overlapping offsets, gaps and trailing bytes."""
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -154,11 +157,12 @@ def _parsed(path: Path, text: bytes) -> Mapping[str, Any]:  # Any: parsed JSON
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} holds no valid JSON: {first_line(error)}.") from None
+        raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}.") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")
     return values
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without a full stop."""
     return str(error).partition("\n")[0].rstrip(".")
