@@ -1,7 +1,7 @@
-"""How soon a quiet server refuses what is wrong: `python -m tests.load.bad_requests`.
+"""How fast an idle server refuses invalid requests: `python -m tests.load.bad_requests`.
 
-Each request is sent again and again to a server that does nothing else, over both frontends, and
-must be refused with the status that it deserves, in good form.
+Each request is sent repeatedly over both frontends, and must be refused with the expected status
+and a well-formed error.
 """
 
 from __future__ import annotations

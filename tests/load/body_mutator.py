@@ -1,7 +1,7 @@
-"""Makes bodies that no client means: bytes changed, fields doubled, values of other types.
+"""Mutates request bodies: changed bytes, repeated fields, values of other types.
 
-Three kinds of harm: to any bytes, to the fields of protobuf's wire format, and to the values of
-JSON. Each starts from a good body, so that it comes further than noise would.
+There are three kinds of mutations: of any bytes, of fields in protobuf's wire format, and of JSON
+values. Each starts from a valid body, to reach further than random bytes would.
 """
 
 from __future__ import annotations

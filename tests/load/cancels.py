@@ -1,8 +1,8 @@
-"""Cancels at random moments over both frontends: `python -m tests.load.cancels`.
+"""Cancellations at random times over both frontends: `python -m tests.load.cancels`.
 
-In each round some calls start, are cancelled each after a random time, and are looked for among
-the calls and the sequences that the server reports: when is none of them left, and every block
-free again? More calls than rows are running, so that some are cancelled while they wait.
+In each round several calls start and are cancelled after random times. The program polls the calls
+and sequences that the server reports until none is left and every block is free again. There are
+more calls than rows, so some are cancelled while they wait.
 """
 
 from __future__ import annotations

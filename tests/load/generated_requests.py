@@ -1,7 +1,7 @@
-"""Requests that schemathesis makes of the API's own description:
+"""Requests that schemathesis generates from the OpenAPI document:
 `python -m tests.load.generated_requests`.
 
-None may find a server error, or an answer that the description does not know; none may wait long.
+None may cause a server error, a response that the document does not describe, or a long wait.
 """
 
 from __future__ import annotations

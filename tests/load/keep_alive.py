@@ -1,4 +1,4 @@
-"""One HTTP connection that carries any bytes, for load that a client library would not send."""
+"""An HTTP connection that sends any bytes, for requests that client libraries would not send."""
 
 from __future__ import annotations
 

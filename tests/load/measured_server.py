@@ -1,4 +1,4 @@
-"""`pagedray serve` on a core of its own: what it says, and what memory it takes."""
+"""`pagedray serve` on a core of its own, with its output and its memory use."""
 
 from __future__ import annotations
 

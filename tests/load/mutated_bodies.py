@@ -1,7 +1,7 @@
 """Mutated bodies over both frontends of a real server: `python -m tests.load.mutated_bodies`.
 
-Every one must be answered or refused in good form, and afterwards the server must answer as
-before, have logged no mistake, and hold no more memory.
+Each must be answered or refused with a well-formed error. Afterwards the server must answer as
+before, without errors in its log and without more memory in use.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Ten times what a server can serve: `python -m tests.load.overload`.
+"""Ten times the load that a server can sustain: `python -m tests.load.overload`.
 
-Clients that wait for one another measure the peak. Then requests of the same shape arrive at ten
-times that pace, whatever becomes of them: how soon is refused what there is no room for, how much
-is still served, does memory grow, and how soon is a request served as before when it is over?
+Closed-loop clients measure the peak. Then requests of the same shape arrive at ten times that rate,
+independently of their outcome. Measured are the time to refuse, the share that is still served, the
+growth of memory, and the time after the load until a request is served as before.
 
-With `--executor local` the server has one core and this program another: the model shares a core,
-and Python's lock, with the frontends, so that each refusal takes a little of what can be served.
-With `--executor ray` the rank is a process of its own, as in a cluster, and both have both cores.
+With `--executor local` the server has one core and this program another: the model shares the core
+and Python's GIL with the frontends, so each refusal reduces what can be served. With `--executor
+ray` the rank is a process of its own, as in a cluster, and both cores are shared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether two samples come from one distribution: the test of Mann, Whitney and Wilcoxon."""
+"""The Mann-Whitney U test: whether two samples come from one distribution."""
 
 from __future__ import annotations
 

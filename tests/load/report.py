@@ -1,4 +1,4 @@
-"""What a run found, with what it was found on: printed, and written as JSON."""
+"""The results of a run with its machine and versions, printed and written as JSON."""
 
 from __future__ import annotations
 

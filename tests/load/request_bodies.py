@@ -1,4 +1,4 @@
-"""Good bodies of every method and endpoint that takes one, short to serve."""
+"""Valid bodies, quick to serve, of every method and endpoint that takes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key file of tenants, for servers that ask for keys."""
+"""A key file with tenants, for servers that require keys."""
 
 from __future__ import annotations
 

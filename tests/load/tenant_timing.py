@@ -1,9 +1,9 @@
-"""What one tenant can learn of another by a clock: `python -m tests.load.tenant_timing`.
+"""What one tenant can learn about another from latencies: `python -m tests.load.tenant_timing`.
 
-Ann sends prompts. Ben measures the time to the first token of each, and that of prompts which
-nobody has sent: they must be alike. Ann's own second time must be told apart, or the clock is too
-coarse to say anything. The same for texts that are only tokenized, for structures that are
-compiled, and for Abort: of an id under which Ann runs a request, and of one that never was.
+Ann sends prompts. Ben measures the time to the first token of the same prompts and of prompts that
+were never sent: the two must not differ. Ann's own second attempt must differ, otherwise the
+measurement is too coarse. The same is done for tokenized texts, compiled structures, and Abort with
+the id of a request of Ann's and with an unknown id.
 """
 
 from __future__ import annotations

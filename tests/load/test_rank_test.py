@@ -1,4 +1,4 @@
-"""The rank test against values that are known."""
+"""The rank test against known values."""
 
 from __future__ import annotations
 

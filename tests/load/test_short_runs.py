@@ -1,6 +1,6 @@
-"""Short runs of the programs of this folder, against one real server.
+"""Short runs of the programs in this folder against one server.
 
-What they time is not asserted: that is for a machine that does nothing else.
+Times are not asserted: they need an otherwise idle machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Serves on ranks that share no node with the controller; prints what came of it.
+"""Serves on ranks that share no node with the controller, and prints the results.
 
-A line of JSON for each way of placing: the address family of the step channel, the addresses
-under which the ranks reach each other, and the tokens.
+Prints a line of JSON per placement: the address family of the step channel, the addresses under
+which the ranks reach each other, and the tokens.
 """
 
 from __future__ import annotations

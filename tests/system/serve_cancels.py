@@ -1,7 +1,7 @@
-"""Cancels of calls through Ray Serve, and a look at when the replicas are rid of them.
+"""Cancels calls through Ray Serve and measures when the replicas have dropped them.
 
-A call is gone when no replica tells of it; its blocks are free when all replicas are idle and
-have all their blocks, which is looked for after each round of calls.
+A call is gone when no replica reports it. After each round of calls, all replicas must become idle
+with all their blocks free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PagedRay on Ray Serve, on a Ray cluster that is there, and what its replicas tell of it."""
+"""PagedRay on Ray Serve in a running Ray cluster, with the state that its replicas report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What Ray Serve's clients see while replicas go and calls are cancelled.
+"""What clients of Ray Serve see while replicas are replaced or killed and calls are cancelled.
 
     python -m tests.system.serve_faults kill redeploy cancel-grpc cancel-http lost
 
-Each part prints what it found; `--output` keeps it in a file beside what other parts found.
+Each part prints its results; `--output` adds them to a file with those of other parts.
 """
 
 from __future__ import annotations
