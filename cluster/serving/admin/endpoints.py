@@ -1,4 +1,4 @@
-"""The endpoints that tell of the server, and those that only count tokens."""
+"""The endpoints of the server itself: health, metrics, tokenization, documentation, web page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["server_endpoints"]
 
 
 def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
-    """Return the endpoints that tell of the server, and the files of its page."""
+    """Return the endpoints of the server itself, including the files of its web page."""
     handlers = _ServerHandlers(servicer)
     everybody, admins = Access.PUBLIC, Access.ADMINS
     return (
@@ -54,7 +54,7 @@ class _ServerHandlers:
 
     async def health(self, call: HttpCall) -> Response:
         if self._servicer.client.has_failed:
-            raise EngineError("The engine has failed and does not come back.")
+            raise EngineError("The engine has failed permanently; see the server log.")
         return json_response({"status": "ok"})
 
     async def ready(self, call: HttpCall) -> Response:
@@ -103,7 +103,7 @@ class _ServerHandlers:
 def _file(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[HttpCall], Awaitable[Response]]:
-    async def answer(call: HttpCall) -> Response:
+    async def respond(call: HttpCall) -> Response:
         return await endpoint(call.request)
 
-    return answer
+    return respond

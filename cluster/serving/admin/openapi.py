@@ -1,10 +1,10 @@
-"""The OpenAPI document: what the HTTP frontend takes and answers, for readers and for tools."""
+"""The OpenAPI document of the HTTP frontend, made from the models of its bodies."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.admin.openapi_operations import OPERATIONS, Operation
+from cluster.serving.admin.openapi_operations import OPERATIONS, ApiOperation
 from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
 from cluster.serving.openai.chat_body import ChatBody
@@ -47,26 +47,26 @@ _PARTS: tuple[type[BodyPart], ...] = (
     ToolChoiceObject,
     ToolObject,
 )
-# A null in these is an error.
+# Parts in which a null is an error.
 _WITHOUT_NULLS = frozenset(("CalledFunction", "NamedFunction", "TextPart"))
 _ERROR_TEXTS = {
-    400: "A field is not what it may be; `param` names it.",
-    401: "There is no key, or one that nobody has.",
-    403: "The key's tenant may not make the call.",
-    404: "There is no such model or endpoint.",
+    400: "Invalid request; `param` names the invalid field.",
+    401: "Missing or invalid API key.",
+    403: "The API key does not permit this call.",
+    404: "The model or endpoint does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not plain JSON.",
-    429: "Too much is waiting; `Retry-After` says when to try again.",
-    500: "The server made a mistake.",
-    503: "The server is not ready, or is shutting down.",
+    415: "The body is not uncompressed JSON.",
+    429: "The queue is full; retry after `Retry-After` seconds.",
+    500: "Internal server error.",
+    503: "The server is not ready or is shutting down.",
     504: "The deadline passed.",
 }
 _NULL: Json = {"type": "null"}
 
 
 def openapi_document() -> Json:
-    """Return the document of the whole frontend."""
+    """Return the OpenAPI document."""
     paths: dict[str, dict[str, Json]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
@@ -75,8 +75,8 @@ def openapi_document() -> Json:
         "info": {
             "title": "PagedRay",
             "version": __version__,
-            "description": "The endpoints of OpenAI's clients, with vLLM's extra parameters. "
-            "A parameter that is not listed is refused. If the server has a key file, calls need "
+            "description": "OpenAI's API with vLLM's additional parameters. Parameters that are "
+            "not listed are rejected. If the server has a key file, requests need the header "
             "`Authorization: Bearer KEY`.",
         },
         "servers": [{"url": "/"}],
@@ -89,12 +89,12 @@ def openapi_document() -> Json:
     }
 
 
-def _operation(operation: Operation) -> Json:
+def _operation(operation: ApiOperation) -> Json:
     content: Json = {
         media_type: {"schema": _reference(name) if name else {"type": "string"}}
-        for media_type, name in operation.answers
+        for media_type, name in operation.contents
     }
-    success: Json = {"description": operation.answer_text, "content": content}
+    success: Json = {"description": operation.response_text, "content": content}
     errors: Json = {
         str(status): {
             "description": _ERROR_TEXTS[status],
@@ -123,7 +123,7 @@ def _operation(operation: Operation) -> Json:
                 "schema": {"type": "string", "minLength": 1},
             }
         ]
-    if operation.is_open:
+    if operation.is_public:
         written["security"] = []
     return written
 
@@ -141,7 +141,7 @@ def _schemas() -> Json:
         for name, values in body.defaults.items():
             schema["properties"][name] = {
                 "enum": [*values, None],
-                "description": "Not supported; only what would happen anyway.",
+                "description": "Not supported; accepted only with a value that has no effect.",
             }
     return {**dict(sorted(schemas.items())), **RESPONSE_SCHEMAS}
 
@@ -161,7 +161,7 @@ def _cleaned(schema: Json, *, has_nulls: bool) -> Json:
 
 
 def _resolved(value: Any) -> Any:  # Any: JSON
-    """Return a schema in which references to parts are written as OpenAPI writes them."""
+    """Return a schema with its placeholders of parts replaced by references."""
     if isinstance(value, list):
         return [_resolved(one) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The OpenAPI document as a page for people: one file, no scripts, nothing from elsewhere."""
+"""The OpenAPI document as an HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Document = dict[str, Any]  # Any: JSON
 
 
 def openapi_page(document: _Document) -> bytes:
-    """Return the page of a document."""
+    """Return the HTML page of an OpenAPI document."""
     operations = [
         (path, method, operation)
         for path, methods in document["paths"].items()
@@ -67,15 +67,15 @@ def openapi_page(document: _Document) -> bytes:
 def _operation(path: str, method: str, operation: _Document) -> str:
     body = operation.get("requestBody")
     rows = [
-        f"<tr><td><code>{escape(status)}</code></td><td>{escape(answer['description'])}</td>"
-        f"<td>{_contents(answer['content'])}</td></tr>"
-        for status, answer in operation["responses"].items()
+        f"<tr><td><code>{escape(status)}</code></td><td>{escape(response['description'])}</td>"
+        f"<td>{_contents(response['content'])}</td></tr>"
+        for status, response in operation["responses"].items()
     ]
-    taken = "" if body is None else f"<p>Takes {_contents(body['content'])}.</p>"
+    request = "" if body is None else f"<p>Request body: {_contents(body['content'])}</p>"
     return (
         f'<details><summary><span class="method">{escape(method.upper())}</span> '
         f"<code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
-        f"{taken}<table>{''.join(rows)}</table></details>"
+        f"{request}<table>{''.join(rows)}</table></details>"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the endpoints answer, for the OpenAPI document."""
+"""The schemas of responses in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of POST /tokenize and POST /detokenize, which have vLLM's shape."""
+"""The bodies of POST /tokenize and POST /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DetokenizeBody", "TokenizeBody"]
 
 
 class TokenizeBody(Body):
-    """A text, or a conversation, whose token ids are wanted; one of `prompt` and `messages`."""
+    """A text or a conversation to tokenize; exactly one of `prompt` and `messages`."""
 
     defaults: ClassVar[Defaults] = {"return_token_strs": (False,), "chat_template_kwargs": ({},)}
     max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
@@ -30,11 +30,11 @@ class TokenizeBody(Body):
         [], json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
     )
     add_special_tokens: bool | None = Field(
-        None, description="Whether a text gets what the model wants around a prompt; true if unset."
+        None, description="Whether special tokens are added to `prompt`; true by default."
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Any = Field(  # Any: read apart, since nulls in a schema are kept
+    tools: Any = Field(  # Any: read separately, which keeps nulls in a schema
         None,
         json_schema_extra={
             "type": "array",
@@ -44,21 +44,23 @@ class TokenizeBody(Body):
     )
 
     def check(self) -> None:
-        """Raise InvalidRequestError if parameters contradict each other."""
+        """Raise InvalidRequestError if parameters cannot be used together."""
         has_messages = "messages" in self.model_fields_set
         if (self.prompt is not None) is has_messages:
-            raise InvalidRequestError("One of prompt and messages is required.", param="prompt")
+            raise InvalidRequestError(
+                "Exactly one of prompt and messages is required.", param="prompt"
+            )
         if not has_messages and self.tools is not None:
-            raise InvalidRequestError("tools needs messages.", param="tools")
+            raise InvalidRequestError("tools requires messages.", param="tools")
         if has_messages and self.add_special_tokens:
             raise InvalidRequestError(
-                "add_special_tokens needs prompt; a chat template writes special tokens itself.",
+                "add_special_tokens requires prompt; a chat template adds its own special tokens.",
                 param="add_special_tokens",
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
     def to_input(self) -> TokenizeInput:
-        """Return what is asked for. Raises InvalidRequestError."""
+        """Return the input of the call. Raises InvalidRequestError."""
         if self.prompt is not None:
             return TokenizeInput(
                 prompt=self.prompt,
@@ -78,7 +80,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids whose text is wanted, special tokens written out."""
+    """Token ids to detokenize, including special tokens."""
 
     model: str | None = None
     tokens: Any = Field(  # Any: checked by the servicer

@@ -1,7 +1,7 @@
-"""The page at `/`: the server's live figures, and a chat with its model.
+"""The web page at `/`: live statistics of the server, and a chat with its model.
 
-It is some static files that hold no data; what they show, they ask of `/loads` and `/v1` with the
-reader's key. A browser is told to run nothing but these files.
+Its static files contain no data; they fetch it from `/loads` and `/v1` with the user's API key. A
+content security policy allows the browser to run these files only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 PAGE_PATHS = frozenset(_FILES)
-"""What is served without a key."""
+"""The paths that require no key."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -35,7 +35,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Asked for anew each time, and sent only if it has changed.
+    # The browser revalidates each time, by the entity tag.
     "cache-control": "no-cache",
 }
 
@@ -53,9 +53,9 @@ def _route(path: str, content: bytes, media_type: str) -> Route:
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**_HEADERS, "etag": tag}
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 
-    return Route(path, answer, methods=["GET"])
+    return Route(path, respond, methods=["GET"])

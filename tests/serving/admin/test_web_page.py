@@ -1,4 +1,4 @@
-"""The page at `/`, in a real browser: figures move, a chat streams and stops, text stays text."""
+"""The page at `/` in a real browser: live statistics, a chat that streams and stops, safe text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def page(browser: Browser, server: Server) -> Iterator[Browser]:
     browser.console.clear()
     browser.look(width=1200, height=800)
     browser.open(server.url)
-    browser.wait_for("document.getElementById('status').textContent === 'ready'")
+    browser.wait_for("document.getElementById('status').textContent === 'Ready'")
     yield browser
     # Polls of a page that stays would be another test's.
     browser.open("data:text/html,")
@@ -130,7 +130,7 @@ def test_refusal_is_shown_and_the_text_is_not_lost(page: Browser) -> None:
 
 
 @with_chromium
-def test_figures_move(page: Browser, engine: FakeEngine) -> None:
+def test_statistics_are_live(page: Browser, engine: FakeEngine) -> None:
     # The fake engine has 60 of 64 device blocks free.
     assert page.evaluate("document.getElementById('device-text').textContent") == "4 of 64"
     engine.step_s = 0.05

@@ -1,5 +1,5 @@
-// The page of a PagedRay server: its live figures, and a chat with its model.
-// Whatever comes from the model or a client is put in place as text, never as HTML.
+// The web page of a PagedRay server: live statistics, and a chat with its model.
+// Output of the model and of clients is inserted as text, never as HTML.
 "use strict";
 
 const POLL_MS = 1000;
@@ -8,26 +8,26 @@ const NUM_POINTS = 120;
 const MAX_CALLS = 20;
 const $ = (id) => document.getElementById(id);
 
-/** Return the headers of a call; the key lives in its field and nowhere else. */
+/** Return the headers of a request; the API key is kept in its input field only. */
 function headers(more = {}) {
   const key = $("key").value.trim();
   return key ? { ...more, authorization: `Bearer ${key}` } : more;
 }
 
-/** Return what a failed answer says went wrong. */
-async function problemOf(answer) {
+/** Return the error message of a failed response. */
+async function errorMessageOf(response) {
   try {
-    const body = await answer.json();
+    const body = await response.json();
     if (typeof body.error?.message === "string") return body.error.message;
   } catch {
-    // It is no JSON: the status says it.
+    // The body is not JSON.
   }
-  return `The server answered ${answer.status}.`;
+  return `The server returned status ${response.status}.`;
 }
 
-// ---- Figures ----
+// ---- Statistics ----
 
-class Figures {
+class Stats {
   #last = null;
   #rates = [];
   #model = "";
@@ -45,7 +45,7 @@ class Figures {
     try {
       await this.#read();
     } catch {
-      this.#say("down", "not reachable");
+      this.#setStatus("down", "Unreachable");
     }
     clearTimeout(this.#timer);
     if (!document.hidden) this.#timer = setTimeout(() => this.refresh(), POLL_MS);
@@ -53,25 +53,25 @@ class Figures {
 
   async #read() {
     const signal = AbortSignal.timeout(TIMEOUT_MS);
-    const answer = await fetch("loads", { headers: headers(), signal, cache: "no-store" });
-    if (answer.status === 401 || answer.status === 403) {
-      this.#say("down", "needs an API key");
+    const response = await fetch("loads", { headers: headers(), signal, cache: "no-store" });
+    if (response.status === 401 || response.status === 403) {
+      this.#setStatus("down", "API key required");
       return;
     }
-    if (!answer.ok) {
-      this.#say("down", "not ready");
+    if (!response.ok) {
+      this.#setStatus("down", "Not ready");
       return;
     }
-    const loads = await answer.json();
+    const loads = await response.json();
     if (!this.#model) await this.#readModel(signal);
-    this.#say(loads.is_ready ? "ready" : "down", loads.is_ready ? "ready" : "not ready");
-    this.#show(loads);
+    this.#setStatus(loads.is_ready ? "ready" : "down", loads.is_ready ? "Ready" : "Not ready");
+    this.#render(loads);
   }
 
   async #readModel(signal) {
-    const answer = await fetch("v1/models", { headers: headers(), signal });
-    if (!answer.ok) return;
-    this.#model = (await answer.json()).data[0].id;
+    const response = await fetch("v1/models", { headers: headers(), signal });
+    if (!response.ok) return;
+    this.#model = (await response.json()).data[0].id;
     $("model").textContent = this.#model;
     document.title = `${this.#model} - PagedRay`;
   }
@@ -80,33 +80,33 @@ class Figures {
     return this.#model;
   }
 
-  #say(state, text) {
+  #setStatus(state, text) {
     const status = $("status");
     status.dataset.state = state;
     if (status.textContent !== text) status.textContent = text;
   }
 
-  #show(loads) {
+  #render(loads) {
     const before = this.#last;
     this.#last = loads;
     const passed = before ? loads.uptime_s - before.uptime_s : 0;
     const rate = (name) => (passed > 0 ? Math.max(0, loads[name] - before[name]) / passed : 0);
-    const made = rate("num_generated_tokens");
-    this.#rates.push(made);
+    const generated = rate("num_generated_tokens");
+    this.#rates.push(generated);
     this.#rates = this.#rates.slice(-NUM_POINTS);
     drawSpark(this.#rates);
-    $("rate").textContent = shownNumber(made);
-    $("prompt-rate").textContent = shownNumber(rate("num_prompt_tokens"));
+    $("rate").textContent = formatNumber(generated);
+    $("prompt-rate").textContent = formatNumber(rate("num_prompt_tokens"));
     $("running").textContent = loads.num_running;
     $("waiting").textContent = loads.num_waiting;
     $("swapped").textContent = loads.num_swapped;
     const used = showPool("device", loads.num_blocks, loads.num_free_blocks, loads.num_cached_blocks);
     showPool("cpu", loads.num_cpu_blocks, loads.num_free_cpu_blocks, 0);
-    $("step").textContent = shownSeconds(loads.last_step_s);
-    $("hits").textContent = shownPart(loads.num_hit_tokens, loads.num_queried_tokens);
+    $("step").textContent = formatSeconds(loads.last_step_s);
+    $("hits").textContent = formatPercent(loads.num_hit_tokens, loads.num_queried_tokens);
     $("preemptions").textContent = loads.num_preemptions;
-    $("uptime").textContent = shownSeconds(loads.uptime_s);
-    $("summary").textContent = `${shownNumber(made)} tokens/s, ${loads.num_running} running, blocks ${used}`;
+    $("uptime").textContent = formatSeconds(loads.uptime_s);
+    $("summary").textContent = `${formatNumber(generated)} tokens/s, ${loads.num_running} running, ${used} of blocks used`;
     showCalls(loads.calls);
   }
 }
@@ -123,7 +123,7 @@ function showPool(name, size, free, cached) {
 function showCalls(calls) {
   const rows = calls.slice(0, MAX_CALLS).map((call) => {
     const row = document.createElement("tr");
-    const texts = [call.id, shownSeconds(call.age_s), call.num_prompt_tokens, call.num_generated_tokens];
+    const texts = [call.id, formatSeconds(call.age_s), call.num_prompt_tokens, call.num_generated_tokens];
     for (const text of texts) row.insertCell().textContent = text;
     row.cells[0].title = call.id;
     return row;
@@ -132,7 +132,7 @@ function showCalls(calls) {
   $("calls").hidden = rows.length === 0;
   const others = calls.length - rows.length;
   $("no-calls").hidden = rows.length > 0 && others === 0;
-  $("no-calls").textContent = others > 0 ? `And ${others} more.` : "None is open.";
+  $("no-calls").textContent = others > 0 ? `${others} more not shown.` : "No active requests.";
 }
 
 function drawSpark(rates) {
@@ -146,15 +146,15 @@ function drawSpark(rates) {
   $("spark-area").setAttribute("d", `M${first} 48L${points.join("L")}L240 48Z`);
 }
 
-function shownNumber(value) {
+function formatNumber(value) {
   return value < 10 && value > 0 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
 }
 
-function shownPart(part, whole) {
+function formatPercent(part, whole) {
   return whole ? `${((100 * part) / whole).toFixed(1)}%` : "-";
 }
 
-function shownSeconds(seconds) {
+function formatSeconds(seconds) {
   if (seconds < 1) return `${(1000 * seconds).toFixed(1)} ms`;
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
@@ -163,10 +163,10 @@ function shownSeconds(seconds) {
 
 // ---- Text of a message ----
 
-/** Return nodes that show a text with its code set apart; all of it is text. */
-function shownText(text) {
+/** Return the nodes of a text with code blocks; its content stays text. */
+function renderText(text) {
   const nodes = [];
-  // Fences stand at the start of a line; the last may be open while the text still comes.
+  // Fences start a line; the last one may be open while the text is streamed.
   const parts = text.split(/^```[^\n]*\n?/m);
   parts.forEach((part, index) => {
     if (index % 2) {
@@ -179,12 +179,12 @@ function shownText(text) {
       return;
     }
     const trimmed = part.replace(/^\n+|\n+$/g, "");
-    if (trimmed || parts.length === 1) nodes.push(shownProse(trimmed));
+    if (trimmed || parts.length === 1) nodes.push(renderProse(trimmed));
   });
   return nodes;
 }
 
-function shownProse(text) {
+function renderProse(text) {
   const prose = document.createElement("p");
   prose.className = "text";
   for (const piece of text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
@@ -211,7 +211,7 @@ class MessageView {
     this.node = document.createElement("li");
     this.node.className = `message ${role}`;
     const who = document.createElement("span");
-    who.className = "unseen";
+    who.className = "visually-hidden";
     who.textContent = role === "user" ? "You: " : "Model: ";
     this.node.append(who, this.#body);
     $("messages").append(this.node);
@@ -228,7 +228,7 @@ class MessageView {
     this.#isDrawn = false;
     requestAnimationFrame(() => {
       this.#isDrawn = true;
-      keepingEnd(() => this.#body.replaceChildren(...shownText(this.#text)));
+      keepScrolledToEnd(() => this.#body.replaceChildren(...renderText(this.#text)));
     });
   }
 
@@ -240,12 +240,12 @@ class MessageView {
     const note = document.createElement("p");
     note.className = kind;
     note.textContent = text;
-    keepingEnd(() => this.node.append(note));
+    keepScrolledToEnd(() => this.node.append(note));
   }
 }
 
-/** Change the conversation and stay at its end, unless its reader has gone back. */
-function keepingEnd(change) {
+/** Apply a change and keep the chat scrolled to its end, unless the user has scrolled up. */
+function keepScrolledToEnd(change) {
   const scroll = $("scroll");
   const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 48;
   change();
@@ -272,10 +272,10 @@ async function* eventsOf(body) {
 class Chat {
   #messages = [];
   #running = null;
-  #figures;
+  #stats;
 
-  constructor(figures) {
-    this.#figures = figures;
+  constructor(stats) {
+    this.#stats = stats;
   }
 
   get isRunning() {
@@ -306,20 +306,20 @@ class Chat {
     view.add("");
     try {
       await this.#receive(messages, view, running.signal);
-      announce("The answer is complete.");
+      announce("Response complete.");
     } catch (error) {
       if (running.signal.aborted) {
         view.note("Stopped.");
       } else {
         view.note(error.message, "problem");
-        announce(`It failed: ${error.message}`);
+        announce(`Request failed: ${error.message}`);
       }
     } finally {
       view.isRunning = false;
       if (view.text) {
         messages.push({ role: "assistant", content: view.text });
       } else {
-        // What failed before its first word is not part of the conversation, and may be sent again.
+        // A request that failed without output leaves the conversation and can be sent again.
         messages.pop();
         if (!$("text").value) $("text").value = text;
         fitComposer();
@@ -330,17 +330,17 @@ class Chat {
   }
 
   async #receive(messages, view, signal) {
-    const beganMs = performance.now();
-    const answer = await fetch("v1/chat/completions", {
+    const startedMs = performance.now();
+    const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: headers({ "content-type": "application/json" }),
       body: JSON.stringify(this.#body(messages)),
       signal,
     });
-    if (!answer.ok) throw new Error(await problemOf(answer));
+    if (!response.ok) throw new Error(await errorMessageOf(response));
     let usage = null;
     let reason = null;
-    for await (const data of eventsOf(answer.body)) {
+    for await (const data of eventsOf(response.body)) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) throw new Error(String(event.error.message));
@@ -350,11 +350,11 @@ class Chat {
         reason = choice.finish_reason ?? reason;
       }
     }
-    if (reason === null) throw new Error("The connection ended before the answer did.");
-    const seconds = (performance.now() - beganMs) / 1000;
-    const made = usage ? `${usage.completion_tokens} tokens in ` : "";
-    const cut = reason === "length" ? "; cut off at the most tokens of an answer" : "";
-    view.note(`${made}${shownSeconds(seconds)}${cut}`);
+    if (reason === null) throw new Error("The connection closed before the response was complete.");
+    const seconds = (performance.now() - startedMs) / 1000;
+    const tokens = usage ? `${usage.completion_tokens} tokens in ` : "";
+    const cut = reason === "length" ? "; cut off at the token limit" : "";
+    view.note(`${tokens}${formatSeconds(seconds)}${cut}`);
   }
 
   #body(messages) {
@@ -362,7 +362,7 @@ class Chat {
     const temperature = Number.parseFloat($("temperature").value);
     const maxTokens = Number.parseInt($("max-tokens").value, 10);
     return {
-      model: this.#figures.model || undefined,
+      model: this.#stats.model || undefined,
       messages: system ? [{ role: "system", content: system }, ...messages] : messages,
       temperature: Number.isFinite(temperature) ? temperature : undefined,
       max_completion_tokens: Number.isFinite(maxTokens) ? maxTokens : undefined,
@@ -390,8 +390,8 @@ function fitComposer() {
 }
 
 function main() {
-  const figures = new Figures();
-  const chat = new Chat(figures);
+  const stats = new Stats();
+  const chat = new Chat(stats);
 
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -403,7 +403,7 @@ function main() {
   });
   $("text").addEventListener("input", fitComposer);
   $("text").addEventListener("keydown", (event) => {
-    // Enter also ends the input of a composed character, which is not to be sent yet.
+    // Enter also confirms the composition of an input method.
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     $("composer").requestSubmit();
@@ -426,14 +426,14 @@ function main() {
     $("settings-button").setAttribute("aria-expanded", String(!settings.hidden));
     if (!settings.hidden) $("key").focus();
   });
-  $("key").addEventListener("change", () => figures.refresh());
+  $("key").addEventListener("change", () => stats.refresh());
   const narrow = matchMedia("(max-width: 56rem)");
   const fold = () => {
-    $("figures").open = !narrow.matches;
+    $("stats").open = !narrow.matches;
   };
   narrow.addEventListener("change", fold);
   fold();
-  figures.start();
+  stats.start();
 }
 
 main();
