@@ -1,9 +1,8 @@
-"""What the torch_sdpa backend plans: what all layers of a group share in one step.
+"""Plans of torch_sdpa on a CPU: what layers with equal parameters share in one step.
 
-Several ways lead through a layer. A fresh prompt reads its own keys and never the cache. A span is
-a query of several tokens, cut into tiles that see no more keys than they need. Decodes go to a
-kernel that reads the cache where it lies; where that is not to be had, they go in chunks, runs of
-decodes of similar length whose blocks are gathered side by side.
+Prompts without context read their own keys and not the cache. A span is a query of several tokens,
+split into tiles that read no more keys than they see. A kernel computes decodes over the cache in
+place; where it is not available, decodes of similar length are gathered in chunks.
 """
 
 from typing import NamedTuple
@@ -13,27 +12,27 @@ import torch
 from attention.cpu.decode import DecodeChunk
 from attention.cpu.gather import Gather
 from attention.cpu.write import WritePlan
-from attention.kernels.cpu.paged_decode import DecodeRows
+from attention.kernels.cpu.paged_decode import DecodeBatch
 
-__all__ = ["GroupPlan", "Prompts", "Span", "Tile"]
+__all__ = ["LayerPlan", "Prompts", "Span", "Tile"]
 
 
 class Prompts(NamedTuple):
-    """Adjacent prompts of equal length that need no more than causality, or not even that."""
+    """Adjacent prompts of equal length, whose mask is a causal one or none."""
 
     start: int
-    """First token row."""
+    """First token of the step."""
     num_prompts: int
     num_tokens: int
     """Tokens of each prompt."""
 
 
 class Tile(NamedTuple):
-    """A run of query rows and the run of keys that they see between them."""
+    """Adjacent queries and the keys that any of them sees."""
 
     query_start: int
     query_stop: int
-    """Token rows of the step."""
+    """Tokens of the step."""
     key_start: int
     key_stop: int
     """Keys of the span."""
@@ -44,21 +43,21 @@ class Span(NamedTuple):
     """One sequence with a query of several tokens."""
 
     keys: Gather | slice
-    """How to read the cache, or which of the keys that the step computes are the sequence's."""
+    """The read of the cache, or the sequence's own tokens in the step."""
     tiles: tuple[Tile, ...]
 
 
-class GroupPlan(NamedTuple):
-    """One step of the layers with equal parameters."""
+class LayerPlan(NamedTuple):
+    """One step of layers with equal parameters."""
 
     prompts: tuple[Prompts, ...] = ()
     spans: tuple[Span, ...] = ()
     chunks: tuple[DecodeChunk, ...] = ()
-    decodes: DecodeRows | None = None
-    """What goes to the kernel."""
+    decodes: DecodeBatch | None = None
+    """The decodes that the kernel computes."""
     write: WritePlan | None = None
-    """Where keys and values go; None if nowhere."""
+    """Where keys and values are written; None without a cache."""
     num_padding: int = 0
-    """Token rows at the end that come out as zero."""
-    keyless_rows: torch.Tensor | None = None
-    """Token rows that see no key and come out as zero, if there are any."""
+    """Tokens at the end, whose result is zero."""
+    keyless_tokens: torch.Tensor | None = None
+    """Tokens that see no key, whose result is zero; None if there are none."""

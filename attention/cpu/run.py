@@ -1,7 +1,7 @@
-"""What the torch_sdpa backend computes per layer, given a plan.
+"""Computes one layer of torch_sdpa on a CPU, given a plan.
 
-Keys and values are never repeated for a group of query heads: in a decode the heads of a group
-are the query rows of one call, and in a span they share one expanded view.
+Keys and values are not repeated for the query heads of a KV head: in a decode these heads are the
+queries of one call, and in a span they share one expanded view.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attention.cpu.bias import needs_explicit_scores
 from attention.cpu.decode import DecodeChunk
 from attention.cpu.gather import Gather
 from attention.cpu.plan import Prompts, Span
@@ -21,17 +20,16 @@ _LENGTH_STEP = 32
 
 
 class LayerRunner:
-    """Runs the parts of a plan for layers with one set of parameters."""
+    """Runs the parts of a plan for layers with equal parameters."""
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
-        # Keys and values of an fp8 cache come without their scales. Those are one number each,
-        # so that they belong to scores and outputs as well, which are fewer.
+        # Keys and values of an fp8 cache are read without their scales, which are applied to the
+        # scores and the results instead, since those are fewer.
         is_fp8 = params.is_cached and KV_CACHE_DTYPES[params.kv_cache_dtype] is not None
         self._scale = params.scale * params.k_scale if is_fp8 else params.scale
         self._value_scale = params.v_scale if is_fp8 else 1.0
-        self._may_need_scores = params.soft_cap is not None or params.alibi_slopes is not None
-        self._rows_shape = (-1, params.num_kv_heads, params.num_queries_per_kv, params.head_size)
+        self._query_shape = (-1, params.num_kv_heads, params.num_queries_per_kv, params.head_size)
         self._kv_shape = (-1, params.num_kv_heads, params.head_size)
 
     def run_chunks(
@@ -41,15 +39,15 @@ class LayerRunner:
         blocks: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for decodes, one query row per head of a group."""
-        query, out = query.view(self._rows_shape), out.view(self._rows_shape)
-        for start, stop, rows, gather, bias in chunks:
-            keys, values = gather.read(blocks)
-            if rows is None:
+        """Attend for decodes; the query heads of a KV head are the queries of one call."""
+        query, out = query.view(self._query_shape), out.view(self._query_shape)
+        for start, stop, tokens, gather, bias in chunks:
+            keys, values = gather.read_blocks(blocks)
+            if tokens is None:
                 out[start:stop].copy_(self._attend(query[start:stop], keys, values, bias))
             else:
-                result = self._attend(query.index_select(0, rows), keys, values, bias)
-                out.index_copy_(0, rows, result)
+                result = self._attend(query.index_select(0, tokens), keys, values, bias)
+                out.index_copy_(0, tokens, result)
 
     def run_span(
         self,
@@ -62,24 +60,22 @@ class LayerRunner:
     ) -> None:
         """Attend for one sequence, tile by tile; KV heads are the batch of each call."""
         if isinstance(span.keys, Gather):
-            keys, values = (t[0].unsqueeze(1) for t in span.keys.read(blocks))
+            keys, values = (t[0].unsqueeze(1) for t in span.keys.read_blocks(blocks))
         else:
             assert key is not None
             assert value is not None
             keys, values = (
                 t[span.keys].view(self._kv_shape).transpose(0, 1).unsqueeze(1) for t in (key, value)
             )
-        queries = query.view(self._rows_shape).permute(1, 2, 0, 3)
-        outs = out.view(self._rows_shape).permute(1, 2, 0, 3)
+        queries = query.view(self._query_shape).permute(1, 2, 0, 3)
+        outs = out.view(self._query_shape).permute(1, 2, 0, 3)
         for tile in span.tiles:
-            rows, columns = (
-                slice(tile.query_start, tile.query_stop),
-                slice(tile.key_start, tile.key_stop),
-            )
+            tokens = slice(tile.query_start, tile.query_stop)
+            seen = slice(tile.key_start, tile.key_stop)
             result = self._attend(
-                queries[:, :, rows], keys[:, :, columns], values[:, :, columns], tile.bias
+                queries[:, :, tokens], keys[:, :, seen], values[:, :, seen], tile.bias
             )
-            outs[:, :, rows].copy_(result)
+            outs[:, :, tokens].copy_(result)
 
     def run_prompts(
         self,
@@ -90,20 +86,20 @@ class LayerRunner:
         out: torch.Tensor,
     ) -> None:
         """Attend for prompts of equal length in one call."""
-        rows = slice(prompts.start, prompts.start + prompts.num_prompts * prompts.num_tokens)
+        tokens = slice(prompts.start, prompts.start + prompts.num_prompts * prompts.num_tokens)
         params = self._params
         leading = (prompts.num_prompts, prompts.num_tokens)
         query, out = (
-            t[rows].view(*leading, params.num_heads, params.head_size).transpose(1, 2)
+            t[tokens].view(*leading, params.num_heads, params.head_size).transpose(1, 2)
             for t in (query, out)
         )
         key, value = (
-            t[rows].view(*leading, params.num_kv_heads, params.head_size).transpose(1, 2)
+            t[tokens].view(*leading, params.num_kv_heads, params.head_size).transpose(1, 2)
             for t in (key, value)
         )
         num_spare = -prompts.num_tokens % _LENGTH_STEP
         if num_spare and params.is_causal and query.dtype == torch.bfloat16:
-            # torch keeps code for each length; tokens behind the last one are seen by none of them.
+            # oneDNN keeps code for each length; causal queries do not see the padding after them.
             query, key, value = (pad(t, (0, 0, 0, num_spare)) for t in (query, key, value))
         result = scaled_dot_product_attention(
             query,
@@ -123,7 +119,8 @@ class LayerRunner:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from `[batch, heads, queries, head_size]`; one head of keys serves all heads."""
-        if self._may_need_scores and needs_explicit_scores(self._params, query.device):
+        # Torch has no kernel with a soft cap.
+        if self._params.soft_cap is not None:
             return self._scaled(self._attend_explicitly(query, keys, values, bias))
         if keys.shape[1] != query.shape[1]:
             shape = (-1, query.shape[1], -1, -1)
@@ -134,7 +131,7 @@ class LayerRunner:
         return self._scaled(result)
 
     def _scaled(self, result: torch.Tensor) -> torch.Tensor:
-        """Return a result with the scale of its values."""
+        """Return a result multiplied by the scale of cached values."""
         return result if self._value_scale == 1.0 else result.mul_(self._value_scale)
 
     def _attend_explicitly(
@@ -144,9 +141,9 @@ class LayerRunner:
         values: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend by way of all scores, in float32."""
+        """Attend by computing all scores in float32."""
         batch, num_heads, num_queries, head_size = query.shape
-        # Heads that share keys become rows of one product.
+        # Query heads that share a KV head are rows of one matrix product.
         rows = query.float().reshape(batch, keys.shape[1], -1, head_size)
         scores = torch.matmul(rows, keys.float().transpose(2, 3)).mul_(self._scale)
         cap = self._params.soft_cap

@@ -1,11 +1,11 @@
-"""Plans of the torch_sdpa backend for sequences with a query of several tokens."""
+"""Plans of torch_sdpa on a CPU for queries of several tokens."""
 
 import sys
 
 import numpy as np
 import numpy.typing as npt
 
-from attention.cpu.bias import Staircase
+from attention.cpu.bias import BandedBias
 from attention.cpu.gather import Gatherer
 from attention.cpu.plan import Prompts, Span, Tile
 from attention.params import AttentionParams, AttentionSpec
@@ -14,31 +14,27 @@ __all__ = ["PromptRuns", "SpanPlanner"]
 
 
 class SpanPlanner:
-    """Plans spans for the layers that have one set of parameters."""
+    """Plans spans for layers with equal parameters."""
 
     def __init__(
         self,
         params: AttentionParams,
         *,
         spec: AttentionSpec,
-        staircase: Staircase,
+        bias: BandedBias,
         gatherer: Gatherer,
     ) -> None:
         self._is_causal = params.is_causal
         self._window = params.sliding_window or sys.maxsize
         self._block_size = spec.block_size
-        self._staircase = staircase
+        self._bias = bias
         self._gatherer = gatherer
 
-    def fresh(self, start: int, num_queries: int, keys: slice, *, context: int = 0) -> Span:
-        """Return the span of queries over keys that the step computes.
+    def plan_ragged(self, start: int, num_queries: int, keys: slice) -> Span:
+        """Return the span of the queries from token `start` on over keys of the step."""
+        return Span(keys, self._tiles(start, num_queries, 0, keys.stop - keys.start, 0))
 
-        The first query is token row `start`, at position `context` of its sequence.
-        """
-        tiles = self._tiles(start, num_queries, context, keys.stop - keys.start, 0)
-        return Span(keys, tiles)
-
-    def cached(
+    def plan_cached(
         self,
         start: int,
         num_queries: int,
@@ -47,7 +43,10 @@ class SpanPlanner:
         *,
         context: int = 0,
     ) -> Span:
-        """Return the span of queries over keys in the blocks of a table."""
+        """Return the span of queries over keys in the blocks of a table.
+
+        The first query is token `start`, at position `context` of its sequence.
+        """
         first_key, stop_key = self._seen(context, context + num_queries, num_keys)
         first_block = first_key // self._block_size
         first_key = first_block * self._block_size
@@ -60,10 +59,10 @@ class SpanPlanner:
         self, start: int, num_queries: int, context: int, num_keys: int, first_key: int
     ) -> tuple[Tile, ...]:
         tiles = []
-        num_rows = self._staircase.num_rows(num_keys)
-        for offset in range(0, num_queries, num_rows):
+        max_queries = self._bias.max_queries(num_keys)
+        for offset in range(0, num_queries, max_queries):
             position = context + offset
-            stop = context + min(offset + num_rows, num_queries)
+            stop = context + min(offset + max_queries, num_queries)
             key_start, key_stop = self._seen(position, stop, num_keys)
             tiles.append(
                 Tile(
@@ -71,7 +70,7 @@ class SpanPlanner:
                     query_stop=start + stop - context,
                     key_start=key_start - first_key,
                     key_stop=key_stop - first_key,
-                    bias=self._staircase.tile(
+                    bias=self._bias.tile(
                         stop - position, key_start - position, key_stop - key_start
                     ),
                 )
@@ -79,19 +78,19 @@ class SpanPlanner:
         return tuple(tiles)
 
     def _seen(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
-        """Return the run of keys that queries at some positions see between them."""
+        """Return the range of keys that any of the queries from `start` to `stop` sees."""
         last = stop if self._is_causal else min(num_keys, stop - 1 + self._window)
         return max(0, start - self._window + 1), last
 
 
 class PromptRuns:
-    """Collects prompts; those that go on with the same length are one run."""
+    """Collects prompts; adjacent ones of equal length are one run."""
 
     def __init__(self) -> None:
         self._runs: list[Prompts] = []
 
-    def add(self, start: int, length: int) -> None:
-        """Add the prompt that begins at a token row."""
+    def add_prompt(self, start: int, length: int) -> None:
+        """Add the prompt whose first token is `start`."""
         if self._runs:
             first, num_prompts, num_tokens = self._runs[-1]
             if num_tokens == length and first + num_prompts * length == start:
@@ -100,5 +99,5 @@ class PromptRuns:
         self._runs.append(Prompts(start, 1, length))
 
     def runs(self) -> tuple[Prompts, ...]:
-        """Return what was collected."""
+        """Return the runs."""
         return tuple(self._runs)

@@ -1,8 +1,7 @@
-"""The backend that needs torch alone, on CPUs and GPUs.
+"""The torch_sdpa backend on a CPU: torch, and a kernel in C for decodes.
 
-Owns attention of every type by `scaled_dot_product_attention`, over the paged cache where there is
-one. Does not repeat keys or values for a group of query heads, and does not allocate in a steady
-state, but for what an fp8 cache has written to it.
+Supports every attention type and feature. In a steady state it allocates nothing but the copies
+that are written to an fp8 cache.
 """
 
 from collections.abc import Iterator
@@ -21,13 +20,13 @@ from attention.abstract import (
     AttentionType,
     EagerAttentionState,
 )
-from attention.cpu.buffers import CacheViews, LayerRows, Scratch, Staging
-from attention.cpu.plan import GroupPlan
+from attention.cpu.buffers import CacheViews, LayerViews, Scratch, StepArrays
+from attention.cpu.plan import LayerPlan
 from attention.cpu.planner import PlanBuffers, encoder_of, make_planner
 from attention.cpu.run import LayerRunner
 from attention.cpu.write import WritePlan, plan_write
 from attention.fp8 import from_fp8, to_fp8
-from attention.kernels.cpu.paged_decode import DecodeRows, PagedDecode
+from attention.kernels.cpu.paged_decode import DecodeBatch, PagedDecode
 from attention.params import KV_CACHE_DTYPES
 
 __all__ = [
@@ -40,14 +39,13 @@ __all__ = [
 
 
 class TorchSDPAMetadata(AttentionMetadata):
-    """The plans of one step, one per group of layers."""
+    """The plans of one step."""
 
     def __init__(self, batch: AttentionBatch, builder: "TorchSDPAMetadataBuilder") -> None:
         super().__init__(batch)
         self._builder = builder
         self._layer_plans = builder.plan_layers(batch)
-        self._profile_plans: list[GroupPlan] | None = None
-        builder.upload()
+        self._profile_plans: list[LayerPlan] | None = None
 
     @property
     def prefill_metadata(self) -> "TorchSDPAMetadata | None":
@@ -67,78 +65,76 @@ class TorchSDPAMetadata(AttentionMetadata):
         """Return the metadata of the next step of a decode-only batch; this one ends."""
         return self._builder.build(self._batch.advanced(self._builder.spec.block_size))
 
-    def layer_plan(self, layer_index: int) -> GroupPlan:
-        """Return what a layer does."""
+    def layer_plan(self, layer_index: int) -> LayerPlan:
+        """Return the plan of a layer."""
         return self._layer_plans[layer_index]
 
-    def profile_plan(self, layer_index: int) -> GroupPlan:
-        """Return what a layer does without a cache: all queries are fresh prompts."""
+    def profile_plan(self, layer_index: int) -> LayerPlan:
+        """Return the plan of a layer without a cache: every query is a prompt without context."""
         if self._profile_plans is None:
             alone = replace(self._batch, seq_lens=self._batch.query_lens)
             self._profile_plans = self._builder.plan_layers(alone, has_cache=False)
-            self._builder.upload()
         return self._profile_plans[layer_index]
 
-    def decode(
+    def run_decodes(
         self,
-        rows: DecodeRows,
+        decodes: DecodeBatch,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         layer_index: int,
         out: torch.Tensor,
     ) -> None:
-        """Let the kernel attend for the decodes of a layer."""
+        """Attend for the decodes of a layer by the kernel."""
         kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
         assert kernel is not None
         assert place is not None
         params = self._builder.spec.layers[layer_index]
         scales = params.k_scale, params.v_scale
-        kernel.run(rows, query, kv_cache, place, out, scales=scales)
+        kernel.run_decodes(decodes, query, kv_cache, place, out, scales=scales)
 
-    def cache_rows(self, kv_cache: torch.Tensor, layer_index: int) -> LayerRows:
-        """Return the cache of a layer that has one as rows."""
+    def cache_views(self, kv_cache: torch.Tensor, layer_index: int) -> LayerViews:
+        """Return the views of the cache of a layer that has one."""
         place = self._builder.places[layer_index]
         assert place is not None
-        return self._builder.views.of(kv_cache)[place]
+        return self._builder.views.views_of(kv_cache)[place]
 
 
 class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
     """Plans each step into the same buffers."""
 
     def __init__(self, spec: AttentionSpec, *, use_kernel: bool = True) -> None:
-        """`use_kernel=False` keeps decodes on the way through torch, for comparison."""
+        """`use_kernel=False` computes decodes by torch, for comparison."""
         super().__init__(spec)
         self._use_kernel = use_kernel
         self.views = CacheViews(spec)
         self.places = spec.cache_layers
         """Each layer's place on the cache's layer axis."""
         self._num_cache_layers = spec.num_cache_layers
-        self._indices = Staging(torch.int64, spec.device)
-        self._masks = {dtype: Staging(dtype, spec.device) for dtype in (torch.float32, torch.bool)}
+        self._indices = StepArrays(torch.int64)
+        self._biases = StepArrays(torch.float32)
         buffers = PlanBuffers(
             indices=self._indices,
-            masks=self._masks,
-            scratch=Scratch(spec.dtype, spec.device),
-            stored=Scratch(torch.uint8, spec.device),
-            pairs=Scratch(torch.int32, spec.device),
+            biases=self._biases,
+            scratch=Scratch(spec.dtype),
+            stored=Scratch(torch.uint8),
+            pairs=Scratch(torch.int32),
         )
         keys = [params.plan_key for params in spec.layers]
-        groups = list(dict.fromkeys(keys))
-        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in groups]
+        distinct = list(dict.fromkeys(keys))
+        kernels = [PagedDecode.make(params, spec) if use_kernel else None for params in distinct]
         self._planners = [
             make_planner(params, spec=spec, buffers=buffers, has_kernel=kernel is not None)
-            for params, kernel in zip(groups, kernels, strict=True)
+            for params, kernel in zip(distinct, kernels, strict=True)
         ]
-        self._group_types = [params.attention_type for params in groups]
-        self._group_of_layer = [groups.index(key) for key in keys]
-        self.kernels = [kernels[group] for group in self._group_of_layer]
-        """The decode kernel of each layer, where there is one."""
+        self._types = [params.attention_type for params in distinct]
+        self._planner_of_layer = [distinct.index(key) for key in keys]
+        self.kernels = [kernels[planner] for planner in self._planner_of_layer]
+        """The decode kernel of each layer, or None."""
 
     def build(self, batch: AttentionBatch) -> TorchSDPAMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
         self._indices.reset()
-        for masks in self._masks.values():
-            masks.reset()
+        self._biases.reset()
         return TorchSDPAMetadata(batch, self)
 
     def providers(self) -> dict[str, dict[str, int]]:
@@ -155,26 +151,20 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         """Return another builder that plans in the same way, with buffers of its own."""
         return TorchSDPAMetadataBuilder(self._spec, use_kernel=self._use_kernel)
 
-    def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[GroupPlan]:
+    def plan_layers(self, batch: AttentionBatch, *, has_cache: bool = True) -> list[LayerPlan]:
         """Return the plan of each layer; layers with the same plan key have the same one."""
         writes: dict[AttentionType, WritePlan] = {}
         plans = []
-        for kind, planner in zip(self._group_types, self._planners, strict=True):
+        for kind, planner in zip(self._types, self._planners, strict=True):
             if has_cache and kind not in writes:
                 write = self._plan_write(batch, kind)
                 if write is not None:
                     writes[kind] = write
-            plans.append(planner.plan(batch, writes.get(kind)))
-        return [plans[group] for group in self._group_of_layer]
-
-    def upload(self) -> None:
-        """Bring what was planned to the device."""
-        self._indices.upload()
-        for masks in self._masks.values():
-            masks.upload()
+            plans.append(planner.plan_step(batch, writes.get(kind)))
+        return [plans[planner] for planner in self._planner_of_layer]
 
     def _plan_write(self, batch: AttentionBatch, kind: AttentionType) -> WritePlan | None:
-        """Return where layers of a type write their keys and values, if they have a cache."""
+        """Return where layers of a type write keys and values, or None if they do not."""
         if kind not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             return None
         return plan_write(
@@ -186,7 +176,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
 
 
 class TorchSDPAState(EagerAttentionState):
-    """Nothing: a step's shapes follow the lengths of its sequences, so it is not captured."""
+    """Empty: shapes depend on the lengths of sequences, so no step can be captured."""
 
 
 class TorchSDPABackendImpl(AttentionImpl):
@@ -223,31 +213,31 @@ class TorchSDPABackendImpl(AttentionImpl):
                 to_fp8(value, self._fp8, self._params.v_scale),
             )
             if plan.prompts or plan.spans:
-                # What is read in this step is what later steps will read.
+                # This step must read the same rounded values as later steps.
                 key, value = (from_fp8(x, self._fp8, query.dtype) for x in stored)
         if plan.write is not None:
-            rows = metadata.cache_rows(kv_cache, self._layer_index)
-            blocks = rows.blocks
-            plan.write.run(*stored, rows)
+            views = metadata.cache_views(kv_cache, self._layer_index)
+            blocks = views.blocks
+            plan.write.write_layer(*stored, views)
         self._attend(plan, query, key, value, blocks, out)
         if plan.decodes is not None:
-            metadata.decode(plan.decodes, query, kv_cache, self._layer_index, out)
-        if plan.keyless_rows is not None:
-            out.index_fill_(0, plan.keyless_rows, 0)
+            metadata.run_decodes(plan.decodes, query, kv_cache, self._layer_index, out)
+        if plan.keyless_tokens is not None:
+            out.index_fill_(0, plan.keyless_tokens, 0)
         if plan.num_padding:
             out[-plan.num_padding :].zero_()
         return out
 
     def _attend(
         self,
-        plan: GroupPlan,
+        plan: LayerPlan,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         blocks: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attend for all that goes through torch."""
+        """Attend for all queries that torch computes."""
         for prompts in plan.prompts:
             assert key is not None
             assert value is not None
@@ -259,7 +249,7 @@ class TorchSDPABackendImpl(AttentionImpl):
 
 
 class TorchSDPABackend(AttentionBackend):
-    """Attention with torch alone, on CPUs and GPUs."""
+    """Attention by torch and a kernel in C, on a CPU."""
 
     @staticmethod
     def get_name() -> str:
@@ -288,12 +278,12 @@ class TorchSDPABackend(AttentionBackend):
 
     @classmethod
     def _refusals(cls, spec: AttentionSpec) -> Iterator[str]:
-        if spec.device.type not in ("cpu", "cuda"):
-            yield f"device is {spec.device.type}, but must be cpu or cuda"
-        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            yield f"dtype is {spec.dtype}, but must be bfloat16, float16 or float32"
-        if spec.dtype == torch.float16 and spec.device.type == "cpu":
+        if spec.device.type != "cpu":
+            yield f"device is {spec.device.type}, but must be cpu"
+        if spec.dtype == torch.float16:
             yield (
                 "dtype is torch.float16, which CPUs compute some hundred times slower than "
                 "bfloat16; use bfloat16 or float32"
             )
+        elif spec.dtype not in (torch.bfloat16, torch.float32):
+            yield f"dtype is {spec.dtype}, but must be bfloat16 or float32"

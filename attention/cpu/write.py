@@ -1,4 +1,4 @@
-"""How the torch_sdpa backend writes a step's keys and values into the cache."""
+"""Writes the keys and values of a step to the cache, for torch_sdpa on a CPU."""
 
 from dataclasses import dataclass
 
@@ -7,46 +7,48 @@ import numpy.typing as npt
 import torch
 
 from attention.batch import AttentionBatch, EncoderBatch
-from attention.cpu.buffers import LayerRows, Staging
+from attention.cpu.buffers import LayerViews, StepArrays
 
 __all__ = ["WritePlan", "plan_write"]
 
 _Ints = npt.NDArray[np.int64]
-# Decoder and encoder tokens are written alike, each by their own side of the step.
 _Batch = AttentionBatch | EncoderBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WritePlan:
-    """Where one step writes; the same for all layers."""
+    """Where a step writes keys and values; the same for all layers."""
 
     num_tokens: int
-    """How many tokens are written."""
     tokens: torch.Tensor | None
-    """Which tokens are written; None for the first `num_tokens`."""
+    """The tokens that are written; None for the first `num_tokens`."""
     slots: torch.Tensor
-    """Rows of `LayerRows.keys` and `LayerRows.values`."""
+    """Indices into `LayerViews.keys` and `LayerViews.values`."""
     stale_blocks: torch.Tensor | None
-    """Rows of `LayerRows.blocks` that start their life in this step and are not filled by it."""
+    """Indices into `LayerViews.blocks` of those that the step begins but does not fill."""
 
-    def run(self, key: torch.Tensor | None, value: torch.Tensor | None, rows: LayerRows) -> None:
+    def write_layer(
+        self, key: torch.Tensor | None, value: torch.Tensor | None, views: LayerViews
+    ) -> None:
         """Write one layer's keys and values, `[num_tokens, num_kv_heads * head_size]`, if any."""
         if not self.num_tokens or key is None or value is None:
             return
         if self.stale_blocks is not None:
-            # A masked slot still takes part in products, where what an earlier owner left there,
-            # if not finite, would become NaN. So no slot of a block in use is ever left stale.
-            rows.blocks.index_fill_(0, self.stale_blocks, 0)
+            # A masked slot takes part in matrix products, where a stale value that is not finite
+            # would give NaN.
+            views.blocks.index_fill_(0, self.stale_blocks, 0)
         if self.tokens is not None:
             key, value = key.index_select(0, self.tokens), value.index_select(0, self.tokens)
         elif self.num_tokens < len(key):
             key, value = key[: self.num_tokens], value[: self.num_tokens]
-        rows.keys.index_copy_(0, self.slots, key)
-        rows.values.index_copy_(0, self.slots, value)
+        views.keys.index_copy_(0, self.slots, key)
+        views.values.index_copy_(0, self.slots, value)
 
 
-def plan_write(batch: _Batch, *, block_size: int, num_layers: int, indices: Staging) -> WritePlan:
-    """Return the plan of one step; its tensors show their content after the upload.
+def plan_write(
+    batch: _Batch, *, block_size: int, num_layers: int, indices: StepArrays
+) -> WritePlan:
+    """Return the plan of one step.
 
     `num_layers` is the length of the cache's layer axis.
     """
@@ -60,14 +62,14 @@ def plan_write(batch: _Batch, *, block_size: int, num_layers: int, indices: Stag
         stale = _unfilled_blocks(batch, slots, is_written, block_size)
         written = np.flatnonzero(is_written)
         slots = slots[written]
-        tokens_array, tokens = indices.take(len(written))
+        tokens_array, tokens = indices.allocate(len(written))
         tokens_array[:] = written
     blocks, offsets = np.divmod(slots, block_size)
-    slots_array, slots_tensor = indices.take(len(slots))
+    slots_array, slots_tensor = indices.allocate(len(slots))
     np.add(blocks * (2 * num_layers * block_size), offsets, out=slots_array)
     stale_blocks = None
     if len(stale):
-        array, stale_blocks = indices.take(2 * len(stale))
+        array, stale_blocks = indices.allocate(2 * len(stale))
         np.multiply(stale, 2 * num_layers, out=array[: len(stale)])
         np.add(array[: len(stale)], 1, out=array[len(stale) :])
     return WritePlan(
@@ -76,7 +78,7 @@ def plan_write(batch: _Batch, *, block_size: int, num_layers: int, indices: Stag
 
 
 def _unfilled_tails(batch: _Batch, slots: _Ints, stops: _Ints, block_size: int) -> _Ints:
-    """Return the last block of each sequence that is begun but not filled."""
+    """Return the last block of each sequence that the step begins but does not fill."""
     tails = batch.seq_lens % block_size
     is_begun = batch.seq_lens - tails >= batch.seq_lens - batch.query_lens
     tails_begun: _Ints = slots[stops[is_begun & (tails != 0)] - 1] // block_size
@@ -86,7 +88,7 @@ def _unfilled_tails(batch: _Batch, slots: _Ints, stops: _Ints, block_size: int) 
 def _unfilled_blocks(
     batch: _Batch, slots: _Ints, is_written: npt.NDArray[np.bool_], block_size: int
 ) -> _Ints:
-    """Return every block that is begun but not filled, where some tokens are not written."""
+    """Return all blocks that the step begins but does not fill, if not all tokens are written."""
     contexts = batch.seq_lens.astype(np.int64) - batch.query_lens
     firsts = np.cumsum(batch.query_lens, dtype=np.int64) - batch.query_lens
     positions = np.arange(len(slots)) + np.repeat(contexts - firsts, batch.query_lens)

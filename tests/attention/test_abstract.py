@@ -106,8 +106,6 @@ def test_backend_without_graphs_says_so() -> None:
 def test_sound_configuration_is_accepted() -> None:
     assert TorchSDPABackend.check(SPEC) == ()
     assert TorchSDPABackend.check(replace(SPEC, dtype=torch.bfloat16)) == ()
-    half = replace(SPEC, dtype=torch.float16, device=torch.device("cuda"))
-    assert TorchSDPABackend.check(half) == ()
 
 
 def test_every_reason_is_given_at_once() -> None:
@@ -148,6 +146,7 @@ def test_every_reason_is_given_at_once() -> None:
     ("spec", "reason"),
     [
         (replace(SPEC, device=torch.device("meta")), "device is meta"),
+        (replace(SPEC, device=torch.device("cuda")), "device is cuda, but must be cpu"),
         (replace(SPEC, dtype=torch.float64), "dtype is torch.float64"),
         (replace(SPEC, layers=()), "there are no layers"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 import attention.kernels.cpu
 from attention.fp8 import from_fp8
-from attention.kernels.cpu.paged_decode import DecodeRows, PagedDecode
+from attention.kernels.cpu.paged_decode import DecodeBatch, PagedDecode
 from attention.params import KV_CACHE_DTYPES
 from tests.attention.rig import Rig, params_of
 
@@ -67,8 +67,8 @@ def test_kernel_gives_a_lone_value_as_it_is(name: str, dtype: torch.dtype) -> No
     cache = torch.zeros(3, 1, 2, 4, 1, 256, dtype=torch.uint8)
     cache[2, 0, 1, 0, 0] = torch.arange(256)
     query, out = torch.zeros(1, 512, dtype=dtype), torch.zeros(1, 512, dtype=dtype)
-    rows = DecodeRows(0, np.array([[2]], dtype=np.int32), np.array([1], dtype=np.int32))
-    kernel.run(rows, query, cache, 0, out, scales=(1.0, 0.5))
+    batch = DecodeBatch(0, np.array([[2]], dtype=np.int32), np.array([1], dtype=np.int32))
+    kernel.run_decodes(batch, query, cache, 0, out, scales=(1.0, 0.5))
     expected = from_fp8(cache[2, 0, 1, 0, 0], spec.cache_dtype, torch.float32) * 0.5
     for head in out.float().view(2, 256):
         assert torch.equal(head.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))

@@ -120,7 +120,7 @@ def test_decodes_of_very_different_lengths_share_chunks(has_alibi: bool) -> None
         assert plan.decodes is not None
         return
     assert len(plan.chunks) > 2
-    assert plan.chunks[0].rows is not None
+    assert plan.chunks[0].tokens is not None
 
 
 def test_soft_cap_is_applied() -> None:
@@ -313,7 +313,7 @@ def test_steady_decodes_reuse_their_buffers(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(5):
         rig.step(decodes=[a])
         gather = rig.builder.build(rig.batch([], [a])).layer_plan(0).chunks[0].gather
-        addresses.add((gather.rows.data_ptr(), gather.views.scratch.data_ptr()))
+        addresses.add((gather.indices.data_ptr(), gather.views.scratch.data_ptr()))
     assert len(addresses) == 1
 
 
@@ -322,9 +322,9 @@ def test_views_do_not_keep_a_cache_alive() -> None:
     with torch.inference_mode(False), torch.no_grad():
         rig = Rig(params_of())
         rig.step(prefills=[(rig.sequence(), 9)])
-        (rows,) = rig.builder.views.of(rig.cache)
-        blocks = weakref.ref(rows.blocks)
-        del rows
+        (views,) = rig.builder.views.views_of(rig.cache)
+        blocks = weakref.ref(views.blocks)
+        del views
         rig.cache = torch.empty(0)
         gc.collect()
         assert blocks() is None
@@ -335,7 +335,7 @@ def test_cache_of_another_shape_is_refused() -> None:
     a = rig.sequence()
     rig.step(prefills=[(a, 3)])
     with pytest.raises(ValueError, match="must be"):
-        rig.builder.views.of(rig.cache.flatten(0, 1))
+        rig.builder.views.views_of(rig.cache.flatten(0, 1))
 
 
 def test_builder_tells_who_serves_its_layers() -> None:

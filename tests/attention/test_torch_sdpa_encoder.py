@@ -186,10 +186,10 @@ def test_metadata_of_parts_and_of_the_next_step_have_an_encoder() -> None:
     assert relative_error(output, reference) < 1e-5
 
 
-def test_batch_without_an_encoders_side_is_refused() -> None:
+def test_batch_without_an_encoder_batch_is_refused() -> None:
     rig = model_rig()
     batch = rig.batch([(rig.sequence(3), 2)], [])
-    with pytest.raises(ValueError, match="has no encoder's side"):
+    with pytest.raises(ValueError, match="has no encoder batch"):
         rig.builder.build(replace(batch, encoder=None))
 
 

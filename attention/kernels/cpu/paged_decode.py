@@ -1,4 +1,4 @@
-"""Decode attention on the CPU, straight from the paged cache."""
+"""Decode attention on the CPU, reading the paged cache in place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from attention.params import AttentionParams, AttentionSpec
 
-__all__ = ["DecodeRows", "PagedDecode"]
+__all__ = ["DecodeBatch", "PagedDecode"]
 
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
-# What the cache holds, by number: elements of the model's dtype are 0.
+# As in paged_decode.c; 0 stands for the model's dtype.
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
@@ -51,25 +51,25 @@ class _Shape(ctypes.Structure):
     )
 
 
-class DecodeRows:
-    """The decodes of one step: which blocks each sequence has, and how many keys."""
+class DecodeBatch:
+    """The decodes of one step: the block table and the number of keys of each sequence."""
 
-    __slots__ = ("first_row", "num_keys", "num_keys_address", "tables", "tables_address")
+    __slots__ = ("first_token", "num_keys", "num_keys_address", "tables", "tables_address")
 
     def __init__(
-        self, first_row: int, tables: npt.NDArray[np.int32], num_keys: npt.NDArray[np.int32]
+        self, first_token: int, tables: npt.NDArray[np.int32], num_keys: npt.NDArray[np.int32]
     ) -> None:
-        self.first_row = first_row
-        """Token row of the first decode; the others follow it."""
+        self.first_token = first_token
+        """The token of the first decode; the others follow it."""
         self.tables = np.ascontiguousarray(tables)
         self.num_keys = np.ascontiguousarray(num_keys)
-        # To ask an array for its address takes longer than a short row takes the kernel.
+        # Asking an array for its address takes longer than the kernel takes for a short sequence.
         self.tables_address = self.tables.ctypes.data
         self.num_keys_address = self.num_keys.ctypes.data
 
 
 class PagedDecode:
-    """The kernel for layers with one set of parameters."""
+    """The kernel of layers with equal parameters."""
 
     def __init__(
         self, kernel: ctypes._NamedFuncPointer, params: AttentionParams, spec: AttentionSpec
@@ -100,7 +100,7 @@ class PagedDecode:
 
     @classmethod
     def make(cls, params: AttentionParams, spec: AttentionSpec) -> Self | None:
-        """Return the kernel, or None where it does not serve or is not to be had."""
+        """Return the kernel, or None if it does not support the layers or is not available."""
         is_supported = (
             spec.device.type == "cpu"
             and params.is_cached
@@ -117,9 +117,9 @@ class PagedDecode:
         kernel.restype = None
         return cls(kernel, params, spec)
 
-    def run(
+    def run_decodes(
         self,
-        rows: DecodeRows,
+        batch: DecodeBatch,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         place: int,
@@ -127,24 +127,25 @@ class PagedDecode:
         *,
         scales: tuple[float, float],
     ) -> None:
-        """Attend for the decodes of a step; `query` and `out` are those of all its tokens.
+        """Attend for the decodes of a step.
 
-        Rows may be strided, `[num_tokens, num_heads * head_size]`. `place` is the layer's on the
-        cache's layer axis, and `scales` are what its fp8 keys and values are multiplied by.
+        `query` and `out` are `[num_tokens, num_heads * head_size]`, of all tokens of the step, and
+        may be strided. `place` is the layer's on the layer axis of the cache, and `scales` are the
+        factors of its fp8 keys and values.
         """
         shape, item_size = self._shape, self._item_size
         if self._is_fp8:
             shape.scale, shape.value_scale = self._scale * scales[0], scales[1]
-        shape.num_sequences, shape.table_stride = rows.tables.shape
+        shape.num_sequences, shape.table_stride = batch.tables.shape
         shape.query_stride, shape.out_stride = query.stride(0), out.stride(0)
         self._kernel(
             self._shape_address,
-            query.data_ptr() + rows.first_row * shape.query_stride * item_size,
+            query.data_ptr() + batch.first_token * shape.query_stride * item_size,
             kv_cache.data_ptr() + place * self._layer_bytes,
-            rows.tables_address,
-            rows.num_keys_address,
+            batch.tables_address,
+            batch.num_keys_address,
             self._slopes_address,
-            out.data_ptr() + rows.first_row * shape.out_stride * item_size,
+            out.data_ptr() + batch.first_token * shape.out_stride * item_size,
         )
 
 
