@@ -1,4 +1,4 @@
-"""A prompt and what became of it, gathered from events."""
+"""The result of a prompt, and its collection from events."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = ["Collector", "Completion", "Generation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One finished continuation."""
+    """One finished completion of a prompt."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    """The end-of-sequence or stop token included."""
+    """Includes the end-of-sequence or stop token."""
     finish_reason: FinishReason
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it."""
+    """The stop string or stop token id that ended it."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Empty, or one for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A prompt and its continuations."""
+    """A prompt and its completions."""
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     num_cached_tokens: int = 0
-    """Tokens of the prompt that the prefix cache spared."""
+    """Prompt tokens found in the prefix cache."""
 
 
 class Collector:
-    """Gathers the continuations of one request."""
+    """Collects the completions of one request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
@@ -57,11 +57,11 @@ class Collector:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every continuation has ended."""
+        """Whether every completion has ended."""
         return all(stream.is_finished for stream in self._streams)
 
     def push_event(self, event: TokenEvent) -> SequenceOutput:
-        """Return what an event adds."""
+        """Add an event and return its output."""
         stream = self._streams[event.index]
         if stream.is_finished:
             return SequenceOutput(index=event.index, text="", token_ids=())
@@ -71,7 +71,7 @@ class Collector:
         return output
 
     def generation(self) -> Generation:
-        """Return all of it."""
+        """Return the result."""
         return Generation(
             prompt_token_ids=self._request.prompt_token_ids,
             completions=tuple(

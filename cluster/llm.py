@@ -1,4 +1,4 @@
-"""A model as a Python object: `LLM(folder).generate(prompts, params)`."""
+"""The Python API: `LLM(folder).generate(prompts, params)`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """A model and the engine that runs it, in this process or on Ray actors.
+    """A model and its engine, in this process or on Ray actors.
 
     `options` are the fields of `cluster.engine.options.EngineOptions`, such as
     `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`. Raises StartupError.
@@ -60,7 +60,7 @@ class LLM:
         model: str | Path,
         *,
         show_progress: bool = True,
-        # Any: each option has a type of its own, which EngineOptions states.
+        # Any: EngineOptions states the type of each option.
         **options: Any,
     ) -> None:
         config = engine_config(model, EngineOptions(**options))
@@ -84,10 +84,11 @@ class LLM:
         *,
         show_progress: bool = True,
     ) -> list[Generation]:
-        """Return the continuations of each prompt, a text or its token ids, in order.
+        """Return the completions of each prompt, which is a text or its token ids, in order.
 
-        `params` is one for all prompts or one for each. Raises InvalidRequestError if a prompt
-        or a parameter is at fault, and EngineError if the engine fails; nothing goes on then.
+        `params` applies to all prompts, or is a list of one per prompt. Raises InvalidRequestError
+        for an invalid prompt or parameter, and EngineError if the engine fails; all requests of
+        the call are aborted then.
         """
         given: list[Prompt] = [
             prompt if isinstance(prompt, str) else tuple(prompt)
@@ -102,15 +103,15 @@ class LLM:
         *,
         show_progress: bool = False,
     ) -> Generation:
-        """Return how the assistant goes on with a conversation of `role` and `content`."""
+        """Return the assistant's reply to a conversation of messages with `role` and `content`."""
         return self._run([_conversation(messages)], params, show_progress)[0]
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[dict[str, str]], params: SamplingParams
     ) -> Generator[str]:
-        """Yield the text of one continuation as it grows; `params.n` must be 1."""
+        """Yield the text of one completion as it is generated; `params.n` must be 1."""
         if params.n != 1:
-            raise InvalidRequestError(f"n must be 1 to stream, not {params.n}.", param="n")
+            raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
         (request,) = self._validated([_as_prompt(prompt)], [params])
         collector = Collector(request, self._tokenizer)
         buffer = self._sink.open_buffer([request], is_watched=True)
@@ -131,15 +132,14 @@ class LLM:
         pooling: Pooling | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
-        """Return the vector of each prompt, a text or its token ids, in order.
+        """Return the embedding of each prompt, which is a text or its token ids, in order.
 
-        `pooling` says of which tokens: the mean of all, or the first (`cls`), or the last; None is
-        what the model was made for. `normalize` scales vectors to length 1. Raises
-        InvalidRequestError if a prompt is at fault or the model is no encoder, and EngineError if
-        the engine fails.
+        `pooling` is the mean of all tokens, the first one (`cls`) or the last; None is the model's
+        own. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
+        prompt or if the model is not an encoder, and EngineError if the engine fails.
         """
         if not isinstance(self._engine, Embedder):
-            raise InvalidRequestError("The model generates texts; only an encoder embeds them.")
+            raise InvalidRequestError("The model is not an encoder; only encoders support embed().")
         given = [prompts] if isinstance(prompts, str) else prompts
         texts = [text if isinstance(text, str) else tuple(text) for text in given]
         vectors: list[list[float]] = []
@@ -154,7 +154,7 @@ class LLM:
         return vectors
 
     def stats(self) -> EngineStats:
-        """Return the engine's counts of this moment."""
+        """Return a snapshot of the engine's counters."""
         return self._engine.stats()
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class LLM:
 
     @property
     def _controller(self) -> Controller:
-        """The engine, of which an encoder has none that takes requests."""
+        """The engine, which is a Controller if the model is not an encoder."""
         assert isinstance(self._engine, Controller)
         return self._engine
 
@@ -189,11 +189,11 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"{len(params)} sampling parameters do not fit {len(prompts)} prompts."
+                f"params must have one entry per prompt, {len(prompts)}, not {len(params)}."
             )
         requests = self._validated(prompts, params)
         collectors = {request.id: Collector(request, self._tokenizer) for request in requests}
-        # A stop string is only found by looking.
+        # Stop strings must be looked for as tokens arrive.
         is_watched = any(request.sampling.stop for request in requests)
         buffer = self._sink.open_buffer(requests, is_watched=is_watched)
         try:
@@ -210,7 +210,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
         if isinstance(self._engine, Embedder):
-            raise InvalidRequestError("The model is an encoder; it embeds texts, with `embed`.")
+            raise InvalidRequestError("The model is an encoder; use embed().")
 
         async def validate() -> list[Request]:
             requests: list[Request] = []
@@ -235,7 +235,7 @@ class LLM:
         num_open = len(requests)
         with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
             while num_open:
-                # A queue that others fill empties without news for this call.
+                # A queue filled by other calls drains without an event for this one.
                 for event in buffer.take_events(None if held is None else _HELD_POLL_S):
                     collector = collectors[event.request_id]
                     if collector.is_finished:
@@ -248,7 +248,7 @@ class LLM:
                     held = self._submit_all([held]) or self._submit_all(waiting)
 
     def _submit_all(self, requests: Iterable[Request]) -> Request | None:
-        """Submit until the queue is full; return the first request that found no room."""
+        """Submit until the queue is full; return the first request that did not fit."""
         for request in requests:
             try:
                 self._controller.submit_request(request)
@@ -259,22 +259,22 @@ class LLM:
     def _push(self, collector: Collector, event: TokenEvent) -> SequenceOutput:
         output = collector.push_event(event)
         if output.finish_reason is not None and event.finish_reason is None:
-            # A stop string ended it; the engine cannot know.
+            # A stop string ended it, which the engine does not see.
             self._controller.finish_sequence(event.request_id, event.index)
         return output
 
 
 def _run_apart(work: Coroutine[None, None, Result]) -> Result:
-    """Return what a coroutine returns.
+    """Return the result of a coroutine, which runs in a new thread.
 
-    It has a thread of its own: the caller's may have a running event loop, as in a notebook.
+    The caller's thread may have a running event loop, as in a notebook.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
 
 def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-    """Return the answer to a request, which waits until there is room for it."""
+    """Submit a request as soon as the queue has room, and return its answer."""
     while True:
         try:
             return embedder.submit_request(request)
@@ -285,7 +285,7 @@ def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[
 def _as_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
     if isinstance(prompt, str):
         return prompt
-    # Any: which of the two it is shows in the first item.
+    # Any: the type of the first item tells the two apart.
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], dict):
         return _conversation(items)
@@ -296,7 +296,7 @@ def _conversation(messages: Sequence[dict[str, str]]) -> ChatPrompt:
     for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise InvalidRequestError(
-                f"A message has role and content, not {message!r:.60}.", param="messages"
+                f"A message must have role and content, not {message!r:.60}.", param="messages"
             )
     return ChatPrompt(
         tuple(ChatMessage(message["role"], message["content"]) for message in messages)

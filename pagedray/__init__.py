@@ -1,7 +1,6 @@
-"""PagedRay: large language models served from Ray actors with a paged KV cache.
+"""PagedRay: large language model serving on Ray with a paged KV cache.
 
-The public names are loaded when they are first used, so that importing this package
-costs neither torch nor Ray.
+Public names are loaded lazily, so that importing this package imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def __getattr__(name: str) -> object:
 
 
 def _check_neighbours() -> None:
-    # The packages beside this one have common names: a user's own `cluster` that is found
-    # first would be imported in place of ours.
+    # The packages beside this one have common names: a user's own `cluster` that comes first on
+    # the path would shadow ours.
     root = Path(__file__).resolve().parent.parent
     for name in _NEIGHBOURS:
         spec = find_spec(name)
@@ -63,7 +62,7 @@ def _check_neighbours() -> None:
         expected = root / name / "__init__.py"
         if found != expected:
             raise ImportError(
-                f"pagedray needs its package {name!r} at {expected}, but Python finds {found}."
+                f"pagedray needs the package {name!r} at {expected}, but {found} shadows it."
             )
 
 

@@ -1,15 +1,14 @@
-"""All that crosses between controller and worker.
+"""The messages between controller and worker.
 
-A plan carries what changed, not what stayed. A sequence has a row from its start
-to its end; the worker keeps the row's tokens, block table and sampling state, and
-appends the tokens it samples, so that the controller can send plan k + 1 before it
-has seen the tokens of step k. The end of a sequence is not told: its row is named no
-more, until a start fills it anew.
+A plan holds changes only. A sequence has a row from its start to its end; the worker
+keeps the row's tokens, block table and sampling state, and appends the tokens that it
+samples, so that the controller can send plan k + 1 before it has seen the tokens of
+step k. The end of a sequence is not sent: its row is absent from later plans until
+another sequence starts in it.
 
-A rank carries a plan out in this order: starts, block copies (swap-outs, swap-ins,
-then copies on the device), forward pass, sampling. Plans are carried out in the order
-they were sent. A block may therefore be given to another sequence by the plan after
-the one that last writes it.
+A rank executes a plan in this order: starts, block copies (swap-outs, swap-ins, then
+copies on the device), forward pass, sampling. Plans are executed in the order in which
+they are sent, so a block may go to another sequence in the plan after its last use.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ __all__ = [
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """One block's content goes from `source` to `target`; which pools is the field's matter."""
+    """A copy of one block from `source` to `target`; the field that holds it implies the pools."""
 
     source: int
     target: int
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence enters the batch, for the first time or again after preemption."""
+    """A sequence enters the batch, for the first time or after preemption."""
 
     row: int
-    """In `[0, max_num_seqs)`; whatever it held has ended."""
+    """In `[0, max_num_seqs)`; its previous sequence has ended."""
     token_ids: list[int]
-    """All tokens known so far: the prompt, then what was already sampled."""
+    """All tokens known so far: the prompt, then sampled tokens."""
     num_prompt_tokens: int
     block_ids: list[int]
     """Its block table so far, cached and swapped-in blocks included."""
@@ -61,9 +60,9 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     index: int
     """Its index among the sequences of its request."""
     eos_token_ids: tuple[int, ...] = ()
-    """Forbidden while fewer than `min_tokens` were sampled."""
+    """Not sampled before `min_tokens` tokens."""
     is_masked: bool = False
-    """Whether a mask says at each step which tokens it may sample; `min_tokens` is in the mask."""
+    """Whether each step samples under a mask, which also enforces `min_tokens`."""
 
 
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +72,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
     first_position: int
     num_tokens: int
     is_sampled: bool
-    """Whether the step samples the token that follows."""
+    """Whether the step samples the next token."""
     new_block_ids: list[int] = []
     """Appended to the row's block table before the forward pass."""
 
@@ -82,9 +81,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """What one step runs."""
 
     step: int
-    """Counts up by one within an epoch."""
+    """Increases by one within an epoch."""
     sequences: list[SequencePlan]
-    """Sequences of several tokens come first, then those of one token."""
+    """Sequences of several tokens first, then those of one token."""
     starts: list[SequenceStart] = []
     swap_outs: list[BlockCopy] = []
     """Device block to CPU block."""
@@ -100,40 +99,40 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
 
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
-    """Which tokens the masked sequences of a step may sample.
+    """The tokens that masked sequences of a step may sample.
 
-    They follow the plan of a step that samples for such a sequence, before any other plan, and
-    as soon as the tokens of all earlier steps are known; the forward pass does not wait for them.
+    Sent after the step's plan and before the next one, once the tokens of all earlier steps are
+    known; the forward pass does not wait for it.
     """
 
     step: int
     words: bytes
-    """int32 of this machine's order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
-    bit `i % 32` of word `i // 32` is set where token `i` may be sampled."""
+    """int32 in native byte order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
+    bit `i % 32` of word `i // 32` is set if token `i` may be sampled."""
 
 
 Pooling = Literal["mean", "cls", "last"]
-"""Which tokens make a sequence's vector: the mean of all, the first, the last."""
+"""How a text's hidden states become its vector: the mean of all, the first, the last."""
 
 
 class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    """Texts that an encoder turns into vectors in one step; it has no rows and no cache."""
+    """The texts that an encoder embeds in one step."""
 
     step: int
-    """Counts up by one within an epoch."""
+    """Increases by one within an epoch."""
     token_ids: list[list[int]]
-    """Those of each text, at least one."""
+    """By text, each at least one token."""
     pooling: Pooling
     is_normalized: bool
     """Whether vectors are scaled to length 1."""
 
 
 class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
-    """What rank 0 returns of such a step."""
+    """Rank 0's result of an `EmbedPlan`."""
 
     step: int
     vectors: bytes
-    """float32 of this machine's order, `[num_texts, hidden_size]`."""
+    """float32 in native byte order, `[num_texts, hidden_size]`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -141,22 +140,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     chosen: float
     token_ids: list[int]
-    """The likeliest tokens, likeliest first."""
+    """The likeliest tokens, in descending order."""
     logprobs: list[float]
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
-    """What rank 0 returns of a step."""
+    """Rank 0's result of a `StepPlan`."""
 
     step: int
     token_ids: list[int]
-    """One for each sampled sequence, in the plan's order; -1 where logits were not finite."""
+    """By sampled sequence, in the plan's order; -1 if its logits were not finite."""
     logprobs: list[TokenLogprobs | None] = []
-    """Empty, or one for each sampled sequence; None where none were asked for."""
+    """Empty, or by sampled sequence; None if not requested."""
     forward_s: float = 0.0
-    """Seconds that the step took but for its swaps; 0 if that was not measured."""
+    """Duration of the step without its swaps, in seconds; 0 if not measured."""
     swap_s: float = 0.0
-    """Seconds that its swap-outs and swap-ins took."""
+    """Duration of its swap-outs and swap-ins, in seconds."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -166,13 +165,13 @@ class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """A rank's last words."""
+    """The traceback of a rank that failed, which is its last message."""
 
     text: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """The rank is to end its loop."""
+    """Ends the rank's loop."""
 
 
 ControllerMessage = StepPlan | StepMasks | EmbedPlan | Shutdown

@@ -1,10 +1,8 @@
 """The step channel: typed messages between the controller and its ranks.
 
-Frames are a four-byte length and a msgpack body, over an AF_UNIX stream on one node
-and TCP between nodes; nothing that arrives is ever unpickled. A rank opens with its
-number and the epoch's secret. End-of-file means that the other end has died.
-
-The channel knows sockets and frames; what the messages mean is `batch`'s matter.
+A frame is a four-byte length and a msgpack body, over an AF_UNIX stream on one node
+and TCP between nodes; received data is never unpickled. A rank first sends its
+number and the epoch's secret. End-of-file means that the peer has died.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ Incoming = TypeVar("Incoming")
 
 
 class ChannelClosedError(WorkerError):
-    """The other end is gone."""
+    """The peer has closed the channel or died."""
 
 
 class ChannelTimeoutError(WorkerError):
-    """Nothing arrived in time."""
+    """No message arrived in time."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +58,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepChannel(Generic[Outgoing, Incoming]):
-    """One end of a connected channel, for one thread."""
+    """One end of a connected channel. Not thread-safe."""
 
     def __init__(self, connection: socket.socket, incoming: object) -> None:
         if connection.family != socket.AF_UNIX:
@@ -71,16 +69,16 @@ class StepChannel(Generic[Outgoing, Incoming]):
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor, for `select`."""
+        """Return the socket's descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: Outgoing) -> None:
-        """Send one message. Raises ChannelClosedError when the other end is gone."""
+        """Send one message. Raises ChannelClosedError if the peer is gone."""
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
-            raise ValueError(f"A message of {len(body)} bytes is over {MAX_FRAME_BYTES}.")
+            raise ValueError(f"A message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}.")
         try:
-            # Another end that takes nothing is as good as gone.
+            # A peer that does not receive counts as gone.
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
@@ -89,36 +87,36 @@ class StepChannel(Generic[Outgoing, Incoming]):
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message.
 
-        Raises ChannelTimeoutError when none is complete in time, and ChannelClosedError
-        when the other end is gone or sends what is no message.
+        Raises ChannelTimeoutError if none is complete in time, and ChannelClosedError if the
+        peer is gone or sends an invalid message.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline_s, peek=True))
         if length > MAX_FRAME_BYTES:
-            raise ChannelClosedError(f"A frame of {length} bytes is over {MAX_FRAME_BYTES}.")
+            raise ChannelClosedError(f"A frame of {length} bytes exceeds {MAX_FRAME_BYTES}.")
         frame = self._take(_LENGTH.size + length, deadline_s)
         try:
             return self._decoder.decode(memoryview(frame)[_LENGTH.size :])
         except msgspec.MsgspecError as error:
-            raise ChannelClosedError(f"A frame is no message: {error}.") from error
+            raise ChannelClosedError(f"Invalid message: {error}.") from error
 
     def has_message(self) -> bool:
-        """Return whether `receive` has something to read at once, an end-of-file included."""
+        """Return whether `receive` can read something, an end-of-file included."""
         if len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
             if len(self._received) >= _LENGTH.size + length:
                 return True
-        # Not `select.select`, which takes no descriptor above 1023.
+        # `select.select` is limited to descriptors below 1024.
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
 
     def close(self) -> None:
-        """Close this end; the other end reads end-of-file."""
+        """Close this end; the peer reads end-of-file."""
         self._socket.close()
 
     def _take(self, size: int, deadline_s: float | None, *, peek: bool = False) -> bytes:
-        # A frame that is cut by a timeout stays in the buffer for the next call.
+        # After a timeout, a partial frame stays in the buffer for the next call.
         while len(self._received) < size:
             self._fill(deadline_s, size - len(self._received))
         taken = bytes(self._received[:size])
@@ -136,7 +134,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         except OSError as error:
             raise ChannelClosedError(f"The step channel is closed: {error}.") from error
         if not chunk:
-            raise ChannelClosedError("The other end of the step channel is gone.")
+            raise ChannelClosedError("The peer closed the step channel.")
         self._received += chunk
 
 
@@ -145,10 +143,10 @@ WorkerChannel = StepChannel[WorkerMessage, ControllerMessage]
 
 
 class StepListener:
-    """The controller's end before the ranks have connected."""
+    """Accepts the ranks' connections in the controller's process."""
 
     def __init__(self, endpoint: str) -> None:
-        """Listen on `unix:PATH` or `tcp:HOST:PORT` (port 0 lets the system choose)."""
+        """Listen on `unix:PATH` or `tcp:HOST:PORT`; port 0 selects a free one."""
         self._socket, self.endpoint = _listen(endpoint)
 
     def accept(
@@ -159,10 +157,10 @@ class StepListener:
         *,
         check: Callable[[], None] = lambda: None,
     ) -> list[ControllerChannel]:
-        """Return one channel a rank, by rank, once all have connected with the secret.
+        """Wait until all ranks have connected with the secret; return their channels by rank.
 
-        A connection with a wrong secret is closed and does not count. `check` is called again
-        and again meanwhile, and may end the wait by raising. Raises ChannelTimeoutError.
+        A connection with a wrong secret is closed. `check` is called repeatedly meanwhile and may
+        raise to end the wait. Raises ChannelTimeoutError.
         """
         deadline_s = time.monotonic() + timeout_s
         channels: dict[int, ControllerChannel] = {}
@@ -177,7 +175,7 @@ class StepListener:
         return [channels[rank] for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """Stop listening; connected channels stay."""
+        """Stop listening; connected channels stay open."""
         self._socket.close()
         if self.endpoint.startswith("unix:"):
             Path(self.endpoint.removeprefix("unix:")).unlink(missing_ok=True)
@@ -243,11 +241,11 @@ def _listen(endpoint: str) -> tuple[socket.socket, str]:
         listener = socket.create_server((host, int(port)))
         bound_host, bound_port = listener.getsockname()[:2]
         return listener, f"tcp:{bound_host}:{bound_port}"
-    raise ValueError(f"Endpoint {endpoint!r} is neither unix:PATH nor tcp:HOST:PORT.")
+    raise ValueError(f"The endpoint must be unix:PATH or tcp:HOST:PORT, not {endpoint!r}.")
 
 
 def _greeted_rank(connection: socket.socket, secret: bytes) -> int | None:
-    # Only the greeting is read here: a rank sends nothing more until it has a plan.
+    # Nothing else can be in the buffer: a rank sends no more until it has a plan.
     channel: StepChannel[object, _Hello] = StepChannel(connection, _Hello)
     try:
         hello = channel.receive(timeout_s=5.0)

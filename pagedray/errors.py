@@ -103,7 +103,7 @@ class CapacityError(InvalidRequestError):
 
     def __init__(self, needed: int, capacity: int) -> None:
         super().__init__(
-            f"The request needs {needed} KV blocks but the cache holds only {capacity}.",
+            f"The request needs {needed} KV blocks, but the cache has only {capacity}.",
             param="max_tokens",
         )
 

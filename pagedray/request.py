@@ -1,4 +1,4 @@
-"""What a client asks for: sampling parameters, requests and how they end."""
+"""Requests, their sampling parameters and finish reasons."""
 
 from __future__ import annotations
 
@@ -45,58 +45,57 @@ StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choic
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a continuation must look like.
+    """A constraint on the generated text.
 
-    Whether the text is a schema, an expression or a grammar, and not too long, is found when it is
-    compiled.
+    `text` is validated when it is compiled.
     """
 
     kind: StructureKind
     text: str = ""
-    """The JSON schema, the regular expression, the grammar in EBNF, or the choices as a JSON list
-    of strings; nothing for `json_object`."""
+    """A JSON schema, a regular expression, an EBNF grammar, or choices as a JSON list of strings;
+    empty for `json_object`."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of a request are chosen, and when it ends.
+    """How tokens are sampled, and when generation stops.
 
-    Raises InvalidRequestError, naming the field and what is allowed.
+    Raises InvalidRequestError, which names the field and its allowed values.
     """
 
     n: int = 1
-    """Sequences that continue the prompt."""
+    """Number of completions of the prompt."""
     max_tokens: int = 16
-    """Tokens of a continuation at most."""
+    """Maximum number of tokens per completion."""
     min_tokens: int = 0
-    """Tokens of a continuation before an end-of-sequence or stop token may end it."""
+    """Minimum number of tokens before an end-of-sequence or stop token ends a completion."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0 is all."""
+    """Number of likeliest tokens to sample from; 0 is all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability."""
+    """Cumulative probability of the likeliest tokens to sample from."""
     min_p: float = 0.0
-    """Only tokens at least this probable beside the likeliest one."""
+    """Minimum probability of a token, relative to the likeliest one."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or continuation."""
+    """Divides positive and multiplies negative logits of tokens in prompt or completion."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that is in the continuation."""
+    """Subtracted from the logits of tokens in the completion."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it is in the continuation."""
+    """Subtracted from a token's logit once per occurrence in the completion."""
     logit_bias: Mapping[int, float] = {}
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Makes the choice repeatable; None lets the engine choose."""
+    """Random seed for reproducible sampling; None is a random one."""
     stop: Sequence[str] = ()
-    """Strings that end a continuation, and are not part of it."""
+    """Strings that end a completion; they are not part of it."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end a continuation."""
+    """Token ids that end a completion."""
     ignore_eos: bool = False
-    """Whether the model's end-of-sequence tokens are ordinary tokens."""
+    """Whether to generate past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """Likeliest tokens to report beside the chosen one; None reports nothing."""
+    """Number of likeliest tokens to return beside the sampled one; None returns no logprobs."""
     structure: Structure | None = None
-    """What the continuation must look like; None is anything."""
+    """Constraint on the text, or None."""
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -106,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_int("top_k", self.top_k, 0, MAX_COUNT)
         _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        # Less than this, and a logit that is divided by it may overflow.
+        # With a lower bound of 0, the division of a logit could overflow.
         _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -122,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
+        """Whether the likeliest token is always sampled."""
         return self.temperature == 0.0
 
     @property
@@ -136,73 +135,72 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Matcher(Protocol):
-    """Stands for one sequence that follows a grammar."""
+    """The state of one sequence in its grammar."""
 
 
 class Grammar(Protocol):
-    """A compiled structure; any number of sequences may follow it."""
+    """A compiled structure, shared by any number of sequences."""
 
     @property
     def num_mask_bytes(self) -> int:
-        """Bytes of a mask."""
+        """Size of a mask in bytes."""
 
     def matcher(self, request: Request) -> Matcher:
-        """Return a matcher for a continuation of the request, which is yet to begin."""
+        """Return a matcher for a new completion of the request."""
 
     # Any: the matchers are its own kind's.
     def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
-        """Return which tokens may follow, or how a sequence ends if none may; never raises.
+        """Return the mask of allowed tokens, or the finish reason if none is; never raises.
 
-        Asked for are matchers, each with all tokens of its sequence, the prompt included: those
-        of the time before and what came since. They may be of any grammar of the same model. Bit
-        `i % 32` of the int32 at `i // 32` stands for token `i`.
+        `asked` pairs matchers with all tokens of their sequences, the prompt included. Matchers may
+        belong to any grammar of the same model. Bit `i % 32` of int32 word `i // 32` is token `i`.
         """
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request, as the controller takes it."""
+    """A validated request."""
 
     id: str
-    """Made by the server, never by the client."""
+    """Assigned by the server, never by the client."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """The seed in force: the client's, or one the server chose."""
+    """The client's seed, or a random one."""
     eos_token_ids: tuple[int, ...] = ()
-    """Token ids that end a continuation unless `ignore_eos`."""
+    """Token ids that end a completion unless `ignore_eos`."""
     tenant: str = ""
-    """Whom the request is billed to; prefixes are shared within a tenant only."""
+    """The tenant that the request is billed to; prefixes are shared within a tenant only."""
     weight: float = 1.0
-    """The tenant's share of steps beside other tenants."""
+    """The tenant's share of the engine, relative to other tenants."""
     priority: int = 0
-    """Lower is served earlier."""
+    """Requests of lower values are served first."""
     deadline_s: float | None = None
-    """When it is given up, on the monotonic clock."""
+    """When the request is aborted, on the monotonic clock."""
     grammar: Grammar | None = None
-    """What continuations are held to: `sampling.structure`, compiled."""
+    """The compiled `sampling.structure`."""
 
 
 def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequestError for what is no token id of a vocabulary."""
+    """Raise InvalidRequestError unless all are token ids of a vocabulary of this size."""
     if set(map(type, token_ids)) == {int}:
-        # Prompts may be long: the usual case is no loop of Python's.
+        # Prompts may be long: the common case needs no Python loop.
         ids = cast("Sequence[int]", token_ids)
         if min(ids) >= 0 and max(ids) < vocab_size:
             return
     for one in token_ids:
         if isinstance(one, bool) or not isinstance(one, int):
             raise InvalidRequestError(
-                f"{param} must hold token ids, which are integers, not {_shown(one)}.", param=param
+                f"{param} must contain integer token ids, not {_shown(one)}.", param=param
             )
         if not 0 <= one < vocab_size:
             raise InvalidRequestError(
-                f"{param} holds the token id {_shown(one)}, but ids are 0 to {vocab_size - 1}.",
+                f"{param} contains token id {_shown(one)}, but ids are 0 to {vocab_size - 1}.",
                 param=param,
             )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    # bool is an int to Python but not to a client.
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, not {_shown(value)}.", param=name)
     if not low <= value <= high:
@@ -216,7 +214,7 @@ def _check_float(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
-    # An integer may be too large to be a float.
+    # An integer may be too large for a float.
     if -1e300 < value < 1e300 and low <= value <= high and not (is_low_open and value == low):
         return
     allowed = f"more than {low:g} and at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
@@ -237,7 +235,7 @@ def _check_stop(stop: object) -> None:
     for text in stop:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(
-                f"stop must hold strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+                f"stop must contain strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
             )
 
 
@@ -250,7 +248,7 @@ def _check_logit_bias(bias: Mapping[int, float]) -> None:
 
 def _shown(value: object) -> str:
     if isinstance(value, int) and abs(value) > 10**30:
-        # Python refuses to write very long integers, and nobody wants to read them.
+        # Python refuses to format very long integers.
         return "a number of more than 30 digits"
     text = f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

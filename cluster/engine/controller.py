@@ -1,8 +1,8 @@
-"""The replica's loop: schedule, send the plan, take the output, publish tokens.
+"""The replica's loop: schedule, send the plan, collect the output, publish tokens.
 
-One thread steps; any thread may submit, abort and finish. Plan k + 1 is made and sent while
-step k runs. The scheduler is only touched under the lock, which is never held while a rank
-computes.
+One thread runs steps; any thread may submit, abort and finish. Plan k + 1 is made and sent
+while step k runs. The scheduler is only accessed under the lock, which is never held while
+a rank computes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _STEP_BOUNDS_S = (
 
 
 class EventSink(Protocol):
-    """Where tokens go. Called from the controller's thread; must not block."""
+    """Receives tokens, on the controller's thread; must not block."""
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Take the events of one step."""
+        """Receive the events of one step."""
 
     def fail_all(self, error: EngineError) -> None:
-        """Every request that has not ended ends with `error`."""
+        """End every open request with `error`."""
 
 
 class Controller(StepLoop):
@@ -84,7 +84,7 @@ class Controller(StepLoop):
         )
         self._open_requests = OpenRequests()
         self._in_flight: deque[float] = deque()
-        """When the plans that have no output yet were sent."""
+        """Send times of the plans without an output yet."""
         self._step_ended_s = 0.0
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
@@ -99,11 +99,11 @@ class Controller(StepLoop):
             self._wake.notify()
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if a request of so many prompt tokens could not wait as well."""
+        """Raise OverloadedError if the queue has no room for so many more prompt tokens."""
         self._scheduler.check_room(tenant, num_tokens)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request; one that has ended or never was is left alone."""
+        """End a request; ignored if it has ended or does not exist."""
         with self._wake:
             events = self._scheduler.abort_request(request_id)
             self._note(events)
@@ -111,14 +111,14 @@ class Controller(StepLoop):
         self._outlet.publish(events)
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence of a request whose reader has enough; no event follows."""
+        """End one sequence, whose stop string the caller has found; no event follows."""
         with self._wake:
             if self._scheduler.finish_sequence(request_id, index):
                 self._open_requests.end_sequence(request_id)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Return the counts of this moment."""
+        """Return a snapshot of the counters."""
         with self._wake:
             return EngineStats(
                 scheduler=self._scheduler.stats(),
@@ -139,7 +139,7 @@ class Controller(StepLoop):
             self._replace_ranks(error)
 
     def _replace_ranks(self, error: WorkerError) -> None:
-        """Begin an epoch with new ranks; every request goes on from the tokens it has."""
+        """Begin an epoch with new ranks; every request continues from the tokens it has."""
         if error.details:
             logger.warning("%s", error.details)
         self._num_deaths += 1
@@ -154,8 +154,8 @@ class Controller(StepLoop):
             ]
             self._note(events)
             num_waiting = len(self._open_requests)
-        are_waiting = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
-        logger.warning("%s The ranks are replaced; %s.", error, are_waiting)
+        are_waiting = "1 request is" if num_waiting == 1 else f"{num_waiting} requests are"
+        logger.warning("%s Replacing all ranks; %s waiting.", error, are_waiting)
         self._outlet.publish(
             [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
         )
@@ -165,10 +165,10 @@ class Controller(StepLoop):
             self._scheduler.reset()
             self._num_replacements += 1
         self._is_replacing = False
-        logger.info("The ranks are ready again after %.1f s.", time.monotonic() - started_s)
+        logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)
 
     def _start_ranks(self) -> None:
-        """Start ranks until some live, or raise WorkerError after a few that did not."""
+        """Start new ranks. Raises WorkerError after several failed attempts."""
         for attempt in range(1, _MAX_RESTARTS + 1):
             try:
                 return self._executor.restart_ranks()
@@ -177,11 +177,11 @@ class Controller(StepLoop):
                     logger.warning("%s", error.details)
                 if attempt == _MAX_RESTARTS:
                     raise WorkerError(
-                        f"its ranks died {attempt} times as they started. {error}"
+                        f"its ranks died {attempt} times during startup. {error}"
                     ) from error
-                logger.warning("%s The ranks are started once more.", error)
+                logger.warning("%s Starting the ranks again.", error)
             with self._wake:
-                # Whatever took them may take a moment to pass.
+                # The cause may be transient.
                 self._wake.wait_for(lambda: self._is_stopping, self._restart_pause_s)
             if self._is_stopping:
                 raise ShuttingDownError
@@ -195,7 +195,7 @@ class Controller(StepLoop):
             self._send_masks()
         if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
             output = self._executor.collect_output()
-            # A step begins when it was sent, or else when the step before it ended.
+            # A step begins when its plan was sent and the step before has ended.
             began_s = max(self._in_flight.popleft(), self._step_ended_s)
             self._step_ended_s = time.perf_counter()
             self._take(output, self._step_ended_s - began_s)
@@ -204,12 +204,12 @@ class Controller(StepLoop):
     def _send_masks(self) -> None:
         """Send the masks of the plan in flight, if it is the only one and samples under masks.
 
-        They are made while the ranks run its forward pass, and without the lock, since a grammar
-        may take its time.
+        They are computed while the ranks run its forward pass, and without the lock, since a
+        grammar may be slow.
         """
         if len(self._in_flight) != 1:
             return
-        # Without the lock: which plans are in flight is this thread's to change.
+        # No lock: only this thread changes which plans are in flight.
         masked = self._scheduler.masked_step()
         if masked is None:
             return
@@ -223,7 +223,7 @@ class Controller(StepLoop):
         self._outlet.publish(events)
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
-        # Ranks are read outside the lock, which nothing slow may hold.
+        # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
         with self._wake:
             self._scheduler.acknowledge(acknowledged_step)
@@ -232,7 +232,7 @@ class Controller(StepLoop):
             self._note(expired)
             plan = self._scheduler.schedule(now_s)
             if plan is None and not expired and not self._in_flight:
-                # Idle, or every sequence waits for a block copy on some rank.
+                # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, expired
@@ -256,7 +256,7 @@ class Controller(StepLoop):
 
 
 class _Outlet:
-    """Lets nothing out after the end: what a late step or a late abort brings has ended already."""
+    """Publishes no events after `fail_all`: a late step or abort concerns ended requests."""
 
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
@@ -264,7 +264,7 @@ class _Outlet:
         self._has_failed = False
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Hand events on, if there are any."""
+        """Publish events, if there are any."""
         if not events:
             return
         with self._lock:
@@ -272,7 +272,7 @@ class _Outlet:
                 self._sink.publish(events)
 
     def fail_all(self, error: EngineError) -> None:
-        """End every request that has not ended."""
+        """End every open request."""
         with self._lock:
             self._has_failed = True
             self._sink.fail_all(error)

@@ -1,8 +1,8 @@
-"""Texts to vectors: an encoder over an executor.
+"""Embeds texts: an encoder over an executor.
 
-An encoder's texts share nothing with one another and end in the step they begin in, so that all
-there is to schedule is whose texts come first and how many of them fit a step. A step holds
-texts of several requests. One thread steps; any thread may submit.
+Texts are independent and finish in a single step, so that only their order and the number that
+fit into a step are scheduled. A step holds texts of several requests. One thread runs steps; any
+thread may submit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 
 
 class Embedder(StepLoop):
-    """An encoder behind a queue."""
+    """One replica of an encoder, with a fair queue."""
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         super().__init__(executor, _STEP_BOUNDS_S)
@@ -70,11 +70,11 @@ class Embedder(StepLoop):
         self._num_prompt_tokens = 0
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if a request of so many tokens could not wait as well."""
+        """Raise OverloadedError if the queue has no room for so many more tokens."""
         self._backlog.check_room(tenant, num_tokens)
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
-        """Accept a request; its answer is `[num_texts, size]`, and cancelling it gives it up.
+        """Accept a request; the answer is `[num_texts, size]`. Cancelling it aborts the request.
 
         Raises OverloadedError or EngineError.
         """
@@ -92,7 +92,7 @@ class Embedder(StepLoop):
         return job.answer
 
     def stats(self) -> EngineStats:
-        """Return the counts of this moment; a text in a step counts as a running sequence."""
+        """Return a snapshot of the counters; a text in a step counts as a running sequence."""
         with self._wake:
             scheduler = SchedulerStats(
                 num_running=self._num_running,
@@ -142,7 +142,7 @@ class Embedder(StepLoop):
                     self._leave(job, None)
 
     def _drop_ended(self, now_s: float) -> None:
-        """Forget those whom nobody waits for, and end those that are late."""
+        """Drop cancelled requests, and end those past their deadline."""
         for job in tuple(self._jobs):
             deadline_s = job.request.deadline_s
             if job.answer.cancelled():
@@ -153,7 +153,7 @@ class Embedder(StepLoop):
                 )
 
     def _next_batch(self) -> list[tuple[EmbeddingJob, int]]:
-        """Return the texts of the next step: as many as its token budget holds, or else one."""
+        """Return the texts of the next step: as many as the token budget holds, at least one."""
         batch: list[tuple[EmbeddingJob, int]] = []
         num_tokens = 0
         while self._waiting:
@@ -186,7 +186,7 @@ class Embedder(StepLoop):
             self._backlog.start_request(job.request.tenant, job.request.num_tokens)
 
     def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
-        """Take a job out of everything, and answer it."""
+        """Remove a job and resolve it."""
         del self._jobs[job]
         if job.undone:
             self._waiting.remove(job)
@@ -196,14 +196,14 @@ class Embedder(StepLoop):
         job.resolve(error)
 
     def _run_twice(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
-        """Return the vectors of texts, from new ranks if the old ones die with them; only once."""
+        """Return the vectors of texts; if the ranks die, try once more with new ones."""
         try:
             if self._is_broken:
                 self._replace_ranks()
             return self._run(batch)
         except WorkerError as error:
             self._num_deaths += 1
-            logger.warning("%s The ranks are replaced.", error)
+            logger.warning("%s Replacing all ranks.", error)
         self._replace_ranks()
         try:
             return self._run(batch)
@@ -239,7 +239,7 @@ class Embedder(StepLoop):
 
 
 def _cut(vector: NDArray[np.float32], request: EmbeddingRequest) -> NDArray[np.float32]:
-    """Return the first numbers of a vector, of length 1 again if they are to be."""
+    """Return the leading elements of a vector, normalized again if requested."""
     if request.size == len(vector):
         return vector
     part = vector[: request.size]

@@ -1,4 +1,4 @@
-"""Texts that are to become vectors, and how far they are."""
+"""Requests to embed texts, and their progress."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["EmbeddingJob", "EmbeddingRequest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """Validated texts that are to become vectors."""
+    """A validated request to embed texts."""
 
     texts: tuple[tuple[int, ...], ...]
-    """The token ids of each, at least one."""
+    """Token ids by text, each at least one."""
     pooling: Pooling
     is_normalized: bool = True
     size: int
-    """The first so many numbers of each vector."""
+    """Number of leading elements of each vector to return."""
     tenant: str = ""
     weight: float = 1.0
-    """The tenant's share of steps beside other tenants."""
+    """The tenant's share of the engine, relative to other tenants."""
     deadline_s: float | None = None
-    """When it is given up, on the monotonic clock."""
+    """When the request is aborted, on the monotonic clock."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +42,7 @@ class EmbeddingRequest:
 
 
 class EmbeddingJob:
-    """A request on its way: which of its texts are still to be computed."""
+    """An open request and the texts of it that are not embedded yet."""
 
     __slots__ = ("answer", "has_started", "order", "request", "share", "undone", "vectors")
 
@@ -52,18 +52,18 @@ class EmbeddingJob:
         self.share = share
         self.answer: Future[NDArray[np.float32]] = Future()
         self.vectors = np.zeros((len(request.texts), request.size), dtype=np.float32)
-        # Texts of equal length stand side by side, for those are computed as one.
+        # Sorted by length, since texts of equal length are computed together.
         texts = request.texts
         self.undone = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         self.has_started = False
 
     @property
     def kind(self) -> tuple[Pooling, bool]:
-        """What the texts of one step have in common."""
+        """The parameters that all texts of a step share."""
         return self.request.pooling, self.request.is_normalized
 
     def resolve(self, error: PagedRayError | None) -> None:
-        """Answer, unless nobody waits any more."""
+        """Set the answer, unless it was cancelled."""
         if not self.answer.set_running_or_notify_cancel():
             return
         if error is None:

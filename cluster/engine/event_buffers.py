@@ -1,4 +1,4 @@
-"""Events on their way from the step thread to the calls that wait for them."""
+"""Buffers of events between the step thread and the calls of `LLM`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["EventBuffer", "EventDispatcher"]
 
 
 class EventBuffer:
-    """Holds the events of one call until its thread has reason to look at them.
+    """Holds the events of one call until its thread takes them.
 
-    Waking it for every token would cost the step thread its core and the interpreter's lock, so
-    that happens only where a call is watched: where it streams, or looks for stop strings.
+    The thread wakes for every token only if `is_watched`, which streams and stop strings need:
+    each wake-up costs the step thread its core and the interpreter's lock.
     """
 
     def __init__(self, *, is_watched: bool) -> None:
@@ -29,20 +29,20 @@ class EventBuffer:
         self._has_news = threading.Condition()
 
     def put_event(self, event: TokenEvent) -> None:
-        """Take an event."""
+        """Append an event."""
         with self._has_news:
             self._events.append(event)
             if self._is_watched or event.finish_reason is not None:
                 self._has_news.notify()
 
     def put_error(self, error: EngineError) -> None:
-        """End with `error` once the events are taken."""
+        """Raise `error` from `take_events` once all events are taken."""
         with self._has_news:
             self._error = error
             self._has_news.notify()
 
     def take_events(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """Wait for news and return all events since the last call. Raises EngineError."""
+        """Wait for events and return all since the last call. Raises EngineError."""
         with self._has_news:
             self._has_news.wait_for(self._is_worth_waking, timeout_s)
             events, self._events = self._events, []
@@ -59,21 +59,21 @@ class EventBuffer:
 
 
 class EventDispatcher:
-    """Hands the events of each request to the call that waits for them."""
+    """Distributes events to the buffers of their calls; the `EventSink` of `LLM`."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, EventBuffer] = {}
         self._lock = threading.Lock()
 
     def open_buffer(self, requests: Sequence[Request], *, is_watched: bool) -> EventBuffer:
-        """Return the buffer of a call; to be closed."""
+        """Return a buffer for the events of a call; the caller closes it."""
         buffer = EventBuffer(is_watched=is_watched)
         with self._lock:
             self._buffers |= dict.fromkeys((request.id for request in requests), buffer)
         return buffer
 
     def close_buffer(self, requests: Sequence[Request]) -> None:
-        """Drop what may still come of a call."""
+        """Discard further events of a call."""
         with self._lock:
             for request in requests:
                 self._buffers.pop(request.id, None)

@@ -1,4 +1,4 @@
-"""The interface to the ranks of one group: what the controller sends plans to."""
+"""The interface of executors, which run plans on the ranks of one group."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 __all__ = ["Executor", "ReportProgress"]
 
 ReportProgress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
+"""Called with the current activity and its progress, 0 to 1."""
 
 
 class Executor(ABC):
-    """A group of ranks. Plans are carried out in the order they are submitted."""
+    """A group of ranks. Plans run in the order in which they are submitted."""
 
     @property
     @abstractmethod
     def cache_size(self) -> CacheSize:
-        """Blocks of the pools."""
+        """The size of the block pools."""
 
     @property
     @abstractmethod
@@ -32,7 +32,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def acknowledged_step(self) -> int:
-        """The last step that every rank has finished, its block copies included."""
+        """The last step that every rank has finished, block copies included."""
 
     @abstractmethod
     def submit_plan(self, plan: StepPlan) -> None:
@@ -40,26 +40,26 @@ class Executor(ABC):
 
     @abstractmethod
     def send_masks(self, masks: StepMasks) -> None:
-        """Send every rank the masks of the last plan, which it samples under. Raises WorkerError.
+        """Send the masks of the last plan to every rank. Raises WorkerError.
 
-        The outputs of all plans before it have been collected.
+        The outputs of all earlier plans must have been collected.
         """
 
     @abstractmethod
     def collect_output(self) -> StepOutput:
-        """Return the output of the oldest plan that has none yet. Raises WorkerError."""
+        """Wait for the output of the oldest plan in flight. Raises WorkerError."""
 
     @abstractmethod
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        """Return what an encoder makes of texts; not beside other plans. Raises WorkerError."""
+        """Run an encoder's plan, with no other in flight. Raises WorkerError."""
 
     @abstractmethod
     def restart_ranks(self) -> None:
-        """Replace every rank by a new one that has no plan; steps count from 0 again.
+        """Replace every rank; steps count from 0 again.
 
         Raises WorkerError or StartupError.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the ranks and release what they hold. May be called twice."""
+        """End the ranks and release their resources. May be called twice."""

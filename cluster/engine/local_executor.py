@@ -1,4 +1,4 @@
-"""One rank inside the calling process, for debugging and for small models."""
+"""A single rank inside the calling process, for debugging and small models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["LocalExecutor"]
 
 
 class LocalExecutor(Executor):
-    """One rank in this process, in a thread of its own."""
+    """One rank in a thread of this process."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         self._config = config
         self._report_progress = report_progress
-        # All of a rank's work is done in one thread: each thread that computes has a team of
-        # OpenMP threads, and with two teams there are more than cores and none may spin.
+        # One thread does all the computing: each thread that computes has an OpenMP team of its
+        # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
@@ -36,7 +36,7 @@ class LocalExecutor(Executor):
         try:
             started = self._thread.submit(self._started).result()
         except BaseException:
-            # Ctrl-C ends the wait, not the thread: that ends with the tensor it is at.
+            # Ctrl-C ends the wait; the thread ends after the current tensor.
             self._is_given_up = True
             self._thread.shutdown()
             raise
@@ -61,7 +61,7 @@ class LocalExecutor(Executor):
         self._masks.put(masks)
 
     def collect_output(self) -> StepOutput:
-        # Read here, that the rank's thread may launch the next step while the device runs this one.
+        # Waited for here, so that the rank's thread can launch the next step meanwhile.
         output = self._running.popleft().result().output()
         assert isinstance(output, StepOutput)
         self._acknowledged_step = output.step
@@ -73,16 +73,16 @@ class LocalExecutor(Executor):
         return output
 
     def restart_ranks(self) -> None:
-        raise WorkerError("A rank inside the serving process cannot be replaced.")
+        raise WorkerError("The local executor cannot restart its rank.")
 
     def close(self) -> None:
-        # A step may wait for masks that nobody will send.
+        # Release a step that is waiting for masks.
         self._masks.put(None)
         self._thread.shutdown(cancel_futures=True)
         self._worker.close()
 
     def _started(self) -> tuple[Worker, CacheSize, dict[str, dict[str, int]]]:
-        # Torch is loaded only where a rank lives.
+        # torch is imported only in the process of a rank.
         from workers.parallel.group import SoloGroup
         from workers.worker_factory import make_worker
 
@@ -94,7 +94,7 @@ class LocalExecutor(Executor):
 
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:
-            raise StartupError("Nobody waits for the model any more.")
+            raise StartupError("Loading was interrupted.")
         self._report_progress("Loading weights", done / max(total, 1))
 
     def _run(self, plan: StepPlan) -> PendingStep:

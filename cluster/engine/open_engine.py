@@ -1,7 +1,4 @@
-"""Opens an engine: its executor, the loop that drives it, and how both are started.
-
-The Python API, `pagedray serve` and a Ray Serve replica all open their engine here.
-"""
+"""Opens an engine, for the Python API, `pagedray serve` and a Ray Serve replica alike."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ __all__ = ["make_executor", "open_engine"]
 def make_executor(
     config: EngineConfig, report_progress: ReportProgress, placement: PlacementGroup | None = None
 ) -> Executor:
-    """Return the executor that `config` names, with its ranks loaded.
+    """Return the executor that `config` selects, with its ranks loaded.
 
-    Ray places the ranks in `placement`, or in a placement group of their own. Raises StartupError.
+    Ray places them in `placement`, or in a new placement group. Raises StartupError.
     """
     if config.parallel.executor == "local":
         return LocalExecutor(config, report_progress)
-    # Ray is imported only where it is used.
+    # Ray is imported only if it is used.
     from cluster.engine.ray_executor import RayExecutor
 
     return RayExecutor(config, report_progress, placement=placement)
@@ -50,7 +47,7 @@ def open_engine(
 ) -> Controller | Embedder:
     """Return a running engine: a Controller, or an Embedder if the model is an encoder.
 
-    `close` ends it and its ranks. Raises StartupError.
+    The caller closes it. Raises StartupError.
     """
     executor = make_executor(config, report_progress, placement)
     engine: Controller | Embedder

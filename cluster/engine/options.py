@@ -1,4 +1,4 @@
-"""What a user may set about an engine, and the engine configuration that follows from it."""
+"""The options of an engine, and the engine configuration that they make."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EngineOptions:
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
     """Return the configuration of an engine for the checkpoint in the folder `model`.
 
-    Reads the checkpoint's description, none of its tensors. Raises StartupError.
+    Reads no tensor of the checkpoint. Raises StartupError.
     """
     options = replace(options, device=options.device or _default_device())
     model_config = read_model_config(Path(model), dtype=options.dtype)
@@ -80,7 +80,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
     check_parallel(model_config, parallel.tensor_parallel_size)
     if options.max_model_len is not None and options.max_model_len > model_config.max_positions:
         raise CheckpointError(
-            f"max model len {options.max_model_len} is more than the "
+            f"max_model_len {options.max_model_len} is more than the "
             f"{model_config.max_positions} positions of {model_config.name}."
         )
     return EngineConfig(

@@ -1,6 +1,6 @@
-"""The ranks as Ray actors: the cluster they run on and the place they hold in it.
+"""Ranks as Ray actors: the connection to Ray and the placement group.
 
-A rank that dies takes its group down; `restart_ranks` makes a new group in the same place.
+A rank that dies takes its group down; `restart_ranks` starts a new one in the same placement group.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RayExecutor(Executor):
         *,
         placement: PlacementGroup | None = None,
     ) -> None:
-        """Start the ranks in the last bundles of `placement`, or in a group of their own.
+        """Start the ranks in the last bundles of `placement`, or in a new placement group.
 
-        A group that is given stays when the ranks end.
+        `close` removes only a new one.
         """
         self._config = config
         self._report_progress = report_progress
@@ -97,8 +97,8 @@ class RayExecutor(Executor):
 
     def restart_ranks(self) -> None:
         self._end_ranks()
-        # The scheduler counts on as many blocks, and a GPU's free memory is never quite the same.
-        # An encoder has none.
+        # The scheduler relies on the same number of blocks, but free GPU memory varies. An encoder
+        # has no blocks.
         if not self._config.model.is_encoder:
             cache = replace(
                 self._config.cache,
@@ -133,16 +133,16 @@ class RayExecutor(Executor):
 
 
 def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bool:
-    """Join the Ray cluster at hand or start one here; return whether one was started."""
+    """Connect to the running Ray cluster or start one; return whether one was started."""
     if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
         on_gpu = config.parallel.device == "cuda"
         num_devices = _num_gpus() if on_gpu else len(os.sched_getaffinity(0))
         _check_devices(config, num_devices, "this machine")
         report_progress("Starting Ray", 0.0)
-        # Ray runs its workers at a low priority unless told otherwise.
+        # Ray lowers the priority of its workers by default.
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
-            # Not one that runs here, or is said to: to join it is for RAY_ADDRESS to say.
+            # Never an existing cluster, which only RAY_ADDRESS selects.
             address="local",
             num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
             include_dashboard=False,
@@ -151,7 +151,7 @@ def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bo
         )
         return True
     if not ray.is_initialized():
-        report_progress("Joining the Ray cluster", 0.0)
+        report_progress("Connecting to the Ray cluster", 0.0)
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     resource = "GPU" if config.parallel.device == "cuda" else "CPU"
     _check_devices(config, int(ray.cluster_resources().get(resource, 0)), "the Ray cluster")
@@ -163,12 +163,13 @@ def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
     if num_ranks > num_devices:
         what = "GPUs" if config.parallel.device == "cuda" else "CPU cores"
         raise DeviceError(
-            f"tensor parallel size {num_ranks} is more than the {num_devices} {what} of {whose}."
+            f"tensor_parallel_size {num_ranks} needs {num_ranks} {what}, but {whose} has "
+            f"{num_devices}."
         )
 
 
 def _num_gpus() -> int:
-    # Torch is loaded only where GPUs are asked for.
+    # torch is imported only if GPUs are used.
     import torch
 
     return torch.cuda.device_count()
@@ -185,9 +186,12 @@ def _placement(config: EngineConfig) -> PlacementGroup:
         remove_placement_group(group)
         wanted = f"{num_ranks} ranks of {bundle}"
         if strategy != "STRICT_PACK":
-            raise DeviceError(f"The Ray cluster has no room for {wanted}, placed by {strategy}.")
+            raise DeviceError(
+                f"The Ray cluster has no free resources for {wanted} with placement strategy "
+                f"{strategy}."
+            )
         raise DeviceError(
-            f"No node of the Ray cluster has room for {wanted}; "
-            "--placement-strategy PACK lets them be on several."
+            f"No node of the Ray cluster has free resources for {wanted}; use "
+            "--placement-strategy PACK to allow several nodes."
         )
     return group

@@ -1,7 +1,7 @@
-"""One epoch of a group: its actors, their channels, and how they came to an end.
+"""One epoch of a group: its actors, their channels, and the cause of their death.
 
-Plans go over the step channel; Ray starts the actors and tells why one has died. An epoch
-has a secret of its own, so that nothing of an older one can reach a newer one.
+Plans go over the step channel; Ray starts the actors and reports why one has died. Each epoch
+has a secret, so that ranks of an older epoch cannot connect to a newer one.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _STOP_TIMEOUT_S = 2.0
 _POLL_S = 0.2
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
-# Ray makes the methods of actor handles when the program runs.
+# Any: the methods of actor handles are created at run time.
 Actor = Any
 Reference = Any
 
 
 class RayRanks:
-    """The ranks of a group, from their start to their end."""
+    """The ranks of a group during one epoch."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class RayRanks:
         folder: Path,
         report_progress: ReportProgress,
     ) -> None:
-        """Start them, load the model, connect. `folder` is for the channel's socket, if it is one.
+        """Start the ranks, load the model and connect; a Unix socket is created in `folder`.
 
-        Raises WorkerError if a rank dies, which another attempt may mend, and else StartupError.
+        Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
         """
         self._config = config
         self._report_progress = report_progress
@@ -80,20 +80,20 @@ class RayRanks:
         self._actors: list[Actor] = []
         try:
             self.hosts = _hosts(placement, self._size)
-            """Under which address of its node the others reach each rank."""
+            """The address at which the other ranks reach each rank."""
             self._actors += (self._actor(placement, rank) for rank in range(self._size))
             self.cache_size, self.attention_providers = self._load()
             self._connect(_endpoint(placement, folder))
         except RayError as error:
             self.close()
-            raise WorkerError(f"A rank died as it started: {_cause_of(error)}") from error
+            raise WorkerError(f"A rank died during startup: {_cause_of(error)}") from error
         except BaseException:
             self.close()
             raise
 
     @property
     def acknowledged_step(self) -> int:
-        """The last step that every rank has finished. Raises WorkerError if one is gone."""
+        """The last step that every rank has finished. Raises WorkerError if a rank has died."""
         self._read()
         return min(self._acknowledged)
 
@@ -113,10 +113,10 @@ class RayRanks:
             if self._outputs:
                 return self._outputs.popleft()
             self._poller.poll(_POLL_S * 1e3)
-        raise WorkerError(f"No step was finished within {_STEP_TIMEOUT_S:g} s.")
+        raise WorkerError(f"No step finished within {_STEP_TIMEOUT_S:g} s.")
 
     def close(self) -> None:
-        """End every rank, whatever state it is in."""
+        """End every rank, in any state."""
         for channel in self._channels:
             try:
                 channel.send(Shutdown())
@@ -131,9 +131,9 @@ class RayRanks:
         self._channels, self._running, self._actors = [], [], []
 
     def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
-        # Bundles before the last ones hold what is not a rank, such as the controller.
+        # Earlier bundles are not for ranks, such as the controller's.
         first_bundle = placement.bundle_count - self._size
-        # Two threads: one serves steps, the other answers Ray.
+        # Two threads: one runs steps, the other answers Ray.
         return (
             ray.remote(GpuWorker)
             .options(
@@ -170,9 +170,9 @@ class RayRanks:
         return cache_size, providers[0]
 
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
-        """Return what the actors return; a text is a refusal.
+        """Return the actors' results. Raises StartupError if one is an error message.
 
-        Reports all the while, so that the user may end it.
+        Reports progress meanwhile, which may raise to end the wait.
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         waiting = references
@@ -181,7 +181,7 @@ class RayRanks:
                 raise StartupError(f"{what} took more than {_START_TIMEOUT_S:g} s.")
             self._report_progress(what, fraction())
             finished, waiting = ray.wait(waiting, timeout=_POLL_S)
-            # A rank that refuses or has died ends the wait for the others.
+            # A rank that fails ends the wait for the others.
             for answer in ray.get(finished):
                 if isinstance(answer, str):
                     raise StartupError(answer)
@@ -223,7 +223,7 @@ class RayRanks:
             self._outputs.append(message)
 
     def _death(self, error: ChannelClosedError) -> WorkerError:
-        # Ray knows why an actor ended, a moment after its socket does.
+        # Ray reports the cause of death shortly after the socket closes.
         finished, _ = ray.wait(self._running, timeout=1.0)
         for reference in finished:
             try:
@@ -233,7 +233,7 @@ class RayRanks:
         return WorkerError(f"A rank died: {error}")
 
     def _check_running(self) -> None:
-        """Raise RayError if a rank has died, and let the user end the wait."""
+        """Report progress. Raises RayError if a rank has died."""
         self._report_progress("Connecting", 0.0)
         finished, _ = ray.wait(self._running, timeout=0)
         ray.get(finished)
@@ -244,7 +244,7 @@ def _ranks(number: int) -> str:
 
 
 def _hosts(placement: PlacementGroup, size: int) -> list[str]:
-    """Return under which address the group's other ranks reach each: loopback on one node."""
+    """Return the address of each rank for the other ranks: loopback on a single node."""
     node_of_bundle = placement_group_table(placement)["bundles_to_node_id"]
     first_bundle = placement.bundle_count - size
     nodes = [node_of_bundle[first_bundle + rank] for rank in range(size)]
@@ -255,7 +255,7 @@ def _hosts(placement: PlacementGroup, size: int) -> list[str]:
 
 
 def _endpoint(placement: PlacementGroup, folder: Path) -> str:
-    """Return where the controller listens: in the file system only if every rank shares it."""
+    """Return the controller's endpoint: a Unix socket if all ranks are on its node, else TCP."""
     nodes = placement_group_table(placement)["bundles_to_node_id"].values()
     if set(nodes) == {ray.get_runtime_context().get_node_id()}:
         return f"unix:{folder / 'steps'}"
@@ -263,7 +263,7 @@ def _endpoint(placement: PlacementGroup, folder: Path) -> str:
 
 
 def _cause_of(error: RayError) -> str:
-    """Return what Ray says of a death in one sentence, without its guesses and numbers."""
+    """Return Ray's cause of death in one sentence."""
     text = str(error)
     if found := _EXIT_DETAIL.search(text):
         return found[1]

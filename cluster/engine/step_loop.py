@@ -1,4 +1,4 @@
-"""A thread that runs steps until it is stopped or they can go on no more."""
+"""A thread that runs steps until it is stopped or they fail."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop(ABC):
-    """The life of an engine, whatever its steps do.
+    """The thread, state and errors of an engine.
 
-    What a subclass shares between the stepping thread and others it touches under `_wake`, and
-    it notifies `_wake` when there is something to do.
+    A subclass accesses what threads share under `_wake`, and notifies `_wake` of work.
     """
 
     def __init__(self, executor: Executor, step_bounds_s: Sequence[float]) -> None:
-        """Durations of steps are counted between these bounds, in seconds."""
+        """`step_bounds_s` are the bounds of the histogram of step durations."""
         self._executor = executor
         self._wake = threading.Condition()
         self._error: EngineError | None = None
         self._is_stopping = False
         self._is_replacing = False
         self._num_deaths = 0
-        """Groups of ranks that died since the last step that was finished."""
+        """Groups of ranks that died since the last finished step."""
         self._num_replacements = 0
         self._num_steps = 0
         self._last_step_s = 0.0
@@ -43,11 +42,11 @@ class StepLoop(ABC):
         self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
 
     def start_steps(self) -> None:
-        """Begin to step."""
+        """Start the thread."""
         self._thread.start()
 
     def stop_steps(self, *, timeout_s: float = 5.0) -> None:
-        """End every request, take no more, and end the loop."""
+        """End every request, reject new ones, and end the thread."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -62,7 +61,7 @@ class StepLoop(ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether steps are run: not while ranks are being replaced."""
+        """Whether steps run; False while ranks are being replaced."""
         return (
             self._error is None
             and not self._is_stopping
@@ -72,22 +71,22 @@ class StepLoop(ABC):
 
     @property
     def error(self) -> EngineError | None:
-        """What ended the engine for good, if anything has."""
+        """The error that ended the engine, or None."""
         return self._error
 
     @abstractmethod
     def _turn(self) -> None:
-        """Do what there is to do next, or wait a moment for it.
+        """Run one iteration, or wait briefly for work.
 
-        WorkerError or StartupError ends the engine, and so does a defect.
+        Any exception ends the engine.
         """
 
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
-        """End every request; called once, when none is taken any more, and not under `_wake`."""
+        """End every request; called once, without `_wake`, after new ones are rejected."""
 
     def _check_open(self) -> None:
-        """Raise EngineError if no request is taken any more."""
+        """Raise EngineError if the engine has ended or is stopping."""
         if self._error is not None:
             raise self._error
         if self._is_stopping:
@@ -104,17 +103,17 @@ class StepLoop(ABC):
             while not self._is_stopping:
                 self._turn()
         except Exception as error:
-            # While it stops, the ranks may be taken from under a step or a replacement.
+            # While the engine stops, its ranks may end during a step or a replacement.
             if not self._is_stopping:
                 self._break_down(error)
 
     def _break_down(self, error: Exception) -> None:
         if isinstance(error, StartupError | WorkerError):
-            logger.error("The engine stops: %s", error)
+            logger.error("The engine is stopping: %s", error)
             self._fail(EngineError(f"The engine has stopped: {error}"))
             return
-        logger.error("The engine stops after a defect of its own.", exc_info=error)
-        self._fail(EngineError("The engine failed; its log says why."))
+        logger.error("The engine is stopping after an internal error.", exc_info=error)
+        self._fail(EngineError("The engine failed; see the server log."))
 
     def _fail(self, error: EngineError) -> None:
         with self._wake:

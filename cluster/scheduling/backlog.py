@@ -1,7 +1,7 @@
-"""What waits, how much may, and how fast it becomes less.
+"""The backlog: requests that have not started, their limits and the rate at which they start.
 
-It has no clock: the time is handed in. The rate is measured only while something waits, since
-otherwise it would be that of the arrivals.
+It has no clock: times are arguments. Rates are measured only while requests are waiting, since
+they would otherwise be arrival rates.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ _MAX_RETRY_S = 60.0
 
 
 class _Rate:
-    """A moving average of how many a second."""
+    """A moving average of a rate per second."""
 
     __slots__ = ("_count", "per_s")
 
@@ -28,11 +28,11 @@ class _Rate:
         """None before the first window with a backlog."""
 
     def add(self, count: int) -> None:
-        """Count within the window."""
+        """Add to the current window."""
         self._count += count
 
     def end_window(self, elapsed_s: float, *, is_valid: bool) -> None:
-        """Take the window's count into the average, if it says something."""
+        """Start a new window; the old one enters the average if it is valid."""
         found = self._count / elapsed_s
         self._count = 0
         if not is_valid:
@@ -41,7 +41,7 @@ class _Rate:
         self.per_s = old + _WEIGHT_OF_NEWS * (found - old)
 
     def half_of(self, amount: int) -> float:
-        """Return the seconds in which half of an amount has gone."""
+        """Return the seconds until half of an amount has started."""
         if self.per_s is None:
             return _UNMEASURED_RETRY_S
         wait_s = amount / 2 / self.per_s if self.per_s else _MAX_RETRY_S
@@ -49,7 +49,7 @@ class _Rate:
 
 
 class Backlog:
-    """Counts the requests that have not started, and refuses more than may wait."""
+    """Counts the requests that have not started, and rejects those beyond its limits."""
 
     __slots__ = (
         "_max_requests",
@@ -76,27 +76,27 @@ class Backlog:
         """Prompt tokens of these requests."""
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if a request of so many prompt tokens may not wait as well.
+        """Raise OverloadedError if there is no room for a request of so many prompt tokens.
 
-        One of a tenant may, whatever its length and whatever waits of others, or a tenant could
-        keep the others out. Any thread may ask: nothing is changed.
+        A tenant's only request always has room, whatever its length, so that no tenant can lock
+        out others. May be called from any thread.
         """
         if not self._num_of_tenants[tenant]:
             return
         if self.num_requests >= self._max_requests:
             raise OverloadedError(
-                f"The queue is full: {self._max_requests} requests may wait.",
+                f"The queue is full: at most {self._max_requests} requests may wait.",
                 retry_after_s=self._request_rate.half_of(self.num_requests),
             )
         if self.num_tokens + num_tokens > self._max_tokens:
             raise OverloadedError(
-                f"The queue is full: {num_tokens} more prompt tokens would be more than the "
-                f"{self._max_tokens} that may wait.",
+                f"The queue is full: {num_tokens} more prompt tokens would exceed the limit of "
+                f"{self._max_tokens}.",
                 retry_after_s=self._token_rate.half_of(self.num_tokens),
             )
 
     def add_request(self, tenant: str, num_tokens: int) -> None:
-        """Count a request that waits."""
+        """Count a waiting request."""
         self._num_of_tenants[tenant] += 1
         self.num_requests += 1
         self.num_tokens += num_tokens
@@ -108,7 +108,7 @@ class Backlog:
         self._token_rate.add(num_tokens)
 
     def drop_request(self, tenant: str, num_tokens: int) -> None:
-        """Forget a request that has ended before it started."""
+        """Remove a request that ended before it started."""
         self._num_of_tenants[tenant] -= 1
         if not self._num_of_tenants[tenant]:
             del self._num_of_tenants[tenant]
@@ -116,7 +116,7 @@ class Backlog:
         self.num_tokens -= num_tokens
 
     def tick(self, now_s: float) -> None:
-        """Note that time has passed; to be called every now and then."""
+        """Advance the clock; to be called regularly."""
         if self._window_s is None:
             self._window_s = now_s
         elapsed_s = now_s - self._window_s

@@ -1,11 +1,10 @@
-"""The blocks of one pool, on the device or on the CPU: which are free, owned or in transit.
+"""The blocks of one pool, on the device or on the CPU: free, owned or in transit.
 
 A block is owned while a sequence has a reference to it, in transit while a copy still
 reads or writes it but no sequence owns it, and free otherwise. A free block whose
-content is worth keeping is idle: it is handed out only when no other is left, the one
-that was released first before the others.
+content is kept is idle: idle blocks are allocated last, in order of release.
 
-The pool knows numbers only; what a block holds is the prefix cache's matter.
+The content of blocks is the prefix cache's concern.
 """
 
 from collections import OrderedDict
@@ -17,11 +16,11 @@ __all__ = ["BlockError", "BlockPool"]
 
 
 class BlockError(PagedRayError):
-    """A block was used in a way that its state forbids."""
+    """An operation is invalid in the block's state."""
 
 
 class BlockPool:
-    """Hands out blocks `0 .. num_blocks - 1` and takes them back; every verb is O(1)."""
+    """Allocates and frees blocks `0 .. num_blocks - 1`; every operation is O(1)."""
 
     __slots__ = (
         "_free",
@@ -47,7 +46,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, idle ones included."""
+        """Blocks that can be allocated, idle ones included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -86,13 +85,13 @@ class BlockPool:
             elif block in self._idle:
                 del self._idle[block]
             else:
-                raise BlockError(f"Block {block} is free, so its content is not to be shared.")
+                raise BlockError(f"Block {block} is free and cannot be shared.")
         self._num_references[block] += 1
 
     def release(self, block: int) -> None:
         """Take one owner from a block."""
         if not self._num_references[self._checked(block)]:
-            raise BlockError(f"Block {block} is released but nobody owns it.")
+            raise BlockError(f"Block {block} is released but has no owner.")
         self._num_references[block] -= 1
         if self._num_references[block]:
             return
@@ -102,28 +101,28 @@ class BlockPool:
             self._set_free(block)
 
     def pin(self, block: int) -> None:
-        """Hold an owned block until `unpin`, because a copy uses it."""
+        """Keep an owned block from being freed until `unpin`, because a copy uses it."""
         if not self._num_references[self._checked(block)]:
-            raise BlockError(f"Block {block} is copied but nobody owns it.")
+            raise BlockError(f"Block {block} is pinned but has no owner.")
         self._num_pins[block] += 1
 
     def unpin(self, block: int) -> None:
-        """Let go of a block, because a copy is done with it."""
+        """Undo `pin`, because the copy is done."""
         if not self._num_pins[self._checked(block)]:
-            raise BlockError(f"Block {block} is let go but no copy uses it.")
+            raise BlockError(f"Block {block} is unpinned but has no pin.")
         self._num_pins[block] -= 1
         if not self._num_pins[block] and not self._num_references[block]:
             self.num_in_transit -= 1
             self._set_free(block)
 
     def keep(self, block: int) -> None:
-        """Make an owned block idle, not plainly free, once it has no owner."""
+        """Make an owned block idle once it has no owner."""
         if not self._num_references[self._checked(block)]:
-            raise BlockError(f"Block {block} is to be kept but nobody owns it.")
+            raise BlockError(f"Block {block} is kept but has no owner.")
         self._is_kept[block] = True
 
     def discard(self, block: int) -> None:
-        """Undo `keep`: the content of a block is of no more use."""
+        """Undo `keep`, because the block's content is invalid."""
         self._is_kept[self._checked(block)] = False
         if block in self._idle:
             del self._idle[block]
@@ -136,7 +135,7 @@ class BlockPool:
             self._free.append(block)
 
     def _checked(self, block: int) -> int:
-        # A negative index would silently reach a block from the other end.
+        # A negative index would silently select another block.
         if 0 <= block < self.num_blocks:
             return block
         raise BlockError(f"Block {block} is not in the pool of {self.num_blocks}.")

@@ -1,4 +1,4 @@
-"""What the scheduler reports of a sequence."""
+"""The scheduler's output: tokens and ends of sequences."""
 
 import msgspec
 
@@ -8,23 +8,23 @@ from pagedray.request import FinishReason
 __all__ = ["TokenEvent"]
 
 
-# Events hold no reference that could lead back to them, so the collector need not follow them.
+# Events are never part of a reference cycle, so the garbage collector need not track them.
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """Tokens that a sequence gained, its end, or both."""
+    """Tokens of a sequence, its end, or both."""
 
     request_id: str
     index: int
-    """Which of the request's sequences."""
+    """Index of the sequence in its request."""
     token_ids: tuple[int, ...] = ()
-    """The token that ended the sequence included."""
+    """Includes the token that ended the sequence."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Empty, or one for each token."""
     finish_reason: FinishReason | None = None
-    """Set in the last event of a sequence and in no other."""
+    """Set only in the last event of a sequence."""
     stop_token_id: int | None = None
     """The end-of-sequence or stop token that ended the sequence."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that the prefix cache spared."""
+    """Prompt tokens found in the prefix cache."""
     num_prompt_tokens: int = 0
     started_s: float = 0.0
-    """When the request was first planned, on the clock that the scheduler is told; 0 if never."""
+    """When the request was first planned, on the scheduler's clock; 0 if never."""

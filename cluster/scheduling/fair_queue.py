@@ -1,10 +1,9 @@
-"""Whose turn it is: what waits, in the order that is fair among tenants.
+"""A queue that is fair among tenants.
 
-Inside a tenant the lowest rank comes first. Among tenants the least served one comes first: each
-has a clock, which runs by what it was served over its weight, and the clock of one that comes to
-wait is never behind those that wait already. That is start-time fair queueing, with costs charged
-as they arise, as in "Fairness in Serving Large Language Models" (Sheng et al., 2024). A tenant
-alone is served by rank and nothing else.
+Items of one tenant are sorted by `order`. The least served tenant comes first: each has a virtual
+clock that advances by cost over weight, and a tenant that becomes backlogged starts no earlier
+than the others. This is start-time fair queueing with costs charged as they arise, as in
+"Fairness in Serving Large Language Models" (Sheng et al., 2024).
 """
 
 from bisect import bisect_left, insort
@@ -18,12 +17,12 @@ _order = attrgetter("order")
 
 
 class _Queueable(Protocol):
-    """What waits."""
+    """An item of the queue."""
 
     @property
     # Any: tuples of one kind within one queue.
     def order(self) -> tuple[Any, ...]:
-        """The lower comes first."""
+        """Lower ones come first."""
 
     @property
     def share(self) -> "Share[Self]":
@@ -41,15 +40,15 @@ class Share(Generic[Item]):
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.time = 0.0
-        """What it was served, over its weight."""
+        """Its virtual clock: served cost over weight."""
         self.num_open = 0
         """Requests that have not ended."""
         self.waiting: list[Item] = []
-        """What waits, by rank."""
+        """Waiting items, sorted by `order`."""
 
 
 class FairQueue(Generic[Item]):
-    """What waits of all tenants; the first is that of the tenant least served."""
+    """The waiting items of all tenants; the least served tenant's come first."""
 
     __slots__ = ("_backlogged", "_last", "_shares")
 
@@ -70,28 +69,28 @@ class FairQueue(Generic[Item]):
 
     @property
     def num_shares(self) -> int:
-        """Tenants whose service is remembered."""
+        """Tenants with a clock."""
         return len(self._shares)
 
     @property
     def first(self) -> Item:
-        """Whose turn it is."""
+        """The next item."""
         if len(self._backlogged) == 1:
             return self._backlogged[0].waiting[0]
         return min(self._backlogged, key=_turn).waiting[0]
 
     def open_share(self, tenant: str) -> Share[Item]:
-        """Return a tenant's share, for a request to be closed in the end."""
+        """Return a tenant's share for one request; the caller closes it."""
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = Share(tenant)
-            # One that comes anew owes nothing, and has saved nothing.
+            # A new tenant has neither debt nor credit.
             share.time = self._now()
         share.num_open += 1
         return share
 
     def close_share(self, share: Share[Item]) -> None:
-        """End a request; a tenant without one is forgotten once it owes nothing."""
+        """End a request; tenants without requests are dropped once others have caught up."""
         share.num_open -= 1
         now = self._now()
         for tenant, idle in list(self._shares.items()) if share.num_open == 0 else ():
@@ -99,12 +98,12 @@ class FairQueue(Generic[Item]):
                 del self._shares[tenant]
 
     def charge(self, share: Share[Item], cost: float) -> None:
-        """Note that a tenant whose turn it was is served, at a cost over its weight."""
+        """Advance the clock of a tenant by the cost of what was served, over its weight."""
         share.time += cost
         self._last = share
 
     def insert(self, item: Item) -> None:
-        """Put an item where its rank says."""
+        """Insert an item by its order."""
         share = item.share
         if not share.waiting:
             share.time = max(share.time, self._now())
@@ -112,7 +111,7 @@ class FairQueue(Generic[Item]):
         insort(share.waiting, item, key=_order)
 
     def remove(self, item: Item) -> None:
-        """Take an item out."""
+        """Remove an item."""
         waiting = item.share.waiting
         index = bisect_left(waiting, item.order, key=_order)
         assert waiting[index] is item
@@ -121,7 +120,7 @@ class FairQueue(Generic[Item]):
             self._backlogged.remove(item.share)
 
     def _now(self) -> float:
-        """Return the time of the least served tenant that waits, or else of the last one served."""
+        """Return the clock of the least served backlogged tenant, or else of the last served."""
         if self._backlogged:
             return min(share.time for share in self._backlogged)
         return 0.0 if self._last is None else self._last.time

@@ -1,7 +1,7 @@
-"""The blocks that sequences hold: block tables, prefix hits, forks and swaps.
+"""The blocks of sequences: block tables, prefix hits, forks and swaps.
 
-Each verb that takes blocks takes all it needs or none. The manager knows what is in a
-block and which copy uses it; when a sequence runs or makes room is the scheduler's matter.
+Methods that allocate blocks allocate all that they need or none. When a sequence runs or is
+preempted is the scheduler's concern.
 """
 
 import sys
@@ -56,7 +56,7 @@ class KvManager:
         self.num_hit_tokens = 0
 
     def clear(self) -> None:
-        """Make every block free and empty, whoever has it; `disown` tells the sequences."""
+        """Make every block free and empty; the caller clears each sequence with `disown`."""
         self._swaps.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
@@ -64,14 +64,14 @@ class KvManager:
         self.cpu_pool = BlockPool(self.cpu_pool.num_blocks, on_evict=None)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold `num_tokens`."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self._block_size)
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
-        """Give a sequence blocks for `num_tokens`, cached ones first, or return False.
+        """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
 
-        Nothing is given unless `num_spare` blocks stay free. `num_computed` becomes what
-        the cache spares; at least one known token is always left to compute.
+        At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
+        at least one known token is always left to compute.
         """
         hits = self._find_cached(sequence)
         num_missing = self.blocks_for(num_tokens) - len(hits)
@@ -93,10 +93,10 @@ class KvManager:
     def fork(
         self, sequence: Sequence, donor: Sequence, *, num_tokens: int, num_spare: int
     ) -> list[BlockCopy] | None:
-        """Give a sequence its sibling's prompt, or return None if there is no room.
+        """Share a sibling's prompt with a sequence, or return None without room.
 
-        The last prompt token is left to compute. Its block is the sequence's own, because
-        it will be written: the copy fills it, unless that token is the first one in it.
+        The last prompt token is left to compute. Its block is written and hence a copy, unless
+        that token is the first in it.
         """
         last_position = sequence.num_prompt_tokens - 1
         num_shared = last_position // self._block_size
@@ -130,7 +130,7 @@ class KvManager:
         return block
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Make a table hold `num_tokens` out of the reserve, and return the added blocks."""
+        """Extend a table to `num_tokens` with reserved blocks, and return them."""
         num_added = self.blocks_for(num_tokens) - len(sequence.block_ids)
         added = [sequence.reserved_block_ids.pop() for _ in range(num_added)]
         sequence.block_ids += added
@@ -138,7 +138,7 @@ class KvManager:
         return added
 
     def register(self, sequence: Sequence) -> None:
-        """Offer blocks that are full of known, computed tokens to the prefix cache."""
+        """Add blocks that are full of known, computed tokens to the prefix cache."""
         if self.prefix_cache is None:
             return
         num_tokens = min(len(sequence.token_ids), sequence.num_computed)
@@ -150,7 +150,7 @@ class KvManager:
         self._set_registered(sequence, max(num_full, sequence.num_registered))
 
     def forget_blocks(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks out of the prefix cache, because their content is bad."""
+        """Remove a sequence's blocks from the prefix cache, because their content is invalid."""
         if self.prefix_cache is None:
             return
         for block in sequence.block_ids[: sequence.num_registered]:
@@ -158,8 +158,8 @@ class KvManager:
             self.pool.discard(block)
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence, wherever they are."""
-        # The end of a chain is of no use without its beginning, so it is to be evicted first.
+        """Release all blocks of a sequence, in both pools."""
+        # The end of a prefix is useless without its beginning, so it is evicted first.
         for block in reversed(sequence.block_ids):
             self.pool.release(block)
         for block in sequence.reserved_block_ids:
@@ -169,18 +169,18 @@ class KvManager:
         self.disown(sequence)
 
     def disown(self, sequence: Sequence) -> None:
-        """Make a sequence forget its blocks, whoever has them."""
+        """Clear a sequence's record of its blocks."""
         sequence.block_ids = []
         sequence.num_slots = 0
         sequence.reserved_block_ids = []
         sequence.cpu_block_ids = []
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return whether the CPU pool has room for what a sequence has computed."""
+        """Return whether the CPU pool has room for a sequence's blocks."""
         return 0 < len(sequence.block_ids) <= self.cpu_pool.num_free
 
     def swap_out(self, sequence: Sequence, step: int) -> list[BlockCopy]:
-        """Move a sequence to the CPU pool, and return the copies that `step` makes."""
+        """Move a sequence to the CPU pool, and return the copies for `step`."""
         sources = sequence.block_ids
         targets = [self.cpu_pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
@@ -194,9 +194,9 @@ class KvManager:
     def swap_in(
         self, sequence: Sequence, step: int, *, num_tokens: int, num_spare: int
     ) -> list[BlockCopy] | None:
-        """Move a sequence back with blocks for `num_tokens`, or return None if there is no room.
+        """Move a sequence back with blocks for `num_tokens`, or return None without room.
 
-        The blocks hold their content once `step` is acknowledged.
+        The blocks are valid once `step` is acknowledged.
         """
         num_blocks = self.blocks_for(num_tokens)
         if num_blocks + num_spare > self.pool.num_free:
@@ -206,7 +206,7 @@ class KvManager:
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
-        # The record keeps a list of its own, because the block table grows.
+        # A copy of the list, because the block table grows.
         self._swaps.append(_Swap(step, list(targets), sources))
         self.release(sequence)
         sequence.block_ids = targets
@@ -218,7 +218,7 @@ class KvManager:
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def acknowledge(self, step: int) -> None:
-        """Let go of the blocks that copies up to `step` used: every rank has made them."""
+        """Unpin the blocks of copies up to `step`, which every rank has finished."""
         while self._swaps and self._swaps[0].step <= step:
             swap = self._swaps.popleft()
             for block in reversed(swap.block_ids):
@@ -227,7 +227,7 @@ class KvManager:
                 self.cpu_pool.unpin(block)
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Return the longest run of cached blocks that a sequence may begin with."""
+        """Return the longest cached prefix of a sequence, in blocks."""
         hits: list[int] = []
         if self.prefix_cache is None:
             return hits
@@ -240,7 +240,7 @@ class KvManager:
         return hits
 
     def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:
-        """Make sure that the keys reach block `index`, whose predecessors have theirs."""
+        """Compute the key of block `index`, whose predecessors have theirs."""
         keys = sequence.keys
         if index < len(keys):
             return

@@ -1,7 +1,6 @@
-"""The masked sequences of a step whose tokens may be limited, and the masks that they get.
+"""The sequences of a step that sample under masks, and their masks.
 
-It may be asked without the scheduler's lock: a sequence that is ended meanwhile gets a mask, and
-the token that is sampled under it is discarded.
+Needs no lock of the scheduler: the token of a sequence that ends meanwhile is discarded.
 """
 
 from itertools import compress
@@ -22,8 +21,8 @@ class MaskedStep(NamedTuple):
     """In the order of the plan."""
 
     def make_masks(self) -> tuple[StepMasks, list[tuple[Sequence, FinishReason]]]:
-        """Return the masks, and the sequences for which no token is left to sample."""
-        # The step before may have ended one; its token of this step is discarded.
+        """Return the masks, and the sequences whose grammar allows no token."""
+        # The previous step may have ended a sequence; its token of this step is discarded.
         are_followed = [s.state is not SequenceState.FINISHED for s in self.sequences]
         asked = [(_matcher(s), s.token_ids) for s in compress(self.sequences, are_followed)]
         found = iter(_grammar(self.sequences[0]).masks(asked))

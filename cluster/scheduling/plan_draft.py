@@ -7,7 +7,7 @@ __all__ = ["PlanDraft"]
 
 
 class PlanDraft:
-    """What a step will run, as far as it has been decided."""
+    """The parts of a plan that are decided so far."""
 
     __slots__ = (
         "budget",
@@ -37,22 +37,22 @@ class PlanDraft:
         self.chunk_samples: list[Sequence] = []
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
-        """Sequences that computed known tokens only."""
+        """Sequences that compute known tokens."""
         self.num_stalled = 0
-        """Running sequences that must wait a step for a block."""
+        """Running sequences that wait a step for a block."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it that a worker must be told."""
+        """Whether the plan would have no effect."""
         return not (self.singles or self.chunks or self.starts or self.swap_outs)
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order of the output."""
+        """The sequences that sample a token, in the order of the output."""
         return self.chunk_samples + self.single_samples
 
     def add_start(self, sequence: Sequence) -> None:
-        """Tell the worker all about a sequence that has been given a row."""
+        """Start a sequence that has a row."""
         request = sequence.active.request
         self.starts.append(
             SequenceStart(
@@ -69,7 +69,7 @@ class PlanDraft:
         )
 
     def add_chunk(self, sequence: Sequence, num_tokens: int, new_block_ids: list[int]) -> None:
-        """Compute the next `num_tokens` known tokens, and sample if they are the last."""
+        """Compute the next `num_tokens` known tokens, and sample after the last."""
         position = sequence.num_computed
         is_sampled = position + num_tokens == sequence.length
         plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, new_block_ids)

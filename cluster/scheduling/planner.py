@@ -1,8 +1,8 @@
-"""How one step's token budget, rows and blocks are shared out.
+"""Distributes the token budget, rows and blocks of a step.
 
-What runs comes first, then what was swapped out, then what waits. Blocks are taken from
-the last in rank for the first, never the other way round; who finds none behind it
-waits. Hence the first of the running sequences always moves on, and in the end all do.
+Running sequences come first, then swapped ones, then waiting ones. Blocks are only taken from
+sequences behind the one that needs them; it waits a step if there are none. Hence the first
+running sequence always progresses, and eventually all do.
 """
 
 from cluster.scheduling.kv_manager import KvManager
@@ -18,7 +18,7 @@ __all__ = ["Planner"]
 
 
 class Planner:
-    """Makes plans; it changes what sequences hold, but sees no token."""
+    """Makes plans; it changes the rows and blocks of sequences but sees no tokens."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Planner:
         self.num_recompute_preemptions = 0
 
     def plan_step(self, step: int, *, acknowledged_step: int) -> PlanDraft:
-        """Return what `step` runs, which may be nothing."""
+        """Return the draft of `step`, which may be empty."""
         draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
         for sequence in self._plan_decodes(draft):
             if draft.budget:
@@ -47,10 +47,10 @@ class Planner:
         return draft
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Sequence]:
-        """Plan the next token of each running sequence, and return those still at known tokens."""
+        """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
         singles, samples = draft.singles, draft.single_samples
-        # Making room takes sequences out of the queue, but only from behind the loop.
+        # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
             if sequence.is_prefill:
                 prefills.append(sequence)
@@ -88,9 +88,9 @@ class Planner:
             sequence.prompt_step = draft.step
 
     def _make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
-        """Add a block to a running sequence and return it, or None if it must wait a step."""
+        """Add a block to a running sequence and return it, or None if it waits a step."""
         while (block := self._kv.append(sequence)) is None:
-            # Blocks on their way out may be enough for those that wait already and this one.
+            # Blocks being swapped out may suffice for the stalled sequences and this one.
             if self._kv.pool.num_in_transit > draft.num_stalled:
                 break
             victim = choose_victim(self._table.running, sequence)
@@ -103,7 +103,7 @@ class Planner:
         return None
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
-        """Take row and blocks from a running sequence."""
+        """Take the row and blocks of a running sequence."""
         sequence.num_preemptions += 1
         if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
             draft.swap_outs += self._kv.swap_out(sequence, draft.step)
@@ -117,7 +117,7 @@ class Planner:
             self.num_recompute_preemptions += 1
 
     def _is_to_swap(self, sequence: Sequence) -> bool:
-        """Return whether a sequence makes room by swapping, as far as the CPU pool has room."""
+        """Return whether to swap a sequence out, given room in the CPU pool."""
         if self._config.preemption != "auto":
             return self._config.preemption == "swap"
         return self._swap_costs.choose_swap(
@@ -125,7 +125,7 @@ class Planner:
         )
 
     def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> bool:
-        """Swap sequences in while there is room, and return whether all are back."""
+        """Swap sequences in while there is room, and return whether none is left."""
         swapped = self._table.swapped
         while swapped and self._table.has_free_row:
             sequence = swapped[0]
@@ -146,14 +146,14 @@ class Planner:
         return not swapped
 
     def _start_waiting(self, draft: PlanDraft) -> None:
-        """Start sequences in the order of their turn while there are budget, rows and blocks."""
+        """Start waiting sequences while there are budget, rows and blocks."""
         waiting = self._table.waiting
         while waiting and draft.budget and self._table.has_free_row:
             sequence = waiting.first
             if sequence.num_pending or not self._admit(sequence, draft):
                 return
             if not sequence.num_preemptions:
-                # What others made it do twice is not its tenant's to pay for.
+                # Its tenant does not pay for recomputation after preemption.
                 num_tokens = sequence.length - sequence.num_computed
                 waiting.charge(sequence.share, num_tokens * sequence.active.token_cost)
             self._table.start_sequence(sequence, SequenceState.RUNNING)
@@ -176,7 +176,7 @@ class Planner:
         return True
 
     def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:
-        """Return a sibling whose prompt an earlier step has put into device blocks."""
+        """Return a sibling whose prompt is in device blocks since an earlier step, or None."""
         if sequence.index == 0 or len(sequence.token_ids) > sequence.num_prompt_tokens:
             return None
         for sibling in sequence.active.sequences:
@@ -187,17 +187,17 @@ class Planner:
         return None
 
     def _num_tokens_to_hold(self, sequence: Sequence) -> int:
-        """Return the tokens that a sequence gets blocks for when it starts."""
+        """Return the number of tokens that a sequence gets blocks for when it starts."""
         # The last token is never computed.
         return sequence.max_length - 1 if is_spared(sequence) else sequence.length
 
     def _num_spare_blocks(self) -> int:
-        """Return the blocks to leave free, so that a newcomer is not thrown out at once."""
+        """Return the blocks to leave free, so that a new sequence is not preempted at once."""
         return len(self._table.running) + len(self._table.arriving)
 
     def _register(self, draft: PlanDraft) -> None:
-        """Offer the blocks that the plan fills to sequences of later plans."""
-        # Not before all have started: a step does not read what it computes itself.
+        """Register the blocks that the plan fills, for sequences of later plans."""
+        # After all starts: a step cannot read blocks that it computes itself.
         for sequence in draft.prefilled:
             self._kv.register(sequence)
             if sequence.prompt_step == draft.step:

@@ -1,9 +1,9 @@
-"""Who is served first, and who makes room.
+"""The order of sequences, and the choice of a preemption victim.
 
-Sequences are ranked by priority, then arrival, then index; what waits is also shared out among
-tenants, by `fair_queue`. Room is taken from the last in rank of the tenant most served. A sequence
-that made room often enough is spared from then on: it starts again only with all the blocks it can
-ever need, so that it ends whatever the others do.
+Sequences are ordered by priority, arrival and index; waiting ones are also shared out among
+tenants, by `fair_queue`. The victim is the last sequence of the most served tenant. A sequence
+that was preempted `MAX_PREEMPTIONS` times is spared afterwards: it restarts only with all the
+blocks that it can ever need, so that it always finishes.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +24,7 @@ _order = attrgetter("order")
 
 
 class SequenceQueue:
-    """Sequences in the order of their rank."""
+    """Sequences sorted by `order`."""
 
     __slots__ = ("_sequences",)
 
@@ -44,28 +44,28 @@ class SequenceQueue:
         return self._sequences[index]
 
     def insert(self, sequence: Sequence) -> None:
-        """Put a sequence where its rank says."""
+        """Insert a sequence by its order."""
         insort(self._sequences, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out."""
+        """Remove a sequence."""
         index = bisect_left(self._sequences, sequence.order, key=_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]
 
 
 def is_spared(sequence: Sequence) -> bool:
-    """Return whether a sequence has made room often enough."""
+    """Return whether a sequence may not be preempted again."""
     return sequence.num_preemptions >= MAX_PREEMPTIONS
 
 
 def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
-    """Return the sequence that makes room for `needy`, or None if all behind it are spared."""
+    """Return the sequence to preempt for `needy`, or None if all behind it are spared."""
     victim: Sequence | None = None
     for sequence in reversed(running):
         if sequence is needy:
             break
-        # One whose last token is being sampled makes room by itself.
+        # A sequence whose last token is in flight frees its blocks anyway.
         if is_spared(sequence) or sequence.length == sequence.max_length:
             continue
         if victim is None or sequence.share.time > victim.share.time:

@@ -1,10 +1,10 @@
-"""Which block holds which run of tokens, so that equal beginnings are computed once.
+"""Maps the tokens of full blocks to blocks, so that common prefixes are computed once.
 
-A full block is known by a digest over its tokens and the digest of the block before it,
-hence over everything before it. The chain begins with the tenant, under a key that
-only this process knows: nobody can craft a collision or reach another tenant's blocks.
+The key of a full block is a digest over its tokens and the digest of the block before it,
+hence over all tokens up to its end. The chain starts with the tenant, under a key that only
+this process knows: clients can neither craft a collision nor reach another tenant's blocks.
 
-The cache knows digests and block numbers; whether a block is owned is the pool's matter.
+Ownership of blocks is the pool's concern.
 """
 
 from array import array
@@ -19,16 +19,16 @@ assert array(_INT32).itemsize == 4
 
 
 class BlockKey(NamedTuple):
-    """What a full block holds."""
+    """The content of a full block."""
 
     digest: bytes
-    """Stands for the tenant, all tokens before the block, and its own."""
+    """Digest over the tenant and all tokens up to the block's end."""
     token_bytes: bytes
-    """Its own tokens as int32, compared on a hit."""
+    """The block's tokens as int32, compared on a hit."""
 
 
 class PrefixCache:
-    """Maps what a full block holds to the block, one to one."""
+    """Maps the content of full blocks to blocks, one to one."""
 
     __slots__ = ("_block_of", "_hash_key", "_key_of")
 
@@ -41,23 +41,23 @@ class PrefixCache:
         return len(self._block_of)
 
     def root(self, tenant: str) -> bytes:
-        """Return the digest that stands before a tenant's first block."""
+        """Return the digest before a tenant's first block."""
         return sha256(self._hash_key + tenant.encode("utf-8", "surrogatepass")).digest()
 
     def key_after(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
-        """Return the key of a full block of tokens that follows the block of digest `parent`."""
+        """Return the key of a full block that follows the block with digest `parent`."""
         token_bytes = array(_INT32, token_ids).tobytes()
         return BlockKey(sha256(self._hash_key + parent + token_bytes).digest(), token_bytes)
 
     def find_block(self, key: BlockKey) -> int | None:
-        """Return the block that holds what `key` says, or None."""
+        """Return the block with this key, or None."""
         block = self._block_of.get(key.digest)
         if block is None or self._key_of[block].token_bytes != key.token_bytes:
             return None
         return block
 
     def add_block(self, key: BlockKey, block: int) -> bool:
-        """Remember what a block holds, and return False if another block is known for it."""
+        """Add a block; return False if another block has the same key."""
         if key.digest in self._block_of:
             return False
         assert block not in self._key_of
@@ -66,12 +66,12 @@ class PrefixCache:
         return True
 
     def forget_block(self, block: int) -> None:
-        """Forget a block, if it is known."""
+        """Remove a block, if present."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
         self._block_of.clear()
         self._key_of.clear()

@@ -1,11 +1,10 @@
-"""Takes requests in, has plans made, and turns sampled tokens into events.
+"""Queues requests, makes plans, and turns sampled tokens into events.
 
-The scheduler makes the plan of step k + 1 before it has seen the tokens of step k. How
-many tokens a step samples is known beforehand, so no sequence grows beyond its limit;
-which tokens they are is not, so the end of a sequence is found one step late and the
-token of that step is discarded.
+The scheduler makes the plan of step k + 1 before it has seen the tokens of step k. The
+number of sampled tokens is known in advance, so no sequence exceeds its limit; the tokens
+are not, so a stop token is found one step late and the token of that step is discarded.
 
-It has no clock and no thread: times are handed in, and one caller at a time calls.
+It has no clock and no thread: times are arguments, and callers hold a lock.
 """
 
 import heapq
@@ -35,14 +34,14 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 class _Flight(NamedTuple):
-    """A plan whose output has not been seen."""
+    """A plan without an output yet."""
 
     plan: StepPlan
     sampled: list[Sequence]
 
 
 class Scheduler:
-    """Decides what runs, on whose blocks, and when a sequence ends."""
+    """Decides which sequences run on which blocks, and when they end."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Scheduler:
         self._acknowledged_step = -1
         self._num_arrivals = 0
         self._has_structures = False
-        """Whether a request with a grammar has ever come."""
+        """Whether any request so far had a grammar."""
         self._num_steps = 0
         self._num_scheduled_tokens = 0
         self._num_swapped_out_blocks = 0
@@ -105,7 +104,7 @@ class Scheduler:
         return len(self._table.swapped) + len(self._table.arriving)
 
     def add_request(self, request: Request) -> None:
-        """Take a request in; if this raises, nothing has changed."""
+        """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
         self._check(request)
         active = ActiveRequest(
             request, arrival=self._num_arrivals, max_model_len=self._max_model_len
@@ -118,21 +117,21 @@ class Scheduler:
             self._drop_stale_deadlines()
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
-        """Raise OverloadedError if a request of so many prompt tokens could not wait as well.
+        """Raise OverloadedError if the queue has no room for so many more prompt tokens.
 
-        Any thread may ask, at any time.
+        May be called from any thread.
         """
         self._backlog.check_room(tenant, num_tokens)
 
     def abort_request(self, request_id: str) -> list[TokenEvent]:
-        """End what has not ended of a request, which may be nothing."""
+        """End the unfinished sequences of a request, if any."""
         return [
             self._end(sequence, FinishReason.ABORT)
             for sequence in self._table.unfinished(request_id)
         ]
 
     def finish_sequence(self, request_id: str, index: int) -> bool:
-        """End a sequence whose end the caller has found itself; return whether it had not ended."""
+        """End a sequence without an event; return whether it was unfinished."""
         for sequence in self._table.unfinished(request_id):
             if sequence.index == index:
                 self._table.remove_sequence(sequence)
@@ -140,7 +139,7 @@ class Scheduler:
         return False
 
     def started_ids(self) -> list[str]:
-        """Return the ids of the requests of which a sequence has started."""
+        """Return the ids of requests of which a sequence has started."""
         return [
             request_id
             for request_id, active in self._table.requests.items()
@@ -148,7 +147,7 @@ class Scheduler:
         ]
 
     def expire_requests(self, now_s: float) -> list[TokenEvent]:
-        """End the requests whose deadline has passed; to be called every now and then."""
+        """End the requests whose deadline has passed; to be called regularly."""
         self._backlog.tick(now_s)
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -160,7 +159,7 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
         """Return the next plan, or None if nothing can run before an output or acknowledgement.
 
-        `now_s` becomes the start of the requests that it starts.
+        Requests that it starts have started at `now_s`.
         """
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             return None
@@ -179,12 +178,12 @@ class Scheduler:
         return plan
 
     def update(self, output: StepOutput) -> list[TokenEvent]:
-        """Take the tokens of the oldest plan in flight and return what they mean."""
+        """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
         plan, sampled = self._in_flight.popleft()
         self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
-        # A token is one too many if the step before it ended its sequence.
+        # A token is discarded if the previous step ended its sequence.
         return [
             self._take(sequence, token_id, () if found is None else (found,))
             for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
@@ -192,10 +191,10 @@ class Scheduler:
         ]
 
     def masked_step(self) -> MaskedStep | None:
-        """Return what the only plan in flight samples under masks; None if that is nothing.
+        """Return the masked sequences of the only plan in flight, or None if there are none.
 
-        The tokens of all earlier steps are known then, which masks depend on. Who makes plans
-        and takes outputs may ask while others submit and abort.
+        Masks depend on the tokens of all earlier steps. Needs no lock on the thread that makes
+        plans and applies outputs.
         """
         if not self._has_structures:
             return None
@@ -204,7 +203,7 @@ class Scheduler:
         return MaskedStep(flight.plan.step, sequences) if sequences else None
 
     def end_sequences(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
-        """End sequences, without a token, that have not ended."""
+        """End those of the sequences that are unfinished."""
         return [
             self._end(sequence, reason)
             for sequence, reason in ends
@@ -212,7 +211,7 @@ class Scheduler:
         ]
 
     def acknowledge(self, step: int) -> None:
-        """Note that every rank has finished all steps up to `step`, its copies included."""
+        """Record that every rank has finished all steps up to `step`, copies included."""
         assert step < self._step
         self._acknowledged_step = max(step, self._acknowledged_step)
         self._kv.acknowledge(step)
@@ -220,10 +219,9 @@ class Scheduler:
             self._kv.register(sequence)
 
     def reset(self) -> None:
-        """Begin an epoch, because the ranks were replaced: steps count from 0, blocks are empty.
+        """Begin an epoch with new ranks: steps count from 0, blocks are empty.
 
-        No sequence is lost: each is computed again from the tokens that were reported, and
-        tokens of plans in flight are sampled again.
+        Every sequence is recomputed from its known tokens; tokens in flight are sampled again.
         """
         self._in_flight.clear()
         self._step = 0
@@ -231,7 +229,7 @@ class Scheduler:
         self._table.reset_sequences()
 
     def stats(self) -> SchedulerStats:
-        """Return the numbers of the moment."""
+        """Return a snapshot of the gauges and counters."""
         pool, cpu_pool = self._kv.pool, self._kv.cpu_pool
         return SchedulerStats(
             num_running=self.num_running,
@@ -257,7 +255,7 @@ class Scheduler:
         )
 
     def _check(self, request: Request) -> None:
-        """Raise what keeps a request from ever being served, or from being queued."""
+        """Raise an error if a request cannot be served or queued."""
         if request.id in self._table.requests:
             raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
         prompt = request.prompt_token_ids
@@ -277,10 +275,10 @@ class Scheduler:
         self._backlog.check_room(request.tenant, len(prompt))
 
     def _check_output(self, output: StepOutput) -> None:
-        """Raise if an output is not that of the oldest plan in flight."""
+        """Raise WorkerError unless an output is that of the oldest plan in flight."""
         if not self._in_flight or output.step != self._in_flight[0].plan.step:
             due = f"step {self._in_flight[0].plan.step}" if self._in_flight else "none"
-            raise WorkerError(f"The output of step {output.step} arrived; due is {due}.")
+            raise WorkerError(f"Received the output of step {output.step}, but expected {due}.")
         num_sampled = len(self._in_flight[0].sampled)
         if len(output.token_ids) != num_sampled or len(output.logprobs) not in (0, num_sampled):
             raise WorkerError(
@@ -289,7 +287,7 @@ class Scheduler:
             )
 
     def _measure(self, plan: StepPlan, output: StepOutput) -> None:
-        """Learn what copies and known tokens cost."""
+        """Record the costs of copies and known tokens."""
         if plan.swap_outs or plan.swap_ins:
             num_blocks = len(plan.swap_outs) + len(plan.swap_ins)
             self._swap_costs.note_swaps(num_blocks, output.swap_s)
@@ -304,7 +302,7 @@ class Scheduler:
         return active is not None and active.request.deadline_s == deadline_s
 
     def _drop_stale_deadlines(self) -> None:
-        """Keep the deadlines of requests that have ended from piling up."""
+        """Drop the deadlines of ended requests once there are many."""
         if len(self._deadlines) > 2 * len(self._table.requests) + 64:
             self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry)]
             heapq.heapify(self._deadlines)
@@ -343,7 +341,7 @@ class Scheduler:
         )
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
-        """End a sequence without a token and return the event."""
+        """End a sequence and return the event."""
         self._table.remove_sequence(sequence)
         return TokenEvent(
             sequence.request_id,

@@ -1,4 +1,4 @@
-"""The scheduler's record of one continuation, and of the request it belongs to."""
+"""The scheduler's state of a sequence and of its request."""
 
 from enum import Enum, auto
 
@@ -10,10 +10,10 @@ __all__ = ["ActiveRequest", "Sequence", "SequenceState"]
 
 
 class SequenceState(Enum):
-    """Where a sequence is, which says what it holds."""
+    """The state of a sequence, which determines what it holds."""
 
     HELD = auto()
-    """Waits for the prompt that its sibling computes; holds nothing."""
+    """Waits for the prompt of its sibling; holds nothing."""
     WAITING = auto()
     """Waits for a row and blocks; holds nothing."""
     RUNNING = auto()
@@ -21,12 +21,12 @@ class SequenceState(Enum):
     SWAPPED = auto()
     """Has CPU blocks."""
     ARRIVING = auto()
-    """Has a row and device blocks that are still being filled from the CPU pool."""
+    """Has a row and device blocks that are being swapped in."""
     FINISHED = auto()
 
 
 class ActiveRequest:
-    """A request of which at least one sequence has not ended."""
+    """A request with at least one unfinished sequence."""
 
     __slots__ = (
         "held",
@@ -47,13 +47,13 @@ class ActiveRequest:
         self.request = request
         self.stop_token_ids = frozenset((*eos_token_ids, *sampling.stop_token_ids))
         self.share = Share[Sequence](request.tenant)
-        """Its tenant's; of its own until it joins a queue."""
+        """Its tenant's share, once it is queued."""
         self.token_cost = 1.0 / request.weight
-        """What a token adds to its tenant's clock."""
+        """Cost of a token on the tenant's clock."""
         self.is_queued = True
         """Whether none of its sequences has started."""
         self.started_s = 0.0
-        """When the first of its sequences was first planned; 0 before."""
+        """When its first sequence was first planned; 0 before."""
         self.num_cached_tokens = 0
         self.num_unfinished = sampling.n
         self.sequences = [
@@ -65,10 +65,10 @@ class ActiveRequest:
 
 
 class Sequence:
-    """One continuation of a request.
+    """One completion of a request.
 
-    The planner, the sequence_table and the scheduler change the fields of the second group; those
-    of the third are the KV manager's.
+    The planner, the sequence table and the scheduler change the second group of fields, the KV
+    manager the third.
     """
 
     __slots__ = (
@@ -109,13 +109,13 @@ class Sequence:
         self.request_id = request.id
         self.index = index
         self.order = (request.priority, arrival, index)
-        """Who is served first, and whose blocks are taken last: the lower."""
+        """Lower ones are served first and preempted last."""
         self.stop_token_ids = active.stop_token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.min_length = num_prompt_tokens + sampling.min_tokens
-        """Tokens that come before the first token that may end the sequence."""
+        """Tokens before the first one that may end the sequence."""
         self.max_length = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
-        """Tokens at which the sequence ends."""
+        """Number of tokens at which the sequence ends."""
 
         self.state = SequenceState.HELD if index else SequenceState.WAITING
         self.row = -1
@@ -124,40 +124,40 @@ class Sequence:
         self.length = num_prompt_tokens
         """All tokens known or being sampled."""
         self.num_computed = 0
-        """Tokens whose keys and values are in the cache once the plans in flight are done."""
+        """Tokens that are in the cache once the plans in flight are done."""
         self.is_prefill = True
-        """Whether tokens before the next sample are still to be computed."""
+        """Whether known tokens remain to be computed before the next sample."""
         self.prompt_step: int | None = None
-        """The step that completed the prompt in the blocks at hand."""
+        """The step that completed the prompt in the current blocks."""
         self.ready_step = -1
-        """The step that must be acknowledged before the sequence moves on."""
+        """The step whose copies must be acknowledged before the next transition."""
         self.num_preemptions = 0
         self.matcher: Matcher | None = None
-        """Where it is in its request's grammar, once its first token was to be sampled."""
+        """Its state in the grammar, from its first sampled token on."""
 
         self.block_ids: list[int] = []
-        """The block table, as the worker knows it."""
+        """The block table, as in the worker."""
         self.num_slots = 0
-        """Tokens that the block table has room for."""
+        """Capacity of the block table in tokens."""
         self.reserved_block_ids: list[int] = []
-        """Blocks owned ahead of use; the last is used first."""
+        """Blocks allocated in advance; the last is used first."""
         self.cpu_block_ids: list[int] = []
         self.keys = list[BlockKey]()
-        """What the leading full blocks hold, as far as it was hashed."""
+        """Keys of the leading full blocks, as far as hashed."""
         self.num_registered = 0
-        """Leading blocks that were offered to the prefix cache."""
+        """Leading blocks that were registered with the prefix cache."""
         self.next_full = 0
-        """Tokens at which the next block can be offered."""
+        """Number of tokens at which the next block can be registered."""
 
     def may_end_with(self, token_id: int) -> bool:
-        """Whether the last token, which is this one, may end the sequence."""
+        """Return whether `token_id`, the last token, may end the sequence."""
         if token_id not in self.stop_token_ids:
             return False
         request = self.active.request
-        # A mask allows an end-of-sequence token before `min_tokens` only where nothing else may
-        # follow; then there is no way to go on.
-        is_told_by_mask = request.grammar is not None and token_id in request.eos_token_ids
-        return len(self.token_ids) > self.min_length or is_told_by_mask
+        # A mask allows an end-of-sequence token before `min_tokens` only if the grammar allows no
+        # other token.
+        is_end_of_grammar = request.grammar is not None and token_id in request.eos_token_ids
+        return len(self.token_ids) > self.min_length or is_end_of_grammar
 
     @property
     def share(self) -> "Share[Sequence]":
@@ -170,7 +170,7 @@ class Sequence:
         return self.length - len(self.token_ids)
 
     def forget_computed(self) -> None:
-        """Make all known tokens tokens to compute."""
+        """Mark all known tokens as not computed."""
         self.num_computed = 0
         self.is_prefill = True
         self.prompt_step = None

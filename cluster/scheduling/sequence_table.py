@@ -1,4 +1,4 @@
-"""Where every sequence is: the queues, the rows and what it takes to leave them."""
+"""The sequences by state: queues and rows, and the transitions between them."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """Keeps each sequence in the one queue that its state names."""
+    """Keeps each sequence in the queue of its state."""
 
     __slots__ = (
         "_free_rows",
@@ -31,7 +31,7 @@ class SequenceTable:
         self._kv = kv
         self.requests: dict[str, ActiveRequest] = {}
         self.backlog = backlog
-        """The requests of which no sequence has started."""
+        """Requests of which no sequence has started."""
         self.waiting = FairQueue[Sequence]()
         self.running = SequenceQueue()
         self.swapped = SequenceQueue()
@@ -42,12 +42,12 @@ class SequenceTable:
 
     @property
     def num_held(self) -> int:
-        """Sequences that wait for a sibling's prompt."""
+        """Sequences that wait for the prompt of a sibling."""
         return sum(len(active.held) for active in self.requests.values())
 
     @property
     def has_free_row(self) -> bool:
-        """Whether a sequence can start."""
+        """Whether a row is free for a sequence to start in."""
         return bool(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:
@@ -58,7 +58,7 @@ class SequenceTable:
                 yield sequence
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Queue a request; its sequences but the first are held."""
+        """Queue the first sequence of a request and hold the others."""
         self.requests[active.request.id] = active
         active.share = self.waiting.open_share(active.request.tenant)
         self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
@@ -81,7 +81,7 @@ class SequenceTable:
         return started
 
     def run_arrived(self, step: int) -> list[Sequence]:
-        """Return the sequences that were swapped in up to `step`, which run from here on."""
+        """Make the sequences that were swapped in up to `step` running, and return them."""
         arrived = [sequence for sequence in self.arriving if sequence.ready_step <= step]
         for sequence in arrived:
             self.arriving.remove(sequence)
@@ -90,7 +90,7 @@ class SequenceTable:
         return arrived
 
     def preempt_sequence(self, sequence: Sequence, state: SequenceState) -> None:
-        """Take a running sequence's row, to wait or in the CPU pool."""
+        """Take the row of a running sequence, which becomes waiting or swapped."""
         self.running.remove(sequence)
         self._end_row(sequence)
         sequence.state = state
@@ -98,7 +98,7 @@ class SequenceTable:
         self.release_siblings(sequence)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Take all from a sequence that is over."""
+        """Finish a sequence and release its row and blocks."""
         active = sequence.active
         if sequence.state is SequenceState.HELD:
             active.held.remove(sequence)
@@ -128,7 +128,7 @@ class SequenceTable:
         active.held = []
 
     def reset_sequences(self) -> None:
-        """Make every sequence wait with the tokens it has, and every row and block free."""
+        """Make every sequence waiting with the tokens it has, and every row and block free."""
         self._kv.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
         for queue in (self.running, self.swapped, self.arriving):
@@ -141,7 +141,7 @@ class SequenceTable:
         for sequence in self.waiting:
             self._kv.disown(sequence)
             sequence.forget_computed()
-            # Tokens that were being sampled are lost, and will be sampled again.
+            # Tokens in flight are lost and will be sampled again.
             sequence.length = len(sequence.token_ids)
 
     def _end_row(self, sequence: Sequence) -> None:

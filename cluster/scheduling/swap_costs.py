@@ -1,19 +1,18 @@
-"""What swapping a sequence costs beside computing it again, as the last steps measured it.
+"""The costs of swapping and of recomputing a sequence, by the durations that ranks report.
 
-Blocks stand for bytes, since all have one size. Nothing is measured here: the ranks say how
-long a step took.
+Blocks stand for bytes, since all have the same size.
 """
 
 __all__ = ["SwapCosts"]
 
 _KEPT = 0.8
-"""What an older measurement counts beside the next one."""
+"""Weight of a measurement relative to the next one."""
 _MAX_UNMEASURED = 16
-"""Choices against swapping after which it is measured again."""
+"""Choices against swapping after which it is tried again."""
 
 
 class SwapCosts:
-    """Chooses the cheaper way for a sequence to make room."""
+    """Chooses the cheaper way to preempt a sequence."""
 
     __slots__ = ("_num_unmeasured", "_prefill", "_swap")
 
@@ -23,17 +22,17 @@ class SwapCosts:
         self._num_unmeasured = 0
 
     def note_swaps(self, num_blocks: int, seconds: float) -> None:
-        """Note how long it took to copy blocks between the pools, either way."""
+        """Record the duration of copying blocks between the pools, in either direction."""
         self._num_unmeasured = 0
         self._swap.add(num_blocks, seconds)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step took that mostly computed known tokens."""
+        """Record the duration of a step of mostly known tokens."""
         self._prefill.add(num_tokens, seconds)
 
     def choose_swap(self, *, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to copy blocks out and in, rather than compute the tokens again."""
-        # What was never measured, or not for long, is tried: one bad copy must not decide for ever.
+        """Return whether to swap blocks out and in, rather than recompute the tokens."""
+        # Swapping is tried if there is no recent measurement: one slow copy must not rule it out.
         if not (self._swap.per_s and self._prefill.per_s):
             return True
         if self._num_unmeasured >= _MAX_UNMEASURED:
@@ -45,7 +44,7 @@ class SwapCosts:
 
 
 class _MovingRate:
-    """An amount a second, of which the latest measurements count most."""
+    """An exponentially weighted rate per second."""
 
     __slots__ = ("_amount", "_seconds")
 
@@ -55,11 +54,11 @@ class _MovingRate:
 
     @property
     def per_s(self) -> float:
-        """The rate, or 0 if there is none yet."""
+        """The rate, or 0 without a measurement."""
         return self._amount / self._seconds if self._seconds else 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Note one measurement; one of no time is none."""
+        """Record a measurement; ignored if it took no time."""
         if seconds > 0.0:
             self._amount = _KEPT * self._amount + amount
             self._seconds = _KEPT * self._seconds + seconds

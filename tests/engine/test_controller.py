@@ -143,7 +143,7 @@ def test_engine_gives_up_when_no_replacement_lives(
     rig.submit("b")
     rig.controller.start_steps()
     errors = set(map(str, rig.ends().values()))
-    assert errors == {"The engine has stopped: its ranks died 3 times as they started. No luck."}
+    assert errors == {"The engine has stopped: its ranks died 3 times during startup. No luck."}
     assert not rig.controller.is_healthy
     with pytest.raises(EngineError, match="has stopped"):
         rig.submit("c")
@@ -186,7 +186,7 @@ def test_defect_ends_every_request(rig: Rig) -> None:
     rig.executor.step_failures.append(RuntimeError("a defect"))
     rig.submit("a")
     rig.controller.start_steps()
-    assert str(rig.ends()["a", 0]) == "The engine failed; its log says why."
+    assert str(rig.ends()["a", 0]) == "The engine failed; see the server log."
 
 
 def test_shutdown_ends_running_and_waiting_requests(rig: Rig) -> None:
@@ -237,5 +237,5 @@ def test_replacement_is_told_in_two_lines(rig: Rig, caplog: pytest.LogCaptureFix
     wait_for(lambda: rig.controller.is_healthy)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert messages[0] == "A rank died. The ranks are replaced; 1 request waits."
-    assert messages[1].startswith("The ranks are ready again after")
+    assert messages[0] == "A rank died. Replacing all ranks; 1 request is waiting."
+    assert messages[1].startswith("All ranks are ready again after")

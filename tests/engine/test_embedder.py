@@ -227,10 +227,10 @@ def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
     embedder = opened(executor, max_queued_requests=2, max_queued_tokens=5)
     held(embedder, executor)
     embedder.submit_request(request([1, 1]))
-    with pytest.raises(OverloadedError, match="more than the 5 that may wait"):
+    with pytest.raises(OverloadedError, match="would exceed the limit of 5"):
         embedder.submit_request(request([1] * 4))
     embedder.submit_request(request([1, 1]))
-    with pytest.raises(OverloadedError, match="The queue is full: 2 requests may wait"):
+    with pytest.raises(OverloadedError, match="The queue is full: at most 2 requests may wait"):
         embedder.check_room("", 0)
 
 

@@ -21,11 +21,11 @@ def filled(num_requests: int, *, num_tokens: int = 10, max_tokens: int = 10**6) 
 
 
 def test_requests_and_their_tokens_are_bounded() -> None:
-    assert "The queue is full: 2 requests may wait." in str(refusal(filled(2)))
+    assert "The queue is full: at most 2 requests may wait." in str(refusal(filled(2)))
     backlog = Backlog(max_requests=9, max_tokens=25)
     backlog.add_request("", 20)
     backlog.check_room("", 5)
-    assert "more than the 25 that may wait" in str(refusal(backlog, 6))
+    assert "would exceed the limit of 25" in str(refusal(backlog, 6))
     backlog.drop_request("", 20)
     backlog.check_room("", 6)
 

@@ -116,6 +116,6 @@ def test_block_is_not_freed_twice() -> None:
     pool = BlockPool(2, on_evict=None)
     block = pool.allocate()
     pool.release(block)
-    with pytest.raises(BlockError, match="nobody owns it"):
+    with pytest.raises(BlockError, match="has no owner"):
         pool.release(block)
     assert pool.num_free == 2

@@ -150,7 +150,7 @@ def test_output_of_another_step_is_refused() -> None:
     harness = Harness()
     harness.add([1, 2])
     harness.schedule()
-    with pytest.raises(WorkerError, match="step 1 arrived; due is step 0"):
+    with pytest.raises(WorkerError, match="step 1, but expected step 0"):
         harness.scheduler.update(StepOutput(1, [7]))
     with pytest.raises(WorkerError, match="samples 1 tokens but its output has 2"):
         harness.scheduler.update(StepOutput(0, [7, 7]))
@@ -181,7 +181,7 @@ def test_sequence_that_its_reader_finished_has_no_more_events() -> None:
 
 def test_request_that_can_never_fit_is_refused() -> None:
     harness = Harness(num_blocks=2, block_size=4)
-    with pytest.raises(CapacityError, match="needs 3 KV blocks but the cache holds only 2"):
+    with pytest.raises(CapacityError, match="needs 3 KV blocks, but the cache has only 2"):
         harness.add([1, 2, 4], max_tokens=6)
     assert not harness.scheduler.has_work
     harness.add([1, 2, 4], max_tokens=5)
@@ -191,7 +191,7 @@ def test_request_that_can_never_fit_is_refused() -> None:
 def test_request_over_the_queue_limit_is_refused() -> None:
     harness = Harness(max_queued_requests=1)
     harness.add([1, 2])
-    with pytest.raises(OverloadedError, match="The queue is full: 1 requests may wait"):
+    with pytest.raises(OverloadedError, match="The queue is full: at most 1 requests may wait"):
         harness.add([1, 2])
     harness.schedule()
     harness.add([1, 2])

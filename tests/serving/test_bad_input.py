@@ -69,7 +69,7 @@ CASES = {
         code=TOO_LONG,
     ),
     "unknown token": Case(
-        "prompt holds the token id 320, but ids are 0 to 319.", "prompt", prompt=[5, 320]
+        "prompt contains token id 320, but ids are 0 to 319.", "prompt", prompt=[5, 320]
     ),
     "max_tokens 0": Case(
         "max_tokens must be 1 or more, not 0.", "max_tokens", sampling={"max_tokens": 0}
@@ -116,16 +116,16 @@ CASES = {
         "logprobs must be from 0 to 20, not 21.", "logprobs", sampling={"logprobs": 21}
     ),
     "empty stop": Case(
-        "stop must hold strings of 1 to 512 characters.", "stop", sampling={"stop": [""]}
+        "stop must contain strings of 1 to 512 characters.", "stop", sampling={"stop": [""]}
     ),
     "long stop": Case(
-        "stop must hold strings of 1 to 512 characters.", "stop", sampling={"stop": ["x" * 513]}
+        "stop must contain strings of 1 to 512 characters.", "stop", sampling={"stop": ["x" * 513]}
     ),
     "many stops": Case(
         "stop may have at most 16 entries, not 17.", "stop", sampling={"stop": ["x"] * 17}
     ),
     "unknown stop token": Case(
-        "stop_token_ids holds the token id 999, but ids are 0 to 319.",
+        "stop_token_ids contains token id 999, but ids are 0 to 319.",
         "stop_token_ids",
         sampling={"stop_token_ids": [999]},
     ),
@@ -135,7 +135,7 @@ CASES = {
         sampling={"stop_token_ids": [5] * 100_000},
     ),
     "unknown biased token": Case(
-        "logit_bias holds the token id 320, but ids are 0 to 319.",
+        "logit_bias contains token id 320, but ids are 0 to 319.",
         "logit_bias",
         sampling={"logit_bias": {320: 1.0}},
     ),
@@ -216,7 +216,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"prompt": [True]}, "prompt must be a string, a list of strings, a list of token ids or a "
      "list of such lists.", "prompt"),
     ({"prompt": [[]]}, "prompt must not be empty.", "prompt"),
-    ({"prompt": [-1]}, "prompt holds the token id -1, but ids are 0 to 319.", "prompt"),
+    ({"prompt": [-1]}, "prompt contains token id -1, but ids are 0 to 319.", "prompt"),
     ({"prompt": ["x"] * 129}, "129 prompts with n = 1 request 129 sequences; at most 128 are "
      "allowed.", "prompt"),
     ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 request 130 sequences; at most "
@@ -235,7 +235,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"priority": 2**40}, "priority must be from -2147483648 to 2147483647, not 1099511627776.",
      "priority"),
     ({"stop": 5}, "stop must be a list of strings.", "stop"),
-    ({"stop": [5]}, "stop must hold strings of 1 to 512 characters.", "stop"),
+    ({"stop": [5]}, "stop must contain strings of 1 to 512 characters.", "stop"),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers.", "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, not 'a'.", "stop_token_ids"),
     ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers.",
