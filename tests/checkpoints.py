@@ -31,7 +31,7 @@ class Case:
     head_size: int
     hidden_size: int
     has_tied_embeddings: bool = False
-    # Where it is small, what comes next is less often the token that was there.
+    # A small scale makes the model repeat its input less often.
     embedding_scale: float = 1.0
     # Any: transformers' configurations take numbers, strings, lists and dictionaries.
     more: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
 }
 LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
-# Of three pairs, because only three quarters of a head are turned.
+# For three pairs, since three quarters of each head rotate.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -54,8 +54,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.3, 2.0],
     "long_factor": [1.0, 3.0, 5.0],
 }
-# Words that only one family has are harmless to the others.
-ONE_FAMILYS_WORDS = {"max_seq_len": 256}
+# Keys of one family are ignored by the others.
+FAMILY_KEYS = {"max_seq_len": 256}
 
 CASES = (
     Case(
@@ -200,13 +200,13 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 256,
         "tie_word_embeddings": case.has_tied_embeddings,
-        # The usual 0.02 makes such a small model near constant.
+        # With the usual 0.02 such a small model would be nearly constant.
         "initializer_range": 0.25,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    config = getattr(transformers, config_class)(**shape | ONE_FAMILYS_WORDS | case.more)
+    config = getattr(transformers, config_class)(**shape | FAMILY_KEYS | case.more)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -230,7 +230,7 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Return transformers' greedy continuation of each prompt, in float32."""
-    # Its other ways leave out soft caps, in some versions without a word.
+    # Its other attention implementations ignore soft caps in some versions.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -1,4 +1,4 @@
-"""The engine on GPUs: transformers' greedy tokens, NCCL, and a model of a real size."""
+"""The engine on GPUs: transformers' greedy tokens, NCCL, and a model of realistic size."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
-from tests.checkpoints import (
-    CASES,
-    VOCAB_SIZE,
-    Case,
-    greedy_tokens,
-    save_checkpoint,
-    save_word_tokenizer,
-)
-from tests.system.test_greedy_equality import (
+from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
+from tests.greedy import (
     NUM_TOKENS,
     PROMPT_LENGTHS,
     Truth,
     checked_until_preempted,
     generated,
+    truth_of,
 )
 from tests.system.test_rank_death import ranks
 from workers.decoder_worker import DecoderWorker
@@ -67,19 +61,7 @@ LLAMA_3_8B = {
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
-    folder = tmp_path_factory.mktemp(case.name)
-    save_checkpoint(case, folder)
-    generator = random.Random(case.name)
-    prompts = [
-        [generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS
-    ]
-    # Two prompts begin alike, over several blocks.
-    prompts[5][:40] = prompts[4][:40]
-    return Truth(
-        folder=folder,
-        prompts=prompts,
-        continuations=greedy_tokens(folder, prompts, NUM_TOKENS),
-    )
+    return truth_of(case, tmp_path_factory.mktemp(case.name))
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +75,12 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _float32_is_whole() -> None:
-    # With TF32 a product has the precision of float16, and tokens would differ.
+    # With TF32 a GEMM has the precision of float16, and tokens would differ.
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.fixture(autouse=True)
-def _memory_is_given_back() -> Iterator[None]:
+def _memory_is_released() -> Iterator[None]:
     yield
     torch.cuda.empty_cache()
 
@@ -162,7 +144,7 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
 def test_step_without_sequences_is_done_when_its_copies_are() -> None:
     cache, runner = make_runner()
     content = torch.randn_like(cache.device_pool)
-    # The GPU is busy for a while, so that everything below is asked for before any of it happens.
+    # The GPU is busy for a while, so that all steps below are launched before any of them runs.
     torch.cuda._sleep(400_000_000)
     cache.device_pool.copy_(content)
     steps = [
@@ -228,7 +210,7 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
         preemption="swap",
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
-        # Prefix hits, and blocks that have been elsewhere in between.
+        # Prefix hits, also on blocks that were swapped.
         stats = checked_until_preempted(llm, truth, "num_swap_preemptions")
     assert stats.num_hit_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks
@@ -238,13 +220,13 @@ def test_large_model_loads_and_generates(large_model: Path) -> None:
     run_large(large_model, memory_fraction=0.9)
 
 
-def test_largest_steps_fit_when_all_memory_is_given_away(large_model: Path) -> None:
+def test_largest_steps_fit_when_the_cache_takes_all_memory(large_model: Path) -> None:
     with gpu_llm(large_model, load_format="dummy", memory_fraction=1.0) as llm:
         run_heavy(llm)
-        show("all memory given away", memory())
+        show("cache takes all memory", memory())
 
 
-def test_large_model_comes_back_when_its_rank_dies(large_model: Path, ray_cluster: None) -> None:
+def test_large_model_recovers_when_its_rank_dies(large_model: Path, ray_cluster: None) -> None:
     with gpu_llm(large_model, executor="ray", load_format="dummy") as llm:
         assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
         ranks()[-1].kill()
@@ -263,7 +245,7 @@ def make_runner() -> tuple[KVCache, ModelRunner]:
     params = AttentionParams(num_heads=4, num_kv_heads=4, head_size=16, scale=0.25)
     spec = AttentionSpec(layers=(params,) * 4, dtype=torch.float32, device=device, block_size=16)
     cache = KVCache(TorchSDPABackend, spec, num_blocks=8, num_cpu_blocks=4)
-    nothing: Any = None  # Any: what computes is not called
+    nothing: Any = None  # Any: these are not called
     runner = ModelRunner(
         model=nothing,
         cache=cache,
@@ -288,7 +270,7 @@ def run_large(folder: Path, **options: Any) -> None:  # Any: engine options of a
 
 
 def run_heavy(llm: LLM) -> None:
-    """Run more sequences than fit in a step, with all that sampling has."""
+    """Run more sequences than fit in a step, with every sampling feature."""
     generator = random.Random(0)
     prompts = [
         [generator.randrange(128256) for _ in range(length)] for length in [6000] + [90] * 299
@@ -301,7 +283,7 @@ def run_heavy(llm: LLM) -> None:
 
 
 def measured_rate(llm: LLM, num_prompts: int) -> float:
-    """Return generated tokens a second, prompts of 128 tokens included in the time."""
+    """Return generated tokens per second; the time includes prompts of 128 tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     generator = random.Random(num_prompts)
     rates = []
@@ -325,5 +307,5 @@ def memory() -> str:
 
 
 def show(*parts: str) -> None:
-    """Print for the reader of a run with -s."""
+    """Print the parts, which pytest -s shows."""
     print("|", *parts, sep="  ")

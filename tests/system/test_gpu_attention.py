@@ -1,4 +1,4 @@
-"""What an engine on a GPU says of its attention, and what it gives back when it is closed."""
+"""The attention providers of an engine on a GPU, and the memory that it releases when closed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 _NUM_LAYERS = 4
 _LEFT_BYTES = 512 << 20
-"""What libraries keep for themselves, such as the workspace of products."""
+"""Memory that libraries keep, such as the workspace of GEMMs."""
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -39,7 +39,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
 }
-SERVERS = {
+PROVIDERS = {
     "flashinfer": {"prefill": "flashinfer", "prefill_ragged": "flashinfer", "decode": "flashinfer"},
     "xformers": {"prefill": "xformers", "prefill_ragged": "xformers", "decode": "xformers"},
     "torch_sdpa": {"prefill": "shared", "prefill_ragged": "torch", "decode": "shared"},
@@ -48,7 +48,7 @@ SERVERS = {
 LIBRARIES = {"flashinfer": "flashinfer", "xformers": "xformers", "hybrid": "flashinfer"}
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=PROVIDERS)
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     library = LIBRARIES.get(name)
@@ -68,7 +68,7 @@ def opened(folder: Path, **options: Any) -> LLM:  # Any: engine options of any t
     return LLM(folder, executor="local", device="cuda", show_progress=False, **options)
 
 
-def test_engine_says_once_who_serves(
+def test_engine_logs_its_providers_once(
     folder: Path, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -78,12 +78,12 @@ def test_engine_says_once_who_serves(
         ) as llm,
     ):
         providers = llm.stats().attention_providers
-    assert providers == {part: {name: _NUM_LAYERS} for part, name in SERVERS[backend].items()}
+    assert providers == {part: {name: _NUM_LAYERS} for part, name in PROVIDERS[backend].items()}
     said = [line for line in caplog.messages if line.startswith("Attention:")]
-    assert len(said) == len(set(said)) == len(set(SERVERS[backend].values()))
+    assert len(said) == len(set(said)) == len(set(PROVIDERS[backend].values()))
 
 
-def test_closed_engine_leaves_its_memory_to_the_next(folder: Path, backend: str) -> None:
+def test_closed_engine_releases_its_memory(folder: Path, backend: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     before = torch.cuda.memory_reserved()
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_closed_engine_leaves_its_memory_to_the_next(folder: Path, backend: str)
         llm.generate([[7] * 100, [9] * 30], params, show_progress=False)
         assert torch.cuda.memory_reserved() - before > 2 << 30
         llm.close()
-        # The engine is still held here.
+        # `llm` still refers to the closed engine.
         assert torch.cuda.memory_reserved() - before < _LEFT_BYTES
 
 
@@ -105,7 +105,7 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, backend: str, po
         single="w1 $A w2", special_tokens=[("w1", 1), ("w2", 2)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    # Two of the libraries have 16 bits only.
+    # FlashInfer and xFormers support 16-bit types only.
     dtype = "float32" if backend == "torch_sdpa" else "bfloat16"
     limit = 1e-4 if dtype == "float32" else 2e-2
     take = {"mean": lambda h: h.mean(0), "cls": lambda h: h[0], "last": lambda h: h[-1]}
