@@ -197,5 +197,5 @@ def test_part_of_an_encoder_is_refused() -> None:
     rig = Rig(params_of(attention_type=AttentionType.ENCODER_ONLY))
     sequence = rig.sequence()
     sequence.length = 4
-    with pytest.raises(ValueError, match="has 7 tokens, of which the step computes 3"):
+    with pytest.raises(ValueError, match="has 7 tokens, and the step computes 3"):
         rig.builder.build(rig.batch([(sequence, 3)], []))
