@@ -1,4 +1,4 @@
-"""What every backend must do on a GPU, whichever it is: the matrix of cells, graphs, no waiting."""
+"""Checks that every backend on a GPU must pass: features, replays of graphs, no waiting."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.attention.rig import TOLERANCE, Rig, RigSequence, params_of
 __all__ = [
     "BLOCK_SIZES",
     "FEATURES",
-    "GROUPS",
+    "HEAD_COUNTS",
     "HEAD_SIZES",
     "NEEDS_GPU",
     "check_replays",
@@ -50,12 +50,12 @@ FEATURES: dict[str, AttentionParams] = {
 }
 HEAD_SIZES = (64, 80, 96, 112, 120, 128, 192, 256)
 BLOCK_SIZES = (16, 32, 64)
-GROUPS = {"mha": (4, 4), "3": (6, 2), "5": (10, 2), "7": (14, 2), "8": (16, 2), "mqa": (12, 1)}
+HEAD_COUNTS = {"mha": (4, 4), "3": (6, 2), "5": (10, 2), "7": (14, 2), "8": (16, 2), "mqa": (12, 1)}
 
 
-def heads_of(group: str, head_size: int, feature: str) -> AttentionParams:
+def heads_of(heads: str, head_size: int, feature: str) -> AttentionParams:
     """Return a feature with other heads."""
-    num_heads, num_kv_heads = GROUPS[group]
+    num_heads, num_kv_heads = HEAD_COUNTS[heads]
     params = FEATURES[feature]
     slopes = params_of(num_heads, num_kv_heads, head_size, has_alibi=True).alibi_slopes
     return replace(

@@ -2,9 +2,9 @@
 
     python -m tests.attention.matrix --output docs/attention-matrix.md
 
-A cell is a rig's run of prompts, chunks, a prefix hit, decodes and mixed steps, all of them checked
-against a float64 softmax. It shows who computed it and the largest error of any sequence in any
-step, the norm of the difference over the norm of the reference.
+A case is a rig's run of prompts, chunks, a prefix hit, decodes and mixed steps, all of them checked
+against a float64 softmax. An entry is the provider of the kernels and the largest error of any
+sequence in any step: the norm of the difference over the norm of the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attention.selector import select_backend
 from tests.attention.gpu_steps import (
     BLOCK_SIZES,
     FEATURES,
-    GROUPS,
+    HEAD_COUNTS,
     HEAD_SIZES,
     check_replays,
     gpu_rig,
@@ -45,7 +45,7 @@ _TYPES = (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Case:
     """One row of the document."""
 
     section: str
@@ -58,36 +58,36 @@ class Cell:
 
 
 def main() -> int:
-    """Run every cell, write the document, and return 1 if any cell failed."""
+    """Run every case, write the document, and return 1 if any case failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     lines, num_failed = [], 0
     section = ""
     with torch.inference_mode():
-        for cell in cells():
-            if cell.section != section:
-                section = cell.section
+        for case in cases():
+            if case.section != section:
+                section = case.section
                 lines += ["", f"## {section}", "", *_table_head()]
-            results = [_result(cell, backend) for backend in BACKENDS]
+            results = [_result(case, backend) for backend in BACKENDS]
             num_failed += sum(result.startswith("FAILED") for result in results)
-            lines.append(f"| {cell.name} | {' | '.join(results)} |")
+            lines.append(f"| {case.name} | {' | '.join(results)} |")
             print(lines[-1], file=sys.stderr, flush=True)
     options.output.write_text("\n".join([*_preamble(num_failed), *lines]) + "\n")
     return 1 if num_failed else 0
 
 
-def cells() -> Iterator[Cell]:
+def cases() -> Iterator[Case]:
     """Yield every row of the document."""
     plain = FEATURES["plain"]
     for dtype in (torch.bfloat16, torch.float16):
         for name, params in FEATURES.items():
-            yield Cell(
+            yield Case(
                 section=f"Features, {_name(dtype)}", name=name, layers=(params,), dtype=dtype
             )
     only_sdpa = ("torch_sdpa",)
     for name, params in FEATURES.items():
-        yield Cell(
+        yield Case(
             section="Features, float32",
             name=name,
             layers=(params,),
@@ -97,25 +97,27 @@ def cells() -> Iterator[Cell]:
     section = "Attention types (encoder, decoder and cross attention in one model)"
     for name in ("plain", "scale", "cap", "e4m3"):
         layers = tuple(replace(FEATURES[name], attention_type=kind) for kind in _TYPES)
-        yield Cell(section=section, name=name, layers=layers)
+        yield Case(section=section, name=name, layers=layers)
     section = "Encoders without a decoder"
     for name in ("plain", "scale", "window", "cap", "window+cap", "alibi", "window+alibi"):
         layer = replace(FEATURES[name], attention_type=AttentionType.ENCODER_ONLY)
-        yield Cell(section=section, name=name, layers=(layer,), run=run_encoders)
+        yield Case(section=section, name=name, layers=(layer,), run=run_encoders)
     section = "Layers that differ"
     layers = tuple(FEATURES[name] for name in ("window", "plain", "window+cap", "plain"))
-    yield Cell(section=section, name="window, plain, window+cap, plain", layers=layers)
-    for group in GROUPS:
-        yield Cell(section="Groups of heads", name=group, layers=(heads_of(group, 64, "plain"),))
+    yield Case(section=section, name="window, plain, window+cap, plain", layers=layers)
+    for heads in HEAD_COUNTS:
+        yield Case(
+            section="Query heads per KV head", name=heads, layers=(heads_of(heads, 64, "plain"),)
+        )
     for size in HEAD_SIZES:
-        yield Cell(section="Head sizes", name=str(size), layers=(heads_of("3", size, "plain"),))
+        yield Case(section="Head sizes", name=str(size), layers=(heads_of("3", size, "plain"),))
     for size in BLOCK_SIZES:
-        yield Cell(section="Block sizes", name=str(size), layers=(plain,), block_size=size)
+        yield Case(section="Block sizes", name=str(size), layers=(plain,), block_size=size)
     section = "Captured graphs, replayed over a block's end with padding"
     for name in ("plain", "window", "cap", "alibi", "e4m3"):
         params = FEATURES[name]
         other = replace(plain, kv_cache_dtype=params.kv_cache_dtype)
-        yield Cell(section=section, name=name, layers=(params, other), run=_no_steps)
+        yield Case(section=section, name=name, layers=(params, other), run=_no_steps)
 
 
 def run_encoders(rig: Rig) -> None:
@@ -128,38 +130,38 @@ def _no_steps(rig: Rig) -> None:
     """Leave the checks to the replays."""
 
 
-def _result(cell: Cell, name: str) -> str:
-    if name not in cell.backends:
+def _result(case: Case, name: str) -> str:
+    if name not in case.backends:
         return "refused: 16 bits only"
     try:
-        if cell.run is _no_steps:
-            return _replayed(cell, _backend(cell, name))
+        if case.run is _no_steps:
+            return _replayed(case, _backend(case, name))
         rig = gpu_rig(
-            *cell.layers,
-            backend=_backend(cell, name),
-            dtype=cell.dtype,
-            block_size=cell.block_size,
+            *case.layers,
+            backend=_backend(case, name),
+            dtype=case.dtype,
+            block_size=case.block_size,
         )
-        cell.run(rig)
+        case.run(rig)
     except (AssertionError, RuntimeError, ValueError) as error:
         return f"FAILED {str(error).partition(chr(10))[0][:80]}"
     return f"{_providers(rig)}, {rig.worst_error:.1e}"
 
 
-def _replayed(cell: Cell, backend: type[AttentionBackend]) -> str:
-    check_replays(backend, *cell.layers, dtype=cell.dtype, block_size=cell.block_size)
+def _replayed(case: Case, backend: type[AttentionBackend]) -> str:
+    check_replays(backend, *case.layers, dtype=case.dtype, block_size=case.block_size)
     return "equal to eager steps"
 
 
-def _backend(cell: Cell, name: str) -> type[AttentionBackend]:
+def _backend(case: Case, name: str) -> type[AttentionBackend]:
     rig_spec = Rig.spec_of(
-        *cell.layers, dtype=cell.dtype, block_size=cell.block_size, device="cuda"
+        *case.layers, dtype=case.dtype, block_size=case.block_size, device="cuda"
     )
     return select_backend(name, rig_spec)
 
 
 def _providers(rig: Rig) -> str:
-    """Return who computed, and what, where it was not one alone."""
+    """Return the provider, or each provider and its parts of a step."""
     parts: dict[str, dict[str, None]] = {}
     for kernels in rig.builder.kernels:
         for part, provider in kernels.providers.items():
@@ -178,18 +180,18 @@ def _table_head() -> list[str]:
 
 def _preamble(num_failed: int) -> list[str]:
     limits = ", ".join(f"{_name(dtype)} {limit:g}" for dtype, limit in TOLERANCE.items())
-    verdict = "Every cell passed." if not num_failed else f"{num_failed} cells FAILED."
+    verdict = "Every case passed." if not num_failed else f"{num_failed} cases FAILED."
     return [
-        "# What every attention backend computes, and how exactly",
+        "# Features and accuracy of the attention backends",
         "",
         "Written by `python -m tests.attention.matrix --output docs/attention-matrix.md` on",
         f"{datetime.now(UTC).date()}: {torch.cuda.get_device_name()}, {_versions()}. {verdict}",
         "",
-        "A cell runs whole prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
-        "compares every sequence of every step with a float64 softmax over what the cache holds.",
-        "It names who computed it, the library or the shared kernels (`attention/kernels/triton`),",
+        "A case runs whole prompts, chunks, a prefix hit, decodes, mixed steps and padding, and",
+        "compares every sequence of every step with a float64 softmax over the cache.",
+        "It names the provider, a library or the shared kernels (`attention/kernels/triton`),",
         "and the largest error: the norm of the difference over the norm of the reference.",
-        f"Limits: {limits}. Caches of fp8 have scales other than 1.",
+        f"Limits: {limits}. Scales of fp8 caches are not 1.",
     ]
 
 

@@ -1,7 +1,6 @@
-"""Every backend on a GPU: all cells against the dense reference, graphs, no waiting.
+"""Every backend on a GPU against the dense reference, with replays of graphs and without waiting.
 
-What is run on which backend follows from what its kernels tell apart, and from how long they take
-to compile.
+Which cases a backend runs depends on what its kernels distinguish and how long they compile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from tests.attention.dense_reference import relative_error
 from tests.attention.gpu_steps import (
     BLOCK_SIZES,
     FEATURES,
-    GROUPS,
+    HEAD_COUNTS,
     HEAD_SIZES,
     NEEDS_GPU,
     check_replays,
@@ -45,7 +44,7 @@ BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covered:
-    """A backend, and which cells cover it; features are named as in `FEATURES`."""
+    """A backend, and which cases cover it; features are named as in `FEATURES`."""
 
     backend: type[GpuBackend]
     dtypes: tuple[torch.dtype, ...]
@@ -53,10 +52,10 @@ class Covered:
     head_layers: tuple[tuple[str, ...], ...]
     """Layers of one model, with every head size."""
     head_dtypes: tuple[torch.dtype, ...] = (BFLOAT,)
-    group_layers: tuple[tuple[str, ...], ...]
+    head_count_layers: tuple[tuple[str, ...], ...]
     """Layers of one model, with every ratio of query heads to KV heads."""
-    group_dtypes: tuple[torch.dtype, ...]
-    group_head_size: int = 64
+    head_count_dtypes: tuple[torch.dtype, ...]
+    head_count_size: int = 64
     block_features: tuple[str, ...] = ("plain", "window", "e5m2")
     encoder_dtypes: tuple[torch.dtype, ...] = (BFLOAT,)
     encoder_features: tuple[str, ...] = ("plain", "window", "alibi")
@@ -70,9 +69,9 @@ COVERED = (
         backend=FlashInferBackend,
         dtypes=(BFLOAT, HALF),
         head_layers=(("plain", "alibi"),),
-        group_layers=(("plain",), ("window",), ("alibi",), ("e4m3",)),
-        group_dtypes=(BFLOAT,),
-        group_head_size=128,
+        head_count_layers=(("plain",), ("window",), ("alibi",), ("e4m3",)),
+        head_count_dtypes=(BFLOAT,),
+        head_count_size=128,
         block_features=("plain", "window", "window+cap", "e5m2"),
         replays=(
             *(
@@ -90,9 +89,9 @@ COVERED = (
         backend=HybridBackend,
         dtypes=(BFLOAT,),
         head_layers=(("plain", "alibi"),),
-        group_layers=(("plain",),),
-        group_dtypes=(BFLOAT,),
-        group_head_size=128,
+        head_count_layers=(("plain",),),
+        head_count_dtypes=(BFLOAT,),
+        head_count_size=128,
         block_features=("plain",),
         replays=(
             (("plain", "window+cap"), BFLOAT, 16),
@@ -104,8 +103,8 @@ COVERED = (
         backend=XFormersBackend,
         dtypes=(BFLOAT, HALF),
         head_layers=(("plain",), ("window",), ("alibi",), ("e4m3",)),
-        group_layers=(("plain",), ("window",), ("cap",)),
-        group_dtypes=(HALF,),
+        head_count_layers=(("plain",), ("window",), ("cap",)),
+        head_count_dtypes=(HALF,),
         encoder_features=("window", "alibi"),
         replays=tuple(
             ((feature, "plain"), BFLOAT, block_size)
@@ -118,8 +117,8 @@ COVERED = (
         dtypes=(BFLOAT, HALF, FLOAT),
         head_layers=(("plain", "window+cap", "alibi"),),
         head_dtypes=(BFLOAT, FLOAT),
-        group_layers=(("plain", "window", "alibi"),),
-        group_dtypes=(HALF, FLOAT),
+        head_count_layers=(("plain", "window", "alibi"),),
+        head_count_dtypes=(HALF, FLOAT),
         encoder_dtypes=(BFLOAT, HALF, FLOAT),
         replays=tuple(
             ((feature, feature), dtype, 16)
@@ -131,7 +130,7 @@ COVERED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Case:
     """One run of steps."""
 
     name: str
@@ -139,7 +138,7 @@ class Cell:
     dtype: torch.dtype = BFLOAT
     block_size: int = 16
     backend: type[AttentionBackend] = TorchSDPABackend
-    """Whose cells these are fills it in."""
+    """Set by `over`."""
 
     def rig(self) -> Rig:
         """Return a rig with room for all steps."""
@@ -148,18 +147,18 @@ class Cell:
         )
 
 
-def over(cells: Callable[[Covered], Iterator[Cell]]) -> pytest.MarkDecorator:
-    """Return what runs a test for the cells of every backend."""
+def over(cases: Callable[[Covered], Iterator[Case]]) -> pytest.MarkDecorator:
+    """Return a mark that runs a test for the cases of every backend."""
     return pytest.mark.parametrize(
-        "cell",
+        "case",
         [
             pytest.param(
-                replace(cell, backend=covered.backend),
-                id=f"{covered.backend.get_name()}-{cell.name}",
+                replace(case, backend=covered.backend),
+                id=f"{covered.backend.get_name()}-{case.name}",
                 marks=_needs_library(covered.backend),
             )
             for covered in COVERED
-            for cell in cells(covered)
+            for case in cases(covered)
         ],
     )
 
@@ -169,15 +168,15 @@ def _needs_library(backend: type[GpuBackend]) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(bool(absent), reason=f"needs {' and '.join(absent)}")]
 
 
-def _all_features(covered: Covered) -> Iterator[Cell]:
+def _all_features(covered: Covered) -> Iterator[Case]:
     for dtype, (name, params) in product(covered.dtypes, FEATURES.items()):
-        yield Cell(name=f"{name}-{_word(dtype)}", layers=(params,), dtype=dtype)
+        yield Case(name=f"{name}-{_word(dtype)}", layers=(params,), dtype=dtype)
 
 
-def _all_head_sizes(covered: Covered) -> Iterator[Cell]:
-    cells = product(enumerate(HEAD_SIZES), covered.head_layers, covered.head_dtypes)
-    for (index, head_size), features, dtype in cells:
-        yield Cell(
+def _all_head_sizes(covered: Covered) -> Iterator[Case]:
+    cases = product(enumerate(HEAD_SIZES), covered.head_layers, covered.head_dtypes)
+    for (index, head_size), features, dtype in cases:
+        yield Case(
             name=f"{head_size}-{'+'.join(features)}-{_word(dtype)}",
             layers=tuple(heads_of("3", head_size, feature) for feature in features),
             dtype=dtype,
@@ -185,38 +184,40 @@ def _all_head_sizes(covered: Covered) -> Iterator[Cell]:
         )
 
 
-def _all_groups(covered: Covered) -> Iterator[Cell]:
-    for group, features, dtype in product(GROUPS, covered.group_layers, covered.group_dtypes):
-        yield Cell(
-            name=f"{group}-{'+'.join(features)}-{_word(dtype)}",
-            layers=tuple(heads_of(group, covered.group_head_size, name) for name in features),
+def _all_head_counts(covered: Covered) -> Iterator[Case]:
+    for heads, features, dtype in product(
+        HEAD_COUNTS, covered.head_count_layers, covered.head_count_dtypes
+    ):
+        yield Case(
+            name=f"{heads}-{'+'.join(features)}-{_word(dtype)}",
+            layers=tuple(heads_of(heads, covered.head_count_size, name) for name in features),
             dtype=dtype,
             block_size=32,
         )
 
 
-def _all_block_sizes(covered: Covered) -> Iterator[Cell]:
+def _all_block_sizes(covered: Covered) -> Iterator[Case]:
     for block_size, feature in product((8, *BLOCK_SIZES, 128), covered.block_features):
-        yield Cell(
+        yield Case(
             name=f"{block_size}-{feature}", layers=(FEATURES[feature],), block_size=block_size
         )
 
 
-def _all_of_encoders_and_decoders(covered: Covered) -> Iterator[Cell]:
+def _all_of_encoders_and_decoders(covered: Covered) -> Iterator[Case]:
     for feature, dtype in product(("plain", "scale", "cap", "e4m3"), covered.encoder_dtypes):
         layers = (replace(FEATURES[feature], attention_type=kind) for kind in CROSS_TYPES)
-        yield Cell(name=f"{feature}-{_word(dtype)}", layers=tuple(layers), dtype=dtype)
+        yield Case(name=f"{feature}-{_word(dtype)}", layers=tuple(layers), dtype=dtype)
 
 
-def _all_of_encoders(covered: Covered) -> Iterator[Cell]:
+def _all_of_encoders(covered: Covered) -> Iterator[Case]:
     for feature in covered.encoder_features:
         layer = replace(FEATURES[feature], attention_type=AttentionType.ENCODER_ONLY)
-        yield Cell(name=feature, layers=(layer,))
+        yield Case(name=feature, layers=(layer,))
 
 
-def _all_replays(covered: Covered) -> Iterator[Cell]:
+def _all_replays(covered: Covered) -> Iterator[Case]:
     for features, dtype, block_size in covered.replays:
-        yield Cell(
+        yield Case(
             name=f"{'+'.join(features)}-{_word(dtype)}-{block_size}",
             layers=tuple(FEATURES[feature] for feature in features),
             dtype=dtype,
@@ -224,24 +225,24 @@ def _all_replays(covered: Covered) -> Iterator[Cell]:
         )
 
 
-def _unwaiting(covered: Covered) -> Iterator[Cell]:
+def _unwaiting(covered: Covered) -> Iterator[Case]:
     layers = tuple(FEATURES[feature] for feature in covered.unwaiting)
-    yield Cell(name="all", layers=layers)
+    yield Case(name="all", layers=layers)
 
 
-def _replayed_cross_attention(covered: Covered) -> Iterator[Cell]:
+def _replayed_cross_attention(covered: Covered) -> Iterator[Case]:
     layers = (replace(FEATURES["plain"], attention_type=kind) for kind in CROSS_TYPES[1:])
-    yield Cell(name="cross", layers=tuple(layers))
+    yield Case(name="cross", layers=tuple(layers))
 
 
-def _of_features(*features: str) -> Callable[[Covered], Iterator[Cell]]:
-    """Return one cell of each backend, with a layer of each feature."""
+def _of_features(*features: str) -> Callable[[Covered], Iterator[Case]]:
+    """Return one case of each backend, with a layer of each feature."""
 
-    def cells(covered: Covered) -> Iterator[Cell]:
+    def cases(covered: Covered) -> Iterator[Case]:
         layers = tuple(FEATURES[feature] for feature in features)
-        yield Cell(name="+".join(features), layers=layers)
+        yield Case(name="+".join(features), layers=layers)
 
-    return cells
+    return cases
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -254,45 +255,45 @@ def _each_way_of_decodes() -> None:
 
 
 @over(_all_features)
-def test_every_feature_equals_the_dense_reference(cell: Cell) -> None:
-    run_steps(cell.rig())
+def test_every_feature_equals_the_dense_reference(case: Case) -> None:
+    run_steps(case.rig())
 
 
 @over(_all_head_sizes)
-def test_every_head_size(cell: Cell) -> None:
-    run_steps(cell.rig())
+def test_every_head_size(case: Case) -> None:
+    run_steps(case.rig())
 
 
-@over(_all_groups)
-def test_every_group_of_heads(cell: Cell) -> None:
-    run_steps(cell.rig())
+@over(_all_head_counts)
+def test_every_number_of_heads(case: Case) -> None:
+    run_steps(case.rig())
 
 
 @over(_all_block_sizes)
-def test_every_block_size(cell: Cell) -> None:
-    run_steps(cell.rig())
+def test_every_block_size(case: Case) -> None:
+    run_steps(case.rig())
 
 
 @over(_all_of_encoders_and_decoders)
-def test_encoder_and_cross_attention(cell: Cell) -> None:
-    run_steps(cell.rig())
+def test_encoder_and_cross_attention(case: Case) -> None:
+    run_steps(case.rig())
 
 
 @over(_all_of_encoders)
-def test_encoder_alone(cell: Cell) -> None:
-    rig = cell.rig()
+def test_encoder_alone(case: Case) -> None:
+    rig = case.rig()
     for lengths in ((64, 64), (9, 9, 1), (150, 3, 64)):
         rig.step(prefills=[(rig.sequence(), n) for n in lengths], num_padding=2)
 
 
 @over(_of_features("window", "plain", "window+cap", "plain", "alibi"))
-def test_layers_with_and_without_window_take_turns(cell: Cell) -> None:
-    run_steps(cell.rig())
+def test_layers_with_and_without_window_take_turns(case: Case) -> None:
+    run_steps(case.rig())
 
 
 @over(_of_features("plain"))
-def test_large_prompts_and_small_ones_take_turns(cell: Cell) -> None:
-    rig = replace(cell, layers=(params_of(32, 8, 128),), block_size=64).rig()
+def test_large_prompts_and_small_ones_take_turns(case: Case) -> None:
+    rig = replace(case, layers=(params_of(32, 8, 128),), block_size=64).rig()
     a, b = rig.sequence(), rig.sequence()
     for _ in range(2):
         rig.step(prefills=[(a, 400), (b, 200)])
@@ -300,8 +301,8 @@ def test_large_prompts_and_small_ones_take_turns(cell: Cell) -> None:
 
 
 @over(_of_features("plain", "window"))
-def test_ragged_ends_of_rows_do_not_let_poison_in(cell: Cell) -> None:
-    rig = replace(cell, block_size=64).rig()
+def test_ragged_ends_of_rows_do_not_let_poison_in(case: Case) -> None:
+    rig = replace(case, block_size=64).rig()
     sequences = [rig.sequence() for _ in range(7)]
     rig.step(prefills=[(s, 1 + 11 * i) for i, s in enumerate(sequences)])
     for _ in range(9):
@@ -310,47 +311,47 @@ def test_ragged_ends_of_rows_do_not_let_poison_in(cell: Cell) -> None:
 
 @pytest.mark.parametrize("feature", ["plain", "e4m3"])
 @over(_of_features("plain"))
-def test_prompts_of_a_profile_run_attend_among_themselves(cell: Cell, feature: str) -> None:
-    rig = cell.rig()
+def test_prompts_of_a_profile_run_attend_among_themselves(case: Case, feature: str) -> None:
+    rig = case.rig()
     batch = rig.batch([(rig.sequence(), 40), (rig.sequence(), 9)], [])
     inputs = rig.tokens(49)[0].cuda().split([1024, 256, 256], 1)
     expected = _run(rig, batch, inputs)
-    profiled = replace(cell, layers=(FEATURES[feature],)).rig()
+    profiled = replace(case, layers=(FEATURES[feature],)).rig()
     profiled.cache = torch.empty(0, dtype=profiled.cache.dtype, device="cuda")
     no_tables = replace(batch, block_tables=batch.block_tables[:, :0])
     assert torch.equal(_run(profiled, no_tables, inputs), expected)
 
 
 @over(_of_features("plain", "window"))
-def test_sequence_survives_a_swap_to_other_blocks(cell: Cell) -> None:
-    rig = cell.rig()
+def test_sequence_survives_a_swap_to_other_blocks(case: Case) -> None:
+    rig = case.rig()
     sequence = rig.sequence()
     rig.step(prefills=[(sequence, 45)])
     host = torch.zeros_like(rig.cache[:3], device="cpu", pin_memory=True)
     order = [2, 0, 1]
-    cell.backend.swap_blocks(rig.cache, host, list(zip(sequence.blocks, order, strict=True)))
+    case.backend.swap_blocks(rig.cache, host, list(zip(sequence.blocks, order, strict=True)))
     torch.cuda.synchronize()
     rig.release(sequence)
     sequence.blocks = [rig.free.pop(0) for _ in order]
-    cell.backend.swap_blocks(host, rig.cache, list(zip(order, sequence.blocks, strict=True)))
+    case.backend.swap_blocks(host, rig.cache, list(zip(order, sequence.blocks, strict=True)))
     rig.step(decodes=[sequence])
 
 
 @over(_of_features("plain", "window"))
-def test_sequence_survives_a_copy_to_blocks_that_lie_apart(cell: Cell) -> None:
-    rig = cell.rig()
+def test_sequence_survives_a_copy_to_blocks_that_lie_apart(case: Case) -> None:
+    rig = case.rig()
     sequence = rig.sequence()
     rig.step(prefills=[(sequence, 45)])
     blocks = [rig.free.pop(0) for _ in sequence.blocks]
-    cell.backend.copy_blocks(rig.cache, list(zip(sequence.blocks, blocks, strict=True)))
+    case.backend.copy_blocks(rig.cache, list(zip(sequence.blocks, blocks, strict=True)))
     rig.release(sequence)
     sequence.blocks = blocks
     rig.step(decodes=[sequence])
 
 
 @over(_of_features("plain", "window"))
-def test_advanced_step_equals_one_that_is_uploaded(cell: Cell) -> None:
-    rig = cell.rig()
+def test_advanced_step_equals_one_that_is_uploaded(case: Case) -> None:
+    rig = case.rig()
     a, b = rig.sequence(), rig.sequence()
     rig.step(prefills=[(a, 14), (b, 40)])
     batch = rig.batch([], [a, b])
@@ -361,29 +362,29 @@ def test_advanced_step_equals_one_that_is_uploaded(cell: Cell) -> None:
         uploaded = rig.builder.alike().build(batch)
         for layer, out in zip(rig.layers, outputs, strict=True):
             expected = layer(*inputs, rig.cache, uploaded)
-            assert relative_error(out.cpu(), expected.cpu()) < TOLERANCE[cell.dtype]
-        step, batch = step.advance_step(), batch.advanced(cell.block_size)
+            assert relative_error(out.cpu(), expected.cpu()) < TOLERANCE[case.dtype]
+        step, batch = step.advance_step(), batch.advanced(case.block_size)
 
 
 @over(_all_replays)
-def test_replays_equal_eager_steps(cell: Cell) -> None:
-    check_replays(cell.backend, *cell.layers, dtype=cell.dtype, block_size=cell.block_size)
+def test_replays_equal_eager_steps(case: Case) -> None:
+    check_replays(case.backend, *case.layers, dtype=case.dtype, block_size=case.block_size)
 
 
 @over(_replayed_cross_attention)
-def test_replays_of_cross_attention_equal_eager_steps(cell: Cell) -> None:
-    check_replays(cell.backend, *cell.layers, dtype=cell.dtype, block_size=cell.block_size)
+def test_replays_of_cross_attention_equal_eager_steps(case: Case) -> None:
+    check_replays(case.backend, *case.layers, dtype=case.dtype, block_size=case.block_size)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @over(_unwaiting)
-def test_a_step_waits_for_nothing(cell: Cell) -> None:
-    check_waits_for_nothing(cell.backend, *cell.layers, dtype=cell.dtype)
+def test_a_step_waits_for_nothing(case: Case) -> None:
+    check_waits_for_nothing(case.backend, *case.layers, dtype=case.dtype)
 
 
 @over(_of_features("plain"))
-def test_plans_far_ahead_of_the_gpu_do_not_mix(cell: Cell) -> None:
-    rig = cell.rig()
+def test_plans_far_ahead_of_the_gpu_do_not_mix(case: Case) -> None:
+    rig = case.rig()
     sequences = [rig.sequence() for _ in range(3)]
     rig.step(prefills=[(s, 30 + 40 * i) for i, s in enumerate(sequences)])
     inputs = rig.tokens(1)[0].cuda().split([1024, 256, 256], 1)
