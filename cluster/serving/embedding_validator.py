@@ -81,7 +81,7 @@ class EmbeddingValidator:
         )
 
     async def _read(self, prompt: str | tuple[int, ...], *, is_long: bool) -> tuple[int, ...]:
-        token_ids = await self._reader.read(prompt, is_long=is_long, param="input")
+        token_ids = await self._reader.read_prompt(prompt, is_long=is_long, param="input")
         if not 1 <= len(token_ids) <= self._context:
             raise InvalidRequestError(
                 f"input must have 1 to {self._context} tokens, not {len(token_ids)}.",

@@ -7,7 +7,7 @@ many requests it covers.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from cluster.engine.embedder import Embedder
 from cluster.scheduling.event import TokenEvent
@@ -72,6 +72,9 @@ class GenerationEngine(Engine, Protocol):
         """End one sequence of a request, without an event for it."""
 
 
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
 class EngineClient:
     """Delivers the engine's events to the streams of their requests.
 
@@ -108,23 +111,17 @@ class EngineClient:
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineError while there is none."""
-        if self._engine is None:
-            raise EngineError("The model is not loaded yet.")
-        return self._engine
+        return _loaded(self._engine)
 
     @property
     def embedding_engine(self) -> EmbeddingEngine:
         """The embedding engine. Raises EngineError while there is none."""
-        if self._embedding_engine is None:
-            raise EngineError("The model is not loaded yet.")
-        return self._embedding_engine
+        return _loaded(self._embedding_engine)
 
     @property
     def generation_engine(self) -> GenerationEngine:
         """The generation engine. Raises EngineError while there is none."""
-        if self._generation_engine is None:
-            raise EngineError("The model is not loaded yet.")
-        return self._generation_engine
+        return _loaded(self._generation_engine)
 
     @property
     def is_healthy(self) -> bool:
@@ -228,7 +225,7 @@ class EngineStream:
     ) -> None:
         self.close()
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_sequence(self, request_id: str, index: int) -> None:
         """End a sequence and drop its further events."""
         if self._end(request_id, index):
             self._engine.finish_sequence(request_id, index)
@@ -283,3 +280,9 @@ class EngineStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _loaded(engine: AnyEngine | None) -> AnyEngine:
+    if engine is None:
+        raise EngineError("The model is not loaded yet.")
+    return engine

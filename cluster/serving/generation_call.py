@@ -156,7 +156,7 @@ class GenerationCall:
             return output
         self._num_unfinished -= 1
         # Without effect if the engine ended the sequence.
-        self._stream.finish(request_id, index)
+        self._stream.finish_sequence(request_id, index)
         if output.finish_reason is FinishReason.ABORT and self._is_late():
             raise _late()
         return output

@@ -63,7 +63,7 @@ class ChatPrompt:
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, object], ...] = ()
-    """Tools as the model's chat template takes them: `{"type": "function", "function": ...}`."""
+    """Tools in the format of chat templates: `{"type": "function", "function": ...}`."""
     adds_generation_prompt: bool = True
     """Whether the rendered text ends with the start of an assistant turn."""
     continues_final_message: bool = False
@@ -98,7 +98,7 @@ class GenerationInput:
 
     @property
     def arrival(self) -> Arrival:
-        """What it is, whatever it asks for."""
+        """The call's properties without its content."""
         is_chat = bool(self.prompts) and isinstance(self.prompts[0], ChatPrompt)
         return Arrival(
             operation="chat" if is_chat else "text_completion",
@@ -126,7 +126,7 @@ class EmbeddingInput:
 
     @property
     def arrival(self) -> Arrival:
-        """What it is, whatever it asks for."""
+        """The call's properties without its content."""
         return Arrival(operation="embeddings", tenant=self.tenant, origin=self.origin)
 
 

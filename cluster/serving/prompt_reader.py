@@ -39,7 +39,7 @@ class PromptReader:
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
 
-    async def read(
+    async def read_prompt(
         self,
         prompt: Prompt,
         *,

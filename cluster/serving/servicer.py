@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ from pagedray.errors import (
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
@@ -169,51 +170,44 @@ class Servicer:
 
         Raises RequestError or EngineError; then nothing was submitted.
         """
-        watch = self.observer.watch_call(given.arrival)
-        call: OpenCall | None = None
-        try:
+        with self._watch(given.arrival) as watch:
             self._check_kind(is_encoder=False)
             tenant = self._admit(given)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")
             call = self._calls.open_call(tenant)
-            requests = await self.validator.validate(given)
-            return self._open(given, requests, call, watch)
-        except BaseException as error:
-            if call is not None:
+            try:
+                requests = await self.validator.validate(given)
+                return self._open(given, requests, call, watch)
+            except BaseException:
                 call.close()
-            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
-            raise
+                raise
 
     async def embed(self, given: EmbeddingInput) -> EmbeddingOutput:
         """Return the vectors of texts; cancelling the wait cancels the call.
 
         Raises RequestError or EngineError.
         """
-        watch = self.observer.watch_call(given.arrival)
-        call: OpenCall | None = None
-        try:
+        with self._watch(given.arrival) as watch:
             self._check_kind(is_encoder=True)
             tenant = self._admit(given)
             call = self._calls.open_call(tenant)
-            request = await self._embedding_validator.validate(given)
-            watch.note_validated(request.num_tokens)
-            call.reserve_tokens(num_prompt_tokens=request.num_tokens, num_tokens=request.num_tokens)
-            # Tokenizing took time, in which a drain may have begun.
-            self._check_phase()
-            running = self.client.embedding_engine.submit_request(
-                replace(request, weight=tenant.weight)
-            )
-            call.task = embedding = EmbeddingCall(running)
-            watch.note_open("")
-            vectors = await embedding.vectors(given.deadline_s)
-            watch.note_end("stop")
-            return EmbeddingOutput(vectors=vectors, num_prompt_tokens=request.num_tokens)
-        except BaseException as error:
-            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
-            raise
-        finally:
-            if call is not None:
+            try:
+                request = await self._embedding_validator.validate(given)
+                num_tokens = request.num_tokens
+                watch.note_validated(num_tokens)
+                call.reserve_tokens(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
+                # Tokenizing took time, in which a drain may have begun.
+                self._check_phase()
+                request = replace(request, weight=tenant.weight)
+                call.task = embedding = EmbeddingCall(
+                    self.client.embedding_engine.submit_request(request)
+                )
+                watch.note_open("")
+                vectors = await embedding.vectors(given.deadline_s)
+                watch.note_end("stop")
+                return EmbeddingOutput(vectors=vectors, num_prompt_tokens=num_tokens)
+            finally:
                 call.close()
 
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
@@ -265,6 +259,16 @@ class Servicer:
             calls=self._calls.infos(tenant),
         )
         return loads if tenant.is_admin else own_loads(loads)
+
+    @contextmanager
+    def _watch(self, arrival: Arrival) -> Iterator[CallWatch]:
+        """Watch a call; an error that is raised inside ends it."""
+        watch = self.observer.watch_call(arrival)
+        try:
+            yield watch
+        except BaseException as error:
+            watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
+            raise
 
     def _check_kind(self, *, is_encoder: bool) -> None:
         model = self.config.model

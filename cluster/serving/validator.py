@@ -115,7 +115,7 @@ class Validator:
     async def tokenize(self, given: TokenizeInput) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises RequestError."""
         self.check_model(given.model)
-        return await self._reader.read(
+        return await self._reader.read_prompt(
             given.prompt,
             is_long=are_long((given.prompt,)),
             add_special_tokens=given.add_special_tokens,
@@ -158,7 +158,7 @@ class Validator:
     async def _read_prompt(self, prompt: Prompt, *, is_long: bool) -> tuple[int, ...]:
         if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        token_ids = await self._reader.read(prompt, is_long=is_long)
+        token_ids = await self._reader.read_prompt(prompt, is_long=is_long)
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         self._check_prompt_length(len(token_ids), param)
         return token_ids

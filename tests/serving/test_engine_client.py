@@ -95,7 +95,7 @@ async def test_leaving_at_the_end_does_not(client: EngineClient, recorder: _Reco
 
 async def test_finished_sequences_end_the_stream(client: EngineClient, recorder: _Recorder) -> None:
     async with client.open_stream([_request(n=2)]) as stream:
-        stream.finish("r", 0)
+        stream.finish_sequence("r", 0)
         client.publish([TokenEvent("r", 0, (5,)), _end(index=1)])
         assert [event.index async for batch in stream for event in batch] == [1]
     assert recorder.calls == [("submit_request", "r"), ("finish_sequence", "r", 0)]

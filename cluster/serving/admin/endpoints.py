@@ -29,10 +29,10 @@ __all__ = ["server_endpoints"]
 def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     """Return the endpoints of the server itself, including the files of its web page."""
     handlers = _ServerHandlers(servicer)
-    everybody, admins = Access.PUBLIC, Access.ADMINS
+    public, admins = Access.PUBLIC, Access.ADMINS
     return (
-        Endpoint(method="GET", path="/health", handler=handlers.health, access=everybody),
-        Endpoint(method="GET", path="/ready", handler=handlers.ready, access=everybody),
+        Endpoint(method="GET", path="/health", handler=handlers.health, access=public),
+        Endpoint(method="GET", path="/ready", handler=handlers.ready, access=public),
         Endpoint(method="GET", path="/metrics", handler=handlers.metrics, access=admins),
         Endpoint(method="GET", path="/loads", handler=handlers.loads),
         Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize),
@@ -40,7 +40,7 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
         Endpoint(method="GET", path="/openapi.json", handler=handlers.openapi),
         Endpoint(method="GET", path="/docs", handler=handlers.docs),
         *(
-            Endpoint(method="GET", path=route.path, handler=_file(route.endpoint), access=everybody)
+            Endpoint(method="GET", path=route.path, handler=_file(route.endpoint), access=public)
             for route in page_routes()
         ),
     )

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
-from cluster.serving.http.schema import Body, Defaults, named_schema
+from cluster.serving.http.schema import Body, Defaults
 from cluster.serving.inputs import ChatPrompt, TokenizeInput
 from cluster.serving.openai.chat_body import MAX_MESSAGES, check_open_end
-from cluster.serving.openai.messages import Message, read_messages, read_tools
+from cluster.serving.openai.messages import Message, read_messages, read_tools, tools_field
 from cluster.serving.tools.tool_choice import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 
@@ -34,16 +34,9 @@ class TokenizeBody(Body):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Any = Field(  # Any: read separately, which keeps nulls in a schema
-        None,
-        json_schema_extra={
-            "type": "array",
-            "items": named_schema("ToolObject"),
-            "maxItems": MAX_TOOLS,
-        },
-    )
+    tools: Any = tools_field()
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise InvalidRequestError if parameters cannot be used together."""
         has_messages = "messages" in self.model_fields_set
         if (self.prompt is not None) is has_messages:

@@ -52,7 +52,7 @@ class Body(BodyPart):
     with_nulls: ClassVar[frozenset[str]] = frozenset()
     """Parameters inside which a null is ignored."""
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise InvalidRequestError if parameters cannot be used together."""
 
 
@@ -69,7 +69,7 @@ def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Return the checked body of a call. Raises InvalidRequestError."""
     supported = _without_defaults(read_json(raw), kind)
     body = _validated(kind, supported, "")
-    body.check()
+    body.check_fields()
     return body
 
 

@@ -10,7 +10,13 @@ from pydantic import FailFast, Field
 from cluster.serving.http.schema import Defaults, named_schema
 from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.openai.generation_body import COMMON_DEFAULTS, GenerationBody, bounds
-from cluster.serving.openai.messages import Message, read_choice, read_messages, read_tools
+from cluster.serving.openai.messages import (
+    Message,
+    read_choice,
+    read_messages,
+    read_tools,
+    tools_field,
+)
 from cluster.serving.tools.tool_choice import MAX_TOOLS, ToolUse
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS
@@ -40,14 +46,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = bounds(1)
     logprobs: bool = False
     top_logprobs: int | None = bounds(0, MAX_LOGPROBS)
-    tools: Any = Field(  # Any: read separately, which keeps nulls in a schema
-        None,
-        json_schema_extra={
-            "type": "array",
-            "items": named_schema("ToolObject"),
-            "maxItems": MAX_TOOLS,
-        },
-    )
+    tools: Any = tools_field()
     tool_choice: Any = Field(  # Any: a string or an object
         None,
         description="A forced call follows the function's schema; with `auto` the model decides.",
@@ -69,9 +68,9 @@ class ChatBody(GenerationBody):
         """Number of top log-probabilities for each token; None disables log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise InvalidRequestError if parameters cannot be used together."""
-        super().check()
+        super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(
                 "top_logprobs requires logprobs = true.", param="top_logprobs"

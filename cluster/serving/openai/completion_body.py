@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, JsonValue
-
 from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, Prompt
-from cluster.serving.openai.generation_body import COMMON_DEFAULTS, GenerationBody, bounds
+from cluster.serving.openai.generation_body import (
+    COMMON_DEFAULTS,
+    GenerationBody,
+    bounds,
+    prompts_field,
+)
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 
 __all__ = ["CompletionBody"]
 
 _DEFAULT_MAX_TOKENS = 16
-_TOKEN_IDS: dict[str, JsonValue] = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0},
-    "minItems": 1,
-}
 
 
 class CompletionBody(GenerationBody):
@@ -27,17 +25,7 @@ class CompletionBody(GenerationBody):
 
     defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {"echo": (False,), "suffix": ("",)}
 
-    prompt: Any = Field(  # Any: its length is checked before its entries
-        description="A string or an array of token ids, or an array of either.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_N},
-                _TOKEN_IDS,
-                {"type": "array", "items": _TOKEN_IDS, "maxItems": MAX_N},
-            ]
-        },
-    )
+    prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
     logprobs: int | None = bounds(0, MAX_LOGPROBS)
 
     @property

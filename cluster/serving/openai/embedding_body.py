@@ -4,43 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
-from cluster.serving.openai.generation_body import bounds
+from cluster.serving.openai.generation_body import bounds, prompts_field
 from pagedray.errors import InvalidRequestError
 
 __all__ = ["MAX_INPUTS", "EmbeddingBody"]
 
 MAX_INPUTS = 2048
-_TOKEN_IDS: dict[str, JsonValue] = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0},
-    "minItems": 1,
-}
 
 
 class EmbeddingBody(Body):
     """Texts to embed."""
 
     model: str
-    input: Any = Field(  # Any: its length is checked before its entries
-        description="A string or an array of token ids, or an array of either.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1},
-                    "minItems": 1,
-                    "maxItems": MAX_INPUTS,
-                },
-                _TOKEN_IDS,
-                {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_INPUTS},
-            ]
-        },
-    )
+    input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64` encodes little-endian 32-bit floats."
     )

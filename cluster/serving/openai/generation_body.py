@@ -22,7 +22,7 @@ from pagedray.request import (
     MAX_STOP_LENGTH,
 )
 
-__all__ = ["COMMON_DEFAULTS", "GenerationBody", "bounds"]
+__all__ = ["COMMON_DEFAULTS", "GenerationBody", "bounds", "prompts_field"]
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _SAMPLING_NAMES = (
@@ -60,6 +60,28 @@ def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: 
         name: value for name, value in limits.items() if value is not None
     }
     return Field(None, json_schema_extra=known)
+
+
+def prompts_field(max_items: int, *, min_items: int | None = None) -> Any:  # Any: a pydantic field
+    """Return a field that is a text or its token ids, or a list of either."""
+    token_ids: dict[str, JsonValue] = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+    }
+    limits: dict[str, JsonValue] = {} if min_items is None else {"minItems": min_items}
+    limits["maxItems"] = max_items
+    text: dict[str, JsonValue] = {"type": "string", "minLength": 1}
+    kinds: list[JsonValue] = [
+        text,
+        {"type": "array", "items": text, **limits},
+        token_ids,
+        {"type": "array", "items": token_ids, **limits},
+    ]
+    return Field(
+        description="A string or an array of token ids, or an array of either.",
+        json_schema_extra={"anyOf": kinds},
+    )
 
 
 class StreamOptions(BodyPart):
@@ -164,7 +186,7 @@ class GenerationBody(Body):
     def num_logprobs(self) -> int | None:
         """Number of top log-probabilities for each token; None disables log-probabilities."""
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise InvalidRequestError if parameters cannot be used together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_body import check_counts
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.tools.tool_choice import Tool, ToolChoice
+from cluster.serving.tools.tool_choice import MAX_TOOLS, Tool, ToolChoice
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "read_choice",
     "read_messages",
     "read_tools",
+    "tools_field",
 ]
 
 _MAX_CALLS = 128
@@ -119,6 +120,16 @@ class ToolChoiceObject(BodyPart):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which keeps nulls in schemas
+    """Return the field of a call's tools."""
+    schema: dict[str, JsonValue] = {
+        "type": "array",
+        "items": named_schema("ToolObject"),
+        "maxItems": MAX_TOOLS,
+    }
+    return Field(None, json_schema_extra=schema)
 
 
 def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
