@@ -1,4 +1,4 @@
-"""What the tests of deploy/ share: every deployment that a user may apply, rendered."""
+"""Fixtures of the tests of deploy/: all deployments that a user may apply, rendered."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OVERLAYS = sorted(path.parent for path in DEPLOY.glob("kuberay/overlays/*/kustom
 
 @pytest.fixture(params=[*OVERLAYS, DEPLOY / "single-pod"], ids=lambda path: path.name)
 def folder(request: pytest.FixtureRequest) -> Path:
-    """The folder of a deployment, each in turn."""
+    """The folder of each deployment."""
     path: Path = request.param
     return path
 
 
 @pytest.fixture
 def manifests(folder: Path) -> list[Manifest]:
-    """The manifests of a deployment, each in turn."""
+    """The manifests of each deployment."""
     return render(folder)
 
 
 @pytest.fixture
 def monitored_folder(tmp_path: Path) -> Path:
-    """An overlay as a user would write it: one of ours with monitoring."""
+    """A user's overlay: one of ours with monitoring."""
     kuberay = os.path.relpath(DEPLOY / "kuberay", tmp_path.resolve())
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -53,6 +53,6 @@ def monitored(monitored_folder: Path) -> list[Manifest]:
 
 @pytest.fixture(params=OVERLAYS, ids=lambda path: path.name)
 def ray_service(request: pytest.FixtureRequest) -> Manifest:
-    """The RayService of an overlay, each in turn."""
+    """The RayService of each overlay."""
     [found] = [one for one in render(request.param) if one["kind"] == "RayService"]
     return found

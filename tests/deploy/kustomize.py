@@ -1,4 +1,4 @@
-"""Renders the part of Kustomize that deploy/ is written in, and refuses all else.
+"""Renders the subset of Kustomize that deploy/ uses, and rejects everything else.
 
 That part is: resources, components, images, ConfigMaps of files, and JSON patches (RFC 6902) by
 kind and name. Where there is a kubectl, a test compares this with what it makes of a folder.
@@ -14,7 +14,7 @@ import yaml
 
 __all__ = ["DEPLOY", "Manifest", "RenderError", "overlay", "render"]
 
-# Any: a manifest is what YAML holds.
+# Any: YAML.
 Manifest = dict[str, Any]
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -34,7 +34,7 @@ _KNOWN = {
 
 
 class RenderError(Exception):
-    """A folder says what this renderer does not know, or what cannot be done."""
+    """A folder uses an unsupported or invalid feature."""
 
 
 def render(folder: Path) -> list[Manifest]:
@@ -73,7 +73,7 @@ def _rendered(folder: Path, kind: str, manifests: list[Manifest]) -> list[Manife
 def _resource(path: Path) -> list[Manifest]:
     if path.is_dir():
         return render(path)
-    # By way of a copy, since an anchor's value would be one object in several places.
+    # A copy, since the value of a YAML anchor would be one object in several places.
     documents = list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
     return [_copied(document) for document in documents if document is not None]
 
@@ -107,7 +107,7 @@ def _patch(folder: Path, patch: Manifest, manifests: list[Manifest]) -> None:
 
 def _operate(manifest: Manifest, operation: Manifest) -> None:
     *parents, last = operation["path"].lstrip("/").split("/")
-    # Any: a step may lead into a mapping or into a list.
+    # Any: mappings and lists.
     place: Any = manifest
     for step in parents:
         place = place[int(step)] if isinstance(place, list) else place[step]
@@ -118,7 +118,7 @@ def _operate(manifest: Manifest, operation: Manifest) -> None:
         case "add":
             place[key] = operation["value"]
         case "replace":
-            # Read first: what is not there cannot be replaced.
+            # Read first, since only existing values can be replaced.
             _ = place[key]
             place[key] = operation["value"]
         case "test":

@@ -1,4 +1,4 @@
-"""Says what NetworkPolicies let through, by the rules that Kubernetes documents."""
+"""Evaluates NetworkPolicies by the rules that Kubernetes documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Peer:
 
     @classmethod
     def pod(cls, namespace: str = OUR_NAMESPACE, **labels: str) -> Peer:
-        """Return a pod; `app` stands for Kubernetes' long name of that label."""
+        """Return a pod; `app` stands for the full name of that label."""
         long = {"app": "app.kubernetes.io/name", "component": "app.kubernetes.io/component"}
         return cls(
             labels={
@@ -36,14 +36,14 @@ class Peer:
 
     @classmethod
     def outside(cls, address: str) -> Peer:
-        """Return an address that is no pod's."""
+        """Return an address outside the cluster."""
         return cls(labels={}, namespace={}, address=address)
 
 
 def admits(
     manifests: Sequence[Manifest], source: Peer, target: Peer, port: int, protocol: str = "TCP"
 ) -> bool:
-    """Return whether a connection may be made: out of its source, and into its target."""
+    """Return whether the policies of the source and of the target allow a connection."""
     return _side(manifests, "Egress", source, target, port, protocol) and _side(
         manifests, "Ingress", target, source, port, protocol
     )
@@ -61,7 +61,7 @@ def _side(
         and pod.namespace["kubernetes.io/metadata.name"] == OUR_NAMESPACE
         and _matches(one["spec"]["podSelector"], pod.labels)
     ]
-    # A pod that no policy selects is open.
+    # A pod that no policy selects accepts all traffic.
     if not policies:
         return True
     direction = {"Ingress": "from", "Egress": "to"}[kind]

@@ -1,4 +1,4 @@
-"""What KubeRay v1.7.0 refuses although its schema allows it, for a RayService.
+"""The rules for RayServices that KubeRay v1.7.0 checks beyond its schema.
 
 Its schema's CEL rules and ray-operator/controllers/ray/utils/validation.go, as far as they concern
 what a RayService can say.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.deploy.kustomize import Manifest
 
-__all__ = ["complaints"]
+__all__ = ["operator_errors"]
 
 _MAX_NAME_LENGTH = 47
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -22,8 +22,8 @@ _OLDEST_WITH_TOKENS = (2, 52)
 _RESOURCE_PARAMS = {"memory", "num-cpus", "num-gpus", "resources"}
 
 
-def complaints(ray_service: Manifest) -> list[str]:
-    """Return what the operator would refuse."""
+def operator_errors(ray_service: Manifest) -> list[str]:
+    """Return the errors that the operator would report."""
     return [*_metadata(ray_service), *_service(ray_service), *_cluster(ray_service)]
 
 
@@ -69,7 +69,7 @@ def _cluster(ray_service: Manifest) -> Iterator[str]:
 def _restarts(name: str, group: Manifest, cluster: Manifest) -> Iterator[str]:
     if not cluster.get("enableInTreeAutoscaling"):
         return
-    # The second version is the default of the Ray that we run.
+    # The second version is the default of our Ray version.
     is_v2 = cluster.get("autoscalerOptions", {}).get("version", "v2") == "v2"
     if is_v2 and group["template"]["spec"].get("restartPolicy", "Never") != "Never":
         yield f"the restartPolicy of {name} is to be Never with the second autoscaler"

@@ -1,4 +1,4 @@
-"""Says what is wrong with a manifest: by Kubernetes' own schemas, or by ours for other kinds.
+"""Validates manifests by Kubernetes' own schemas, or by ours for custom resources.
 
 The package kubernetes-validate has the schemas; its own function reads megabytes at every call.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["KUBERNETES", "check"]
 
 KUBERNETES = ("1.33.0", "1.37.0")
-"""The oldest and the newest Kubernetes that manifests are checked for."""
+"""The oldest and the newest Kubernetes version to validate for."""
 _SCHEMA = Path(__file__).with_name("custom_resources.schema.yaml")
 
 
 def check(manifest: Manifest) -> None:
-    """Raise ValidationError unless a manifest is well-formed, without a field too many."""
+    """Raise ValidationError unless a manifest is valid, without unknown fields."""
     if manifest["kind"] in _schema()["$defs"]:
         _Validator({"$ref": f"#/$defs/{manifest['kind']}", **_schema()}).validate(manifest)
     else:
@@ -49,7 +49,7 @@ def _built_in(version: str, name: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema, registry=registry)
 
 
-# Any: a schema is what JSON holds.
+# Any: JSON.
 @cache
 def _definitions(version: str) -> Registry[Any]:
     registry: Registry[Any] = Registry()
@@ -75,7 +75,7 @@ def _pod(template: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", **template}
 
 
-# A built-in type has a schema only as part of a kind: what a whole object would be like.
+# A built-in type has a schema only as part of a kind, so a whole object is validated.
 _WHOLES: dict[str, Callable[[Any], Manifest]] = {
     "EnvVars": lambda part: _container(env=part),
     "PodTemplateSpec": _pod,

@@ -1,4 +1,4 @@
-"""Every pod has the least rights, every image a version, and everything the time to end well."""
+"""Pods have minimal permissions, images have versions, and terminations have enough time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _containers(manifests: list[Manifest]) -> Iterator[Manifest]:
         yield from template["spec"].get("initContainers", [])
 
 
-def test_pods_have_no_rights_that_they_do_not_need(manifests: list[Manifest]) -> None:
+def test_pods_have_minimal_permissions(manifests: list[Manifest]) -> None:
     for template in _templates(manifests):
         pod = template["spec"]
         assert not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & set(pod)
@@ -46,7 +46,7 @@ def test_pods_have_no_rights_that_they_do_not_need(manifests: list[Manifest]) ->
         assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
 
 
-def test_containers_cannot_change_themselves(manifests: list[Manifest]) -> None:
+def test_containers_have_read_only_root_file_systems(manifests: list[Manifest]) -> None:
     for container in _containers(manifests):
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
@@ -58,7 +58,7 @@ def test_containers_cannot_change_themselves(manifests: list[Manifest]) -> None:
         assert not [one for one in container["ports"] if "hostPort" in one]
 
 
-def test_every_place_that_is_written_to_is_a_volume(manifests: list[Manifest]) -> None:
+def test_every_writable_path_is_a_volume(manifests: list[Manifest]) -> None:
     for template in _templates(manifests):
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         [container] = template["spec"]["containers"]
@@ -87,7 +87,7 @@ def test_images_are_of_this_version(manifests: list[Manifest]) -> None:
         assert re.fullmatch(re.escape(project["version"]) + "-(cpu|cuda)", tag)
 
 
-def test_ray_asks_for_a_token_and_shows_no_dashboard(ray_service: Manifest) -> None:
+def test_ray_requires_a_token_and_exposes_no_dashboard(ray_service: Manifest) -> None:
     cluster = ray_service["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
@@ -111,7 +111,7 @@ def test_grpc_is_announced_as_http2(ray_service: Manifest) -> None:
     config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
     assert ports["serve-grpc"]["port"] == config["grpc_options"]["port"]
     assert ports["serve"]["port"] == config["http_options"]["port"]
-    # KubeRay's service has the ports that the head names, whether or not it serves.
+    # KubeRay's service has the ports of the head, even if the head does not serve.
     cluster = ray_service["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         [container] = group["template"]["spec"]["containers"]
@@ -120,7 +120,7 @@ def test_grpc_is_announced_as_http2(ray_service: Manifest) -> None:
         assert declared["serve"] == ports["serve"]["port"]
 
 
-def test_a_pod_has_more_time_to_end_than_it_takes(ray_service: Manifest) -> None:
+def test_grace_periods_exceed_the_time_to_drain(ray_service: Manifest) -> None:
     spec = ray_service["spec"]
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
     requests_s = application["args"]["drain_timeout_s"]
@@ -133,7 +133,7 @@ def test_a_pod_has_more_time_to_end_than_it_takes(ray_service: Manifest) -> None
         wait_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert requests_s < node_s
         assert wait_s + node_s < pod["terminationGracePeriodSeconds"]
-    # The old cluster of an upgrade stays as long as its requests may take.
+    # The old cluster of an upgrade stays until its requests must have ended.
     assert spec["rayClusterDeletionDelaySeconds"] > requests_s
 
 
@@ -153,7 +153,7 @@ def test_a_disruption_budget_covers_every_pod(manifests: list[Manifest]) -> None
             for one in budgets
             if one["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         ]
-        # Pods of a RayCluster, which has no scale subresource, can have nothing but whole minima.
+        # A RayCluster has no scale subresource, so its budgets must be absolute minima.
         assert budget["minAvailable"] == 1
         assert "maxUnavailable" not in budget
 
@@ -169,13 +169,13 @@ def test_only_the_autoscaler_gets_a_token() -> None:
         for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"]
         if one["name"] == autoscaler[path]["name"]
     ]
-    # What Ray's autoscaler reads, and what Kubernetes' own mount would have.
+    # The files that Ray's autoscaler reads, as in Kubernetes' own mount.
     files = [_file_names(source) for source in volume["projected"]["sources"]]
     assert files == [["token"], ["ca.crt"], ["namespace"]]
     assert cluster["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-# Any: as in a manifest.
+# Any: YAML.
 def _file_names(source: dict[str, Any]) -> list[str]:
     [(kind, content)] = source.items()
     return (
@@ -186,7 +186,7 @@ def _file_names(source: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["gpu-1", "tp-8", "tp-16", "two-hosts"])
-def test_a_worker_has_what_its_replicas_take(name: str) -> None:
+def test_a_worker_has_the_resources_of_its_replicas(name: str) -> None:
     spec = overlay(name)["RayService", "pagedray"]["spec"]
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
     [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
@@ -195,7 +195,7 @@ def test_a_worker_has_what_its_replicas_take(name: str) -> None:
     num_ranks = application["args"].get("tensor_parallel_size", 1)
     num_gpus = int(limits["nvidia.com/gpu"])
     num_workers = -(-num_ranks // num_gpus)
-    # Whole workers for a replica: its ranks, and a core for itself.
+    # A replica takes a core for itself, and its ranks.
     assert num_workers * num_gpus == num_ranks
     assert int(limits["cpu"]) >= num_gpus + 1
     assert (application["args"].get("placement_strategy") == "PACK") == (num_workers > 1)

@@ -1,4 +1,4 @@
-"""What the Dockerfile copies is there and complete, and the image is of this version.
+"""The files that the Dockerfile copies exist and are complete, and versions match.
 
 There is no container runtime here: hadolint reads the file, and the wheel is built from the files
 that the builder would get, by the commands that the builder would run.
@@ -57,7 +57,7 @@ def _copied_from_checkout() -> Iterator[str]:
 
 
 def _is_sent(path: Path) -> bool:
-    """Return whether the builder gets a file: the last line that fits decides."""
+    """Return whether a file is sent to the builder: the last matching pattern decides."""
     is_ignored = False
     names = [str(path), *(str(parent) for parent in path.parents)]
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -79,7 +79,7 @@ def _files(path: Path) -> Iterator[Path]:
         yield path.relative_to(ROOT)
 
 
-def test_hadolint_has_no_complaint() -> None:
+def test_hadolint_reports_nothing() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
         [str(hadolint), "--format", "json", "--failure-threshold", "style", str(DOCKERFILE)],
@@ -91,7 +91,7 @@ def test_hadolint_has_no_complaint() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_everything_copied_is_there_and_sent() -> None:
+def test_copied_files_exist_and_are_sent() -> None:
     sources = sorted(set(_copied_from_checkout()))
     assert set(PACKAGES) < set(sources)
     for source in sources:
@@ -109,7 +109,7 @@ def test_nothing_else_is_sent(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel that the image gets, built in a folder with the files that the stage copies."""
+    """The wheel of the image, built from the files that the stage copies."""
     source = tmp_path_factory.mktemp("source")
     for instruction, words in _stage("wheel"):
         if instruction == "COPY":
@@ -130,7 +130,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_the_wheel_has_all_of_our_packages(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_all_packages(wheel: zipfile.ZipFile) -> None:
     expected = {
         str(file)
         for package in PACKAGES
@@ -142,14 +142,14 @@ def test_the_wheel_has_all_of_our_packages(wheel: zipfile.ZipFile) -> None:
     assert {"pagedray/py.typed", "attention/kernels/cpu/paged_decode.c"} <= inside
 
 
-def test_the_wheel_brings_the_command_and_the_license(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_the_command_and_the_license(wheel: zipfile.ZipFile) -> None:
     info = f"pagedray-{_PROJECT['version']}.dist-info"
     assert "pagedray = cluster.cli.commands:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_image_serves_as_an_ordinary_user_and_stops_well(target: str) -> None:
+def test_an_image_runs_as_an_unprivileged_user_and_stops_cleanly(target: str) -> None:
     stage = dict(_stage(target))
     assert stage["USER"] == ["10001:10001"]
     assert stage["STOPSIGNAL"] == ["SIGTERM"]
@@ -157,11 +157,11 @@ def test_an_image_serves_as_an_ordinary_user_and_stops_well(target: str) -> None
     assert "http://127.0.0.1:8000/health]" in stage["HEALTHCHECK"]
     assert stage["ARG"] == [f"VERSION={_PROJECT['version']}"]
     assert stage["LABEL"][-1] == "org.opencontainers.image.version=${VERSION}"
-    # The compilers and pip of other stages stay there: only files come over.
+    # Only files are copied from other stages, not their compilers and pip.
     assert not [words for name, words in _stage(target) if name == "RUN"]
 
 
-def test_bases_are_of_exact_versions() -> None:
+def test_base_images_have_exact_versions() -> None:
     bases = [words[0] for name, words in _instructions() if name == "ARG" and "_BASE=" in words[0]]
     assert len(bases) == 2
     for base in bases:
@@ -184,7 +184,7 @@ def test_requirements_are_those_of_the_project(extras: list[str]) -> None:
 
 def test_the_cuda_image_has_the_versions_that_the_tests_run_with() -> None:
     ours, cuda = (_pins(ROOT / name) for name in ("constraints.txt", "deploy/constraints-cuda.txt"))
-    # Torch for CUDA is the one measured on GPUs, and asks for these.
+    # Required by the torch that was benchmarked on GPUs.
     follows_torch = {"torch", "triton", "setuptools"}
     different = {name for name in ours.keys() & cuda.keys() if ours[name] != cuda[name]}
     assert different <= follows_torch

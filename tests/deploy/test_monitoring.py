@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules: they ask for nothing that servers do not export."""
+"""The dashboard and the alert rules query only metrics that servers export."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 @pytest.mark.parametrize("query", [*dashboard_queries(), *rule_queries()])
-def test_query_names_what_is_exported(query: str) -> None:
+def test_queries_use_exported_metrics(query: str) -> None:
     metrics = documented()
     named = re.findall(r"\b((?:pagedray_|vllm:)\w+)(?:\{([^}]*)\})?", query)
     assert named
@@ -55,12 +55,12 @@ def test_query_names_what_is_exported(query: str) -> None:
         assert (kind == "histogram") == (sample != name), f"{sample} is of a {kind}"
         used = set(re.findall(r"(\w+)\s*[=!]", selector))
         assert used <= labels | {"le", "instance"}, f"{name} has no label {used - labels}"
-        # A counter means nothing but for its growth.
+        # Only the rate of a counter is meaningful.
         if kind != "gauge":
             assert re.search(rf"(rate|increase)\({sample}\b", query)
 
 
-def test_panels_are_whole_and_lie_side_by_side() -> None:
+def test_panels_are_complete_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in panels()}) == len(panels())
     places = [panel["gridPos"] for panel in panels()]
     for place in places:
@@ -87,13 +87,13 @@ def test_variables_of_the_dashboard_are_declared() -> None:
     assert used == declared
 
 
-def test_every_metric_of_ours_is_on_the_dashboard() -> None:
+def test_every_metric_is_on_the_dashboard() -> None:
     ours = {name for name in documented() if name.startswith("pagedray_")}
     text = DASHBOARD.read_text()
     assert {name for name in ours if name not in text} == set()
 
 
-def test_every_alert_says_what_it_means() -> None:
+def test_every_alert_has_a_description() -> None:
     for group in yaml.safe_load((RULES / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")
@@ -112,7 +112,7 @@ def promtool(*arguments: str | Path) -> None:
 
 
 @with_promtool
-def test_rules_warn_when_they_should() -> None:
+def test_alert_rules_fire_as_expected() -> None:
     promtool("check", "config", "--lint=all", "--lint-fatal", "prometheus.yaml")
     promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
     promtool("test", "rules", "alerts_test.yaml")
@@ -126,6 +126,6 @@ def test_queries_of_the_dashboard_are_promql(tmp_path: Path) -> None:
     ]
     rules = [{"record": f"panel:{number}", "expr": q} for number, q in enumerate(queries)]
     file = tmp_path / "queries.yaml"
-    # JSON is YAML.
+    # JSON is valid YAML.
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     promtool("check", "rules", "--lint=none", file)

@@ -1,4 +1,4 @@
-"""Who may reach which port, and where our pods may go."""
+"""Which connections to and from the pods the policies allow."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EVERY_PORT = {GCS, DASHBOARD, AGENT, METRICS, HTTP, GRPC, CHANNEL}
 
 @pytest.fixture(params=["cpu-demo", "gpu-1", "tp-8", "tp-16", "two-hosts"])
 def policies(request: pytest.FixtureRequest) -> list[Manifest]:
-    """The manifests of each overlay in turn."""
+    """The manifests of each overlay."""
     return list(overlay(request.param).values())
 
 
 @pytest.mark.parametrize("target", [HEAD, WORKER], ids=["head", "worker"])
-def test_ports_are_open_to_those_who_need_them(policies: list[Manifest], target: Peer) -> None:
+def test_ports_are_open_to_their_clients_only(policies: list[Manifest], target: Peer) -> None:
     def open_to(source: Peer) -> set[int]:
         return {port for port in EVERY_PORT if admits(policies, source, target, port)}
 

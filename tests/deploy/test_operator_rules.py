@@ -1,4 +1,4 @@
-"""What KubeRay's operator refuses beyond its schema is in none of our deployments."""
+"""Our deployments pass the rules that KubeRay's operator checks beyond its schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.deploy.kustomize import overlay
-from tests.deploy.operator_rules import complaints
+from tests.deploy.operator_rules import operator_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest
 
 
-def test_the_operator_has_no_complaint(ray_service: Manifest) -> None:
-    assert complaints(ray_service) == []
+def test_the_operator_accepts_the_service(ray_service: Manifest) -> None:
+    assert operator_errors(ray_service) == []
 
 
 def _rename(service: Manifest) -> None:
@@ -46,7 +46,7 @@ def _upgrade_by_steps(service: Manifest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "error"),
     [
         (_rename, "at most 47 characters"),
         (_forget_version, "rayVersion of at least 2.52.0"),
@@ -56,8 +56,8 @@ def _upgrade_by_steps(service: Manifest) -> None:
         (_upgrade_by_steps, "clusterUpgradeOptions"),
     ],
 )
-def test_the_operator_complains(change: Callable[[Manifest], None], complaint: str) -> None:
+def test_the_operator_reports_errors(change: Callable[[Manifest], None], error: str) -> None:
     service = overlay("gpu-1")["RayService", "pagedray"]
     change(service)
-    [found] = complaints(service)
-    assert complaint in found
+    [found] = operator_errors(service)
+    assert error in found

@@ -1,4 +1,4 @@
-"""The deployments are written in what our renderer knows, and kubectl makes the same of them."""
+"""Our renderer supports all deployments, and renders the same as kubectl."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def test_kubectl_renders_monitoring_the_same(
     assert _by_name(_rendered_by_kubectl(monitored_folder)) == _by_name(monitored)
 
 
-def test_the_rules_are_those_that_were_checked(monitored: list[Manifest]) -> None:
+def test_the_rules_are_those_of_the_alerts_file(monitored: list[Manifest]) -> None:
     rules = _by_name(monitored)["PrometheusRule", "pagedray"]["spec"]
     assert rules == yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("said", "error"),
     [
         ({"namePrefix": "a-"}, "namePrefix"),
         ({"patches": [{"patch": "x"}]}, "a patch has a path"),
         ({"kind": "Component"}, "is no Kustomization"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, said: Manifest, complaint: str) -> None:
+def test_unsupported_features_are_rejected(tmp_path: Path, said: Manifest, error: str) -> None:
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         **said,
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    with pytest.raises(RenderError, match=complaint):
+    with pytest.raises(RenderError, match=error):
         render(tmp_path)
 
 

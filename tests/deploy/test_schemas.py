@@ -1,4 +1,4 @@
-"""Every manifest is of the form that Kubernetes, KubeRay and the Prometheus operator ask for."""
+"""All manifests match the schemas of Kubernetes, KubeRay and the Prometheus operator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from tests.deploy.kustomize import Manifest
 
 
-def test_manifests_are_of_their_form(manifests: list[Manifest]) -> None:
+def test_manifests_match_their_schemas(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         check(manifest)
 
 
-def test_the_monitoring_component_is_of_its_form(monitored: list[Manifest]) -> None:
+def test_the_monitoring_component_matches_its_schemas(monitored: list[Manifest]) -> None:
     kinds = [manifest["kind"] for manifest in monitored]
     assert "PodMonitor" in kinds
     for manifest in monitored:
@@ -41,10 +41,10 @@ def test_the_monitoring_component_is_of_its_form(monitored: list[Manifest]) -> N
         ("spec/serveConfig", ""),
     ],
 )
-def test_what_is_not_of_the_form_is_refused(path: str, value: object) -> None:
+def test_invalid_manifests_are_rejected(path: str, value: object) -> None:
     wrong = overlay("cpu-demo")["RayService", "pagedray"]
     *steps, last = path.split("/")
-    # Any: a step may lead into a mapping or into a list.
+    # Any: mappings and lists.
     place: Any = wrong
     for step in steps:
         place = place[int(step)] if isinstance(place, list) else place[step]

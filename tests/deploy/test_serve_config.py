@@ -1,4 +1,4 @@
-"""The Serve configuration in a manifest is one that Ray Serve takes, runs, and serves from."""
+"""Ray Serve accepts and runs the Serve configurations of the manifests."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _MIDDLEWARES = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
-def test_ray_serve_and_the_application_take_the_configuration(ray_service: Manifest) -> None:
+def test_ray_serve_and_the_application_accept_the_configuration(ray_service: Manifest) -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load(ray_service["spec"]["serveConfigV2"]))
     [application] = config.applications
     assert application.import_path == "pagedray:build_app"
     arguments = read_arguments(application.args)
-    # The file that the Secret is mounted as.
+    # The mount path of the Secret.
     assert arguments.serve.api_keys == "/etc/pagedray/keys.toml"
 
 
-def test_what_the_proxies_load_is_there(ray_service: Manifest) -> None:
+def test_the_callbacks_of_the_proxies_exist(ray_service: Manifest) -> None:
     config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
     for path in config["grpc_options"]["grpc_servicer_functions"]:
         module, _, name = path.rpartition(".")
@@ -50,7 +50,7 @@ def test_what_the_proxies_load_is_there(ray_service: Manifest) -> None:
 
 
 class _Served:
-    """The demo for CPUs, on the cluster of the tests: other ports, and files of this machine."""
+    """The CPU demo on the test cluster, with other ports and local files."""
 
     def __init__(self, keys: Path) -> None:
         spec = overlay("cpu-demo")["RayService", "pagedray"]["spec"]
@@ -77,7 +77,7 @@ class _Served:
             controller_options={"runtime_env": {"env_vars": environment}},
         )
         client = serve.context._get_global_client()
-        # Serve's own way to wait gives up after a minute.
+        # Serve's own wait times out after a minute.
         client.deploy_apps(ServeDeploySchema.model_validate(self._config))  # type: ignore[union-attr]  # it is there
         name = self._config["applications"][0]["name"]
         client._wait_for_application_running(name, timeout_s=300)  # type: ignore[union-attr]  # it is there
@@ -104,7 +104,7 @@ def served(
         serve.shutdown()
 
 
-def test_http_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
+def test_http_requires_a_key(served: _Served, key: str) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{served.http_port}", timeout=60.0) as client:
         assert client.get(_ready_path(served.container)).status_code == 200
         body = {"model": TINY_LLAMA.name, "prompt": "import os", "max_tokens": 8}
@@ -115,7 +115,7 @@ def test_http_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-def test_grpc_is_served_to_who_has_a_key(served: _Served, key: str) -> None:
+def test_grpc_requires_a_key(served: _Served, key: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refusal:

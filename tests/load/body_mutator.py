@@ -1,7 +1,6 @@
-"""Mutates request bodies: changed bytes, repeated fields, values of other types.
+"""Mutates request bodies: bytes, fields of protobuf's wire format, and values of JSON.
 
-There are three kinds of mutations: of any bytes, of fields in protobuf's wire format, and of JSON
-values. Each starts from a valid body, to reach further than random bytes would.
+Mutations start from valid bodies, so that they pass more checks than random bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HUGE_VARINTS = (
     b"\xff\xff\xff\xff\x0f",
 )
 _BAD_TEXTS = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x00", b"\xe2\x82")
-# JSON text, since some of it has no Python object.
+# JSON texts, since some have no Python object.
 _HOSTILE_VALUES = (
     *("null", "true", "0", "-1", "1e999", "-0.0", "1e-400", "NaN", "-Infinity", "0.1"),
     *("9" * 400, "-" + "9" * 30, "2147483648", "-2147483649", "9223372036854775808"),
@@ -39,105 +38,108 @@ _MARK = "\ue000"
 _MAX_NESTED_BYTES = 60_000
 
 
-def mutated_protobuf(bodies: Sequence[bytes], chance: random.Random) -> bytes:
-    """Return one of some messages of a kind, harmed."""
-    body = chance.choice(bodies)
-    for _ in range(chance.randint(1, 3)):
+def mutated_protobuf(bodies: Sequence[bytes], generator: random.Random) -> bytes:
+    """Return a mutation of one of these messages."""
+    body = generator.choice(bodies)
+    for _ in range(generator.randint(1, 3)):
         body = (
-            _harm_bytes(body, bodies, chance)
-            if chance.random() < 0.5
-            else _harm_fields(body, bodies, chance)
+            _mutate_bytes(body, bodies, generator)
+            if generator.random() < 0.5
+            else _mutate_fields(body, bodies, generator)
         )
     return body
 
 
-def mutated_json(bodies: Sequence[dict[str, Any]], chance: random.Random) -> bytes:  # Any: JSON
-    """Return one of some bodies of an endpoint, harmed."""
-    if chance.random() < 0.35:
+def mutated_json(bodies: Sequence[dict[str, Any]], generator: random.Random) -> bytes:  # Any: JSON
+    """Return a mutation of one of these bodies."""
+    if generator.random() < 0.35:
         written = [json.dumps(body, ensure_ascii=False).encode() for body in bodies]
-        body = chance.choice(written)
-        for _ in range(chance.randint(1, 3)):
-            body = _harm_bytes(body, written, chance)
+        body = generator.choice(written)
+        for _ in range(generator.randint(1, 3)):
+            body = _mutate_bytes(body, written, generator)
         return body
-    parsed = copy.deepcopy(chance.choice(bodies))
+    parsed = copy.deepcopy(generator.choice(bodies))
     hostile: list[str] = []
-    for _ in range(chance.randint(1, 3)):
-        _harm_value(parsed, bodies, hostile, chance)
+    for _ in range(generator.randint(1, 3)):
+        _mutate_value(parsed, bodies, hostile, generator)
     text = json.dumps(parsed, ensure_ascii=False)
     for value in hostile:
         text = text.replace(f'"{_MARK}"', value, 1)
-    if chance.random() < 0.05:
+    if generator.random() < 0.05:
         # Two members of the same name.
         text = '{"model":"tiny-llama",' + text[1:]
     return text.encode("utf-8", "surrogatepass")
 
 
-def _harm_bytes(body: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
+def _mutate_bytes(body: bytes, others: Sequence[bytes], generator: random.Random) -> bytes:
     content = bytearray(body)
-    place = chance.randrange(len(content) + 1)
-    match chance.randrange(9):
+    place = generator.randrange(len(content) + 1)
+    match generator.randrange(9):
         case 0 if place < len(content):
-            content[place] ^= 1 << chance.randrange(8)
+            content[place] ^= 1 << generator.randrange(8)
         case 1 if place < len(content):
-            content[place] = chance.choice((0, 1, 0x7F, 0x80, 0xFF))
+            content[place] = generator.choice((0, 1, 0x7F, 0x80, 0xFF))
         case 2:
-            del content[place : place + chance.randint(1, 8)]
+            del content[place : place + generator.randint(1, 8)]
         case 3:
             del content[place:]
         case 4:
-            content[place:place] = content[place : place + chance.randint(1, 64)]
+            content[place:place] = content[place : place + generator.randint(1, 64)]
         case 5:
-            content[place:place] = chance.randbytes(chance.randint(1, 16))
+            content[place:place] = generator.randbytes(generator.randint(1, 16))
         case 6:
-            other = chance.choice(others)
-            content[place:] = other[chance.randrange(len(other) + 1) :]
+            other = generator.choice(others)
+            content[place:] = other[generator.randrange(len(other) + 1) :]
         case 7:
-            content[place:place] = chance.choice(_BAD_TEXTS)
+            content[place:place] = generator.choice(_BAD_TEXTS)
         case _:
-            start = chance.randrange(len(content) + 1)
+            start = generator.randrange(len(content) + 1)
             content[place:place] = content[min(start, place) : max(start, place)]
     return bytes(content)
 
 
-def _harm_fields(body: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
+def _mutate_fields(body: bytes, others: Sequence[bytes], generator: random.Random) -> bytes:
     fields = list(_fields(body))
     if not fields:
-        return chance.choice(others)
-    index = chance.randrange(len(fields))
+        return generator.choice(others)
+    index = generator.randrange(len(fields))
     tag, content = fields[index]
-    match chance.randrange(9):
+    match generator.randrange(9):
         case 0:
-            fields[index:index] = [fields[index]] * chance.choice((1, 2, 50))
+            fields[index:index] = [fields[index]] * generator.choice((1, 2, 50))
         case 1:
             del fields[index]
         case 2:
-            fields += list(_fields(chance.choice(others)))
+            fields += list(_fields(generator.choice(others)))
         case 3:
-            chance.shuffle(fields)
+            generator.shuffle(fields)
         case 4:
             # Another wire type.
-            fields[index] = (tag & ~7 | chance.randrange(8), content)
+            fields[index] = (tag & ~7 | generator.randrange(8), content)
         case 5:
             # Another field.
-            fields[index] = (chance.choice((1, 2, 3, 4, 7, 15, 99, 2**28)) << 3 | tag & 7, content)
+            fields[index] = (
+                generator.choice((1, 2, 3, 4, 7, 15, 99, 2**28)) << 3 | tag & 7,
+                content,
+            )
         case 6 if tag & 7 == 0:
-            fields[index] = (tag, chance.choice(_HUGE_VARINTS))
+            fields[index] = (tag, generator.choice(_HUGE_VARINTS))
         case 7 if tag & 7 == 2:
-            fields[index] = (tag, _nested(tag, content, chance))
+            fields[index] = (tag, _nested(tag, content, generator))
         case _ if tag & 7 == 2:
-            # Inside, it may be a message, a text or a list of numbers.
+            # Its content may be a message, a text or a list of numbers.
             inner = content[len(content) - _length(content) :]
-            harm = _harm_fields if chance.random() < 0.7 else _harm_bytes
-            inner = harm(inner, [inner], chance)
+            mutate = _mutate_fields if generator.random() < 0.7 else _mutate_bytes
+            inner = mutate(inner, [inner], generator)
             fields[index] = (tag, _varint(len(inner)) + inner)
         case _:
-            fields[index] = (tag, chance.choice(_HUGE_VARINTS))
+            fields[index] = (tag, generator.choice(_HUGE_VARINTS))
     return b"".join(_varint(tag) + content for tag, content in fields)
 
 
-def _nested(tag: int, content: bytes, chance: random.Random) -> bytes:
+def _nested(tag: int, content: bytes, generator: random.Random) -> bytes:
     inner = content
-    for _ in range(chance.choice((2, 20, 99, 101, 300))):
+    for _ in range(generator.choice((2, 20, 99, 101, 300))):
         inner = _varint(tag) + inner
         inner = _varint(len(inner)) + inner
         if len(inner) > _MAX_NESTED_BYTES:
@@ -146,7 +148,7 @@ def _nested(tag: int, content: bytes, chance: random.Random) -> bytes:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the tag of each field and what follows it, as far as they can be told apart."""
+    """Yield the tag and the content of each field, as far as they can be parsed."""
     place = 0
     while place < len(body):
         tag, start = _read_varint(body, place)
@@ -166,7 +168,7 @@ def _fields(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _length(content: bytes) -> int:
-    """Return how many bytes follow the length at the frontend of a field's content."""
+    """Return how many bytes follow the length prefix of a field's content."""
     _, start = _read_varint(content, 0)
     return len(content) - start
 
@@ -193,38 +195,38 @@ def _varint(value: int) -> bytes:
 
 
 # Any: JSON.
-def _harm_value(
+def _mutate_value(
     parsed: dict[str, Any],
     others: Sequence[dict[str, Any]],
     hostile: list[str],
-    chance: random.Random,
+    generator: random.Random,
 ) -> None:
     places = list(_places(parsed))
     if not places:
-        parsed.update(copy.deepcopy(chance.choice(others)))
+        parsed.update(copy.deepcopy(generator.choice(others)))
         return
-    holder, key = chance.choice(places)
-    match chance.randrange(6):
+    holder, key = generator.choice(places)
+    match generator.randrange(6):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[chance.choice(("x", "", "n", "tools", "stream", "\u00e9", "a" * 200))] = holder[
-                key
-            ]
+            holder[generator.choice(("x", "", "n", "tools", "stream", "\u00e9", "a" * 200))] = (
+                holder[key]
+            )
         case 2:
-            # The value of another place, in a good body of the endpoint.
-            there, name = chance.choice(list(_places(chance.choice(others))))
+            # A value from another place in a valid body of the endpoint.
+            there, name = generator.choice(list(_places(generator.choice(others))))
             holder[key] = copy.deepcopy(there[name])
         case 3 if isinstance(holder, list):
-            holder[key:key] = [holder[key]] * chance.choice((1, 17, 200))
+            holder[key:key] = [holder[key]] * generator.choice((1, 17, 200))
         case _:
-            hostile.append(chance.choice(_HOSTILE_VALUES))
+            hostile.append(generator.choice(_HOSTILE_VALUES))
             holder[key] = _MARK
 
 
 # Any: lists and objects are written to by index and by name.
 def _places(value: object) -> Iterator[tuple[Any, Any]]:
-    """Yield every list or object within a value, with each of its indices or names."""
+    """Yield every list and object inside a value with each of its indices or names."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield value, name

@@ -1,8 +1,8 @@
-"""Cancellations at random times over both frontends: `python -m tests.load.cancels`.
+"""Cancellation at random times over both frontends: `python -m tests.load.cancels`.
 
-In each round several calls start and are cancelled after random times. The program polls the calls
-and sequences that the server reports until none is left and every block is free again. There are
-more calls than rows, so some are cancelled while they wait.
+In each round some calls start and are cancelled after random times. Measured is how long the server
+still reports them and their sequences, and how long until every block is free. There are more calls
+than rows, so that some are cancelled while they wait.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ _TARGET_S = 0.2
 
 @dataclass(slots=True)
 class CancelTimes:
-    """How long what was cancelled was still known."""
+    """How long the server still held cancelled calls, in seconds."""
 
     calls: list[float] = field(default_factory=list)
-    """Of each call, from its cancel until neither it nor a sequence of it was reported."""
+    """For each call, from its cancellation until neither it nor its sequences were reported."""
     blocks: list[float] = field(default_factory=list)
-    """Of each round, from its last cancel until every block was free."""
+    """For each round, from its last cancellation until every block was free."""
     polls: list[float] = field(default_factory=list)
-    """Of each look at the loads: what may have been seen so much too late."""
-    moments: Counter[str] = field(default_factory=Counter)
-    """What the calls were doing when they were cancelled."""
+    """The duration of each poll, which limits the resolution of the other times."""
+    states: Counter[str] = field(default_factory=Counter)
+    """The states in which calls were cancelled."""
 
     def figures(self) -> dict[str, object]:
-        """Return what there is to report."""
+        """Return the figures of the report."""
         return {
             "calls": times_ms(self.calls),
             "blocks": times_ms(self.blocks),
             "polls": times_ms(self.polls),
-            "cancelled_while": dict(self.moments),
+            "cancelled_while": dict(self.states),
             "calls_over_200_ms": sum(seconds > _TARGET_S for seconds in self.calls),
             "rounds_over_200_ms": sum(seconds > _TARGET_S for seconds in self.blocks),
         }
 
 
 class Canceller:
-    """Starts calls, cancels them, and watches them go."""
+    """Starts and cancels calls, and times their removal."""
 
     def __init__(self, server: MeasuredServer, *, seed: int = 0) -> None:
         self._server = server
-        self._chance = random.Random(seed)
+        self._generator = random.Random(seed)
         self._num_calls = 0
 
     async def over_grpc(self, number: int) -> CancelTimes:
@@ -77,7 +77,7 @@ class Canceller:
         return await self._rounds(number, self._run_grpc)
 
     async def over_http(self, number: int) -> CancelTimes:
-        """Cancel streams of server-sent events, by closing or by resetting the connection."""
+        """Cancel streams of server-sent events by closing or resetting the connection."""
         return await self._rounds(number, self._run_http)
 
     async def _rounds(
@@ -104,20 +104,20 @@ class Canceller:
         for _ in range(number):
             self._num_calls += 1
             name = f"cancelled-{self._num_calls}"
-            after_s = self._chance.random() * _LATEST_CANCEL_S
-            tasks.append(asyncio.create_task(run(stub, name, after_s, cancelled_s, times.moments)))
+            after_s = self._generator.random() * _LATEST_CANCEL_S
+            tasks.append(asyncio.create_task(run(stub, name, after_s, cancelled_s, times.states)))
         gone_s: dict[str, float] = {}
         given_up_s = time.perf_counter() + _PATIENCE_S
         while True:
             asked_s = time.perf_counter()
-            # Only what was cancelled before the server was asked can be missing from the answer.
+            # Only calls cancelled before the poll can be missing from its answer.
             asked_of = set(cancelled_s)
             loads = await stub.GetLoads(pb.GetLoadsRequest())
             now_s = time.perf_counter()
             times.polls.append(now_s - asked_s)
             listed = {call.request_id for call in loads.calls}
             num_sequences = loads.num_running + loads.num_waiting + loads.num_swapped
-            # A call may come to be known after its cancel, if it was read late.
+            # A call that was read late may appear after its cancellation.
             for name in listed & gone_s.keys():
                 del gone_s[name]
             if num_sequences <= len(listed):
@@ -138,7 +138,7 @@ class Canceller:
         name: str,
         after_s: float,
         cancelled_s: dict[str, float],
-        moments: Counter[str],
+        states: Counter[str],
     ) -> None:
         sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True)
         call = stub.Generate(
@@ -153,7 +153,7 @@ class Canceller:
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(after_s)
-        moments["streaming" if num_messages else "waiting"] += 1
+        states["streaming" if num_messages else "waiting"] += 1
         call.cancel()
         cancelled_s[name] = time.perf_counter()
         with contextlib.suppress(asyncio.CancelledError):
@@ -165,7 +165,7 @@ class Canceller:
         name: str,
         after_s: float,
         cancelled_s: dict[str, float],
-        moments: Counter[str],
+        states: Counter[str],
     ) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server.http_port)
         body = json.dumps(
@@ -194,9 +194,9 @@ class Canceller:
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(after_s)
-        moments["streaming" if is_streaming else "waiting"] += 1
+        states["streaming" if is_streaming else "waiting"] += 1
         reading.cancel()
-        if self._chance.random() < 0.5:
+        if self._generator.random() < 0.5:
             writer.transport.abort()
         else:
             writer.close()
@@ -205,13 +205,13 @@ class Canceller:
             await reading
 
     def _prompt(self) -> str:
-        """Return a prompt of 1 to some 500 tokens, of which the cache knows nothing."""
-        num_words = int(250 ** self._chance.random())
-        return " ".join(str(self._chance.randrange(100)) for _ in range(num_words))
+        """Return a prompt of 1 to about 500 tokens that is not cached."""
+        num_words = int(250 ** self._generator.random())
+        return " ".join(str(self._generator.randrange(100)) for _ in range(num_words))
 
 
 def main() -> None:
-    """Cancel over both frontends, and report."""
+    """Cancel calls over both frontends, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cancels", type=int, default=2000, help="on each frontend (%(default)s)")
     Report.add_argument(parser)
@@ -231,7 +231,7 @@ def main() -> None:
         places = ("after_40_of_each", "after_grpc", "after_http")
         report.add("rss_mib", dict(zip(places, map(round, rss_mib), strict=True)))
         report.add("answers_good_requests_afterwards", server.answers())
-        report.add("mistakes_in_log", server.mistakes())
+        report.add("errors_in_log", server.logged_errors())
     report.write(options.output)
 
 

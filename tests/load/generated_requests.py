@@ -1,7 +1,7 @@
 """Requests that schemathesis generates from the OpenAPI document:
 `python -m tests.load.generated_requests`.
 
-None may cause a server error, a response that the document does not describe, or a long wait.
+None may cause a server error or a response that the document does not describe, or take long.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["ask_all"]
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 _TIMEOUT_S = 20
 _BODILESS_REQUESTS = 20
-"""To an endpoint that takes no body, of which there are not many different ones."""
+"""For an endpoint without a body, since there are few different ones."""
 _NUM_SLOWEST = 10
 
 
 class _Asked:
-    """What became of the requests."""
+    """The responses to the requests."""
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
@@ -42,14 +42,14 @@ class _Asked:
         self.faults: list[str] = []
 
     def add(self, label: str, status: int, seconds: float, body: object) -> None:
-        """Note an answer."""
+        """Add a response."""
         self.statuses[f"{label} {status}"] += 1
         self.seconds.append(seconds)
         self.slowest = sorted([*self.slowest, (seconds, label, repr(body)[:600])])[-_NUM_SLOWEST:]
 
 
 def ask_all(url: str, number: int, *, model: str, first_seed: int = 0) -> dict[str, object]:
-    """Send so many requests, generated from the description that the server itself gives."""
+    """Send at least `number` requests, generated from the server's OpenAPI document."""
     asked = _Asked()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]  # each is there
@@ -69,7 +69,7 @@ def ask_all(url: str, number: int, *, model: str, first_seed: int = 0) -> dict[s
         )
         def call(case: schemathesis.Case) -> None:  # type: ignore[type-arg]  # the library leaves it open
             if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-                # Another one is refused before anything else is looked at.
+                # Any other model is rejected before anything else is checked.
                 case.body["model"] = model
             started_s = time.perf_counter()
             label = case.operation.label
@@ -80,8 +80,8 @@ def ask_all(url: str, number: int, *, model: str, first_seed: int = 0) -> dict[s
                 asked.add(label, 0, time.perf_counter() - started_s, case.body)
                 return
             asked.add(label, answer.status_code, time.perf_counter() - started_s, case.body)
-            # A description of OpenAPI 3.1 has a schema for the text of a stream of events, which
-            # schemathesis takes for that of each event.
+            # In OpenAPI 3.1 the schema describes the text of a whole event stream, but schemathesis
+            # applies it to each event.
             is_stream = answer.headers["content-type"] == ["text/event-stream; charset=utf-8"]
             checks = _CHECKS if is_stream else [*_CHECKS, response_schema_conformance]
             try:
@@ -103,7 +103,7 @@ def ask_all(url: str, number: int, *, model: str, first_seed: int = 0) -> dict[s
 
 
 def main() -> None:
-    """Ask, and report."""
+    """Send requests, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="at least (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -118,7 +118,7 @@ def main() -> None:
             ask_all(server.url, options.requests, model="tiny-llama", first_seed=options.seed),
         )
         report.add("answers_good_requests_afterwards", server.answers())
-        report.add("mistakes_in_log", server.mistakes())
+        report.add("errors_in_log", server.logged_errors())
     report.write(options.output)
 
 

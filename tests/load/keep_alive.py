@@ -1,4 +1,4 @@
-"""An HTTP connection that sends any bytes, for requests that client libraries would not send."""
+"""An HTTP connection for arbitrary bytes, which a client library would not send."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["Answer", "KeepAlive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
     seconds: float
-    """From the first byte of the request to the last of the answer."""
+    """From the first byte of the request to the last of the response."""
 
 
 class KeepAlive:
-    """A connection that is made when it is needed, and made again when the server closes it.
+    """A connection that is opened when needed, and again after the server closed it.
 
-    It is a bare socket: asyncio's streams throw an answer away if the rest of a request that it
-    refuses can no longer be sent.
+    It uses a plain socket: asyncio's streams drop the response if the rest of a rejected request
+    cannot be sent.
     """
 
     def __init__(self, port: int, *, headers: Mapping[str, str] | None = None) -> None:
@@ -37,7 +37,7 @@ class KeepAlive:
         self._received = bytearray()
 
     async def connect(self) -> None:
-        """Be connected, if that is not so."""
+        """Connect unless connected."""
         if self._socket is None:
             self._socket = socket.socket()
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -48,9 +48,9 @@ class KeepAlive:
     async def post(
         self, path: str, body: bytes, *, content_type: str = "application/json", more: str = ""
     ) -> Answer:
-        """Send a body and return the answer; `more` is further lines of the head.
+        """Send a body and return the response; `more` has further header lines.
 
-        A server may close a connection that has been idle, and then the request is sent once more.
+        The request is sent again if the server has closed an idle connection.
         """
         head = (
             f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: {content_type}\r\n"
@@ -69,7 +69,7 @@ class KeepAlive:
         return await self._exchange(request)
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -81,7 +81,7 @@ class KeepAlive:
             status, headers = _read_head(await self._until(b"\r\n\r\n"))
             body = await self._read_body(headers)
         finally:
-            # What refuses a request early need not have read all of it.
+            # A server that rejects a request early may not read all of it.
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sending

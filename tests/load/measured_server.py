@@ -1,4 +1,4 @@
-"""`pagedray serve` on a core of its own, with its output and its memory use."""
+"""`pagedray serve` on its own core, with its log and memory use."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _ADDRESSES = re.compile(r"http://127\.0\.0\.1:(\d+)/v1 and grpc://127\.0\.0\.1:(
 
 
 def pin_load() -> None:
-    """Keep this process from the core of the server, whose speed it would be part of."""
+    """Keep this process off the server's core, so that it does not slow down the server."""
     os.sched_setaffinity(0, {LOAD_CORE})
 
 
 class MeasuredServer:
-    """A server on some cores, on the shipped model, until the block that holds it is left."""
+    """A server of the bundled model on selected cores, as a context manager."""
 
-    def __init__(self, *arguments: str, has_ranks_apart: bool = False) -> None:
-        """Ranks that are processes of their own have the core that is not the server's."""
-        self._executor = "ray" if has_ranks_apart else "local"
-        self._cores = f"{SERVER_CORE},{LOAD_CORE}" if has_ranks_apart else str(SERVER_CORE)
+    def __init__(self, *arguments: str, has_rank_processes: bool = False) -> None:
+        """With rank processes, the server may use the other core, too."""
+        self._executor = "ray" if has_rank_processes else "local"
+        self._cores = f"{SERVER_CORE},{LOAD_CORE}" if has_rank_processes else str(SERVER_CORE)
         self._arguments = arguments
         self._log = tempfile.NamedTemporaryFile(prefix="pagedray-load-")  # noqa: SIM115  # closed in __exit__
         self._process: subprocess.Popen[str] | None = None
@@ -49,22 +49,22 @@ class MeasuredServer:
 
     @property
     def url(self) -> str:
-        """Where HTTP is served."""
+        """The URL of the HTTP server."""
         return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def grpc_target(self) -> str:
-        """Where gRPC is served."""
+        """The address of the gRPC server."""
         return f"127.0.0.1:{self.grpc_port}"
 
     @property
     def command(self) -> str:
-        """The command as a user types it."""
+        """The equivalent shell command."""
         pinned = ["taskset -c", self._cores, "pagedray serve examples/tiny-llama"]
         return " ".join([*pinned, *self._all_arguments()])
 
     def rss_mib(self) -> float:
-        """Return the memory of the server and the processes it started, in MiB."""
+        """Return the memory of the server and its child processes in MiB."""
         process = psutil.Process(self._running.pid)
         return (
             sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
@@ -72,25 +72,25 @@ class MeasuredServer:
         )
 
     def cpu_s(self) -> float:
-        """Return the CPU time that the server has used, in seconds."""
+        """Return the CPU time of the server in seconds."""
         times = psutil.Process(self._running.pid).cpu_times()
         return float(times.user + times.system)
 
     def num_generated_tokens(self) -> int:
-        """Return how many tokens it has generated."""
+        """Return the number of generated tokens."""
         return self._load("num_generated_tokens")
 
     def is_idle(self) -> bool:
-        """Whether it has no sequence."""
+        """Return whether it has no sequences."""
         return self._load("num_running") + self._load("num_waiting") == 0
 
     def log(self) -> str:
-        """Return what it has logged."""
+        """Return the text of its log."""
         with open(self._log.name, errors="replace") as file:  # noqa: PTH123  # a name, not a path
             return file.read()
 
-    def mistakes(self) -> dict[str, object]:
-        """Return how many traces of mistakes it has logged, and the first of them."""
+    def logged_errors(self) -> dict[str, object]:
+        """Return the number of tracebacks in its log, and the first one."""
         before, trace, after = self.log().partition("Traceback")
         number = 1 + after.count("Traceback") if trace else 0
         return {
@@ -99,7 +99,7 @@ class MeasuredServer:
         }
 
     def answers(self) -> bool:
-        """Whether a good request is served on both frontends."""
+        """Return whether both frontends serve a valid request."""
         body = {"model": "tiny-llama", "prompt": "def", "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0)
         if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != 2:
@@ -128,7 +128,7 @@ class MeasuredServer:
                 self.http_port, self.grpc_port = int(found[1]), int(found[2])
                 return self
         self._process.stdout.close()
-        raise AssertionError(f"The server ended with {self._process.wait()}: {self.log()}")
+        raise AssertionError(f"The server exited with {self._process.wait()}: {self.log()}")
 
     def __exit__(
         self,

@@ -1,7 +1,7 @@
 """Mutated bodies over both frontends of a real server: `python -m tests.load.mutated_bodies`.
 
-Each must be answered or refused with a well-formed error. Afterwards the server must answer as
-before, without errors in its log and without more memory in use.
+Each must get a response or a well-formed error. Afterwards the server must respond as before, with
+no traceback in its log and no more memory in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["SERVER_ARGUMENTS", "Findings", "mutate_over_grpc", "mutate_over_http"]
 
 SERVER_ARGUMENTS = ("--max-model-len=128", "--num-blocks=512", "--log-level=warning")
-"""A body may come to mean a long generation: it ends with a short context."""
+"""A short context, since a mutated body may ask for a long generation."""
 
 _MODEL = "tiny-llama"
 _HTTP_STATUSES = {200, 400, 403, 404, 413, 415}
@@ -45,40 +45,40 @@ _GRPC_CODES = {
 _CONNECTIONS = 4
 _TIMEOUT_S = 30.0
 _MOST_REFUSAL_BYTES = 2000
-# Compiling costs a process: a few are enough.
+# Each structure starts a process, so there are only a few.
 _STRUCTURED_PART = 0.04
 _NUMBERS = re.compile(r"\d+")
 _MOST_SHOWN = 20
 
 
 class Findings:
-    """What became of the bodies of one frontend."""
+    """The responses of one frontend."""
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.slowest: tuple[float, str, bytes] = (0.0, "", b"")
         self.faults: list[str] = []
-        """What should not have come back, with the body."""
+        """Unexpected responses, with the body."""
         self.refusals: Counter[str] = Counter()
-        """The words of refusals, numbers left out."""
+        """Error messages without numbers."""
 
     def add(self, kind: str, body: bytes, status: str, seconds: float) -> None:
-        """Note an answer."""
+        """Add a response."""
         self.statuses[status] += 1
         self.seconds.append(seconds)
         self.slowest = max(self.slowest, (seconds, kind, body[:400]))
 
     def add_fault(self, kind: str, body: bytes, what: str) -> None:
-        """Note an answer that no body may get."""
+        """Add a response that no body may get."""
         self.faults.append(f"{what}, for {kind}: {body[:400]!r}")
 
     def add_refusal(self, text: str) -> None:
-        """Note the words of a refusal."""
+        """Add an error message."""
         self.refusals[_NUMBERS.sub("0", text)[:60]] += 1
 
     def figures(self) -> dict[str, object]:
-        """Return what there is to report."""
+        """Return the figures of the report."""
         seconds, kind, body = self.slowest
         return {
             "bodies": sum(self.statuses.values()),
@@ -96,10 +96,11 @@ async def mutate_over_http(
 ) -> Findings:
     """Send mutated JSON to every endpoint that takes a body."""
     found = Findings()
-    chance = random.Random(f"http {seed}")
+    generator = random.Random(f"http {seed}")
     good = json_bodies(model)
     bodies = (
-        (kind, mutated_json(good[kind], chance)) for kind in _kinds(list(good), num_bodies, chance)
+        (kind, mutated_json(good[kind], generator))
+        for kind in _kinds(list(good), num_bodies, generator)
     )
     connections: list[KeepAlive] = []
 
@@ -132,11 +133,11 @@ async def mutate_over_grpc(
 ) -> Findings:
     """Send mutated protobuf to every method."""
     found = Findings()
-    chance = random.Random(f"grpc {seed}")
+    generator = random.Random(f"grpc {seed}")
     good = protobuf_bodies(model)
     bodies = (
-        (kind, mutated_protobuf(good[kind], chance))
-        for kind in _kinds(list(good), num_bodies, chance)
+        (kind, mutated_protobuf(good[kind], generator))
+        for kind in _kinds(list(good), num_bodies, generator)
     )
     async with grpc.aio.insecure_channel(target) as channel:
 
@@ -165,7 +166,7 @@ async def _send_all(
     bodies: Iterable[tuple[str, bytes]],
     sender: Callable[[], Callable[[str, bytes], Coroutine[None, None, None]]],
 ) -> None:
-    """Send each body once, over as many senders as there are connections."""
+    """Send each body once, with one sender for each connection."""
     waiting = iter(bodies)
 
     async def work() -> None:
@@ -176,9 +177,9 @@ async def _send_all(
     await asyncio.gather(*(work() for _ in range(_CONNECTIONS)))
 
 
-def _kinds(kinds: list[str], number: int, chance: random.Random) -> list[str]:
+def _kinds(kinds: list[str], number: int, generator: random.Random) -> list[str]:
     weights = [_STRUCTURED_PART if "structure" in kind else 1.0 for kind in kinds]
-    return chance.choices(kinds, weights, k=number)
+    return generator.choices(kinds, weights, k=number)
 
 
 def _check_http(found: Findings, kind: str, body: bytes, answer: Answer) -> None:
@@ -210,7 +211,7 @@ def _check_grpc(found: Findings, kind: str, body: bytes, error: grpc.aio.AioRpcE
     text = error.details() or ""
     found.add_refusal(text)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        # The client's own deadline brings no details.
+        # The client's own deadline has no details.
         return
     status = status_of_call(error)
     is_good = status.message == text and len(status.details) >= 1 and "Traceback" not in text
@@ -229,7 +230,7 @@ def main() -> None:
     pin_load()
     with MeasuredServer(*SERVER_ARGUMENTS) as server:
         report.add("server", server.command)
-        # What is made once, for all requests to come, is no leak.
+        # Memory that is allocated once is not a leak.
         asyncio.run(mutate_over_http(server.http_port, 1000, seed=-1))
         asyncio.run(mutate_over_grpc(server.grpc_target, 1000, seed=-1))
         rss_mib = [server.rss_mib()]
@@ -242,7 +243,7 @@ def main() -> None:
         ).figures())  # fmt: skip
         rss_mib.append(server.rss_mib())
         report.add("answers_good_requests_afterwards", server.answers())
-        report.add("mistakes_in_log", server.mistakes())
+        report.add("errors_in_log", server.logged_errors())
         report.add("log_lines", len(server.log().splitlines()))
         report.add("rss_mib", {
             "after_1000_of_each": round(rss_mib[0]),

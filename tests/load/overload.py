@@ -1,12 +1,12 @@
-"""Ten times the load that a server can sustain: `python -m tests.load.overload`.
+"""Ten times the load that a server can serve: `python -m tests.load.overload`.
 
-Closed-loop clients measure the peak. Then requests of the same shape arrive at ten times that rate,
-independently of their outcome. Measured are the time to refuse, the share that is still served, the
-growth of memory, and the time after the load until a request is served as before.
+A closed loop of clients measures the peak. Then requests of the same shape arrive at ten times that
+rate in an open loop. Measured are the time to reject requests, the goodput, the growth of memory,
+and the time until a request is served as before.
 
-With `--executor local` the server has one core and this program another: the model shares the core
-and Python's GIL with the frontends, so each refusal reduces what can be served. With `--executor
-ray` the rank is a process of its own, as in a cluster, and both cores are shared.
+With `--executor local` the server has one core and this program the other: the model shares the
+core and Python's lock with the frontends, so that each rejection reduces the goodput. With
+`--executor ray` the rank is a separate process, as in a cluster, and both may use both cores.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ class Client(ABC):
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._chance = random.Random(1)
+        self._generator = random.Random(1)
 
     @abstractmethod
     async def ask(self, num_tokens: int) -> bool:
-        """Return whether a request of so many tokens was served; False if it was refused."""
+        """Return whether a request of `num_tokens` was served, not rejected."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
 
     def length(self) -> int:
-        """Return how many tokens the next request asks for, half as many to half as many again.
+        """Return the number of tokens of the next request, 50 % to 150 % of the mean.
 
-        Requests of one length would end together, and their followers start in one step.
+        Requests of equal length would end together, and the next ones start in the same step.
         """
-        return self._chance.randint(self._num_tokens // 2, self._num_tokens * 3 // 2)
+        return self._generator.randint(self._num_tokens // 2, self._num_tokens * 3 // 2)
 
     def prompt(self) -> str:
-        """Return a prompt that the cache does not know."""
-        return " ".join(str(self._chance.randrange(1000)) for _ in range(_NUM_WORDS))
+        """Return a prompt that is not cached."""
+        return " ".join(str(self._generator.randrange(1000)) for _ in range(_NUM_WORDS))
 
 
 class HttpClient(Client):
-    """Completions over as many connections as there are open requests."""
+    """Sends completions over HTTP, on one connection for each open request."""
 
     def __init__(self, server: MeasuredServer, num_tokens: int) -> None:
         super().__init__(num_tokens)
@@ -85,7 +85,7 @@ class HttpClient(Client):
         self._idle: list[KeepAlive] = []
 
     async def ask(self, num_tokens: int) -> bool:
-        """Return whether a request of so many tokens was served; False if it was refused."""
+        """Return whether a request of `num_tokens` was served, not rejected."""
         body = {
             "model": "tiny-llama",
             "prompt": self.prompt(),
@@ -106,13 +106,13 @@ class HttpClient(Client):
         return True
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         for connection in self._idle:
             connection.close()
 
 
 class GrpcClient(Client):
-    """Generate over one connection."""
+    """Calls Generate over one gRPC connection."""
 
     def __init__(self, server: MeasuredServer, num_tokens: int) -> None:
         super().__init__(num_tokens)
@@ -121,7 +121,7 @@ class GrpcClient(Client):
         self._stub: Any = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def ask(self, num_tokens: int) -> bool:
-        """Return whether a request of so many tokens was served; False if it was refused."""
+        """Return whether a request of `num_tokens` was served, not rejected."""
         sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         try:
             async for _ in self._stub.Generate(
@@ -135,22 +135,22 @@ class GrpcClient(Client):
         return True
 
     async def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
 
 
 @dataclass(slots=True)
 class _Phase:
-    """What became of the requests of some seconds."""
+    """The results of the requests of one phase."""
 
     started_s: float = field(default_factory=time.perf_counter)
     served: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
-    """By how much later than due this program sent each request."""
+    """How late this program sent each request, in seconds."""
 
     async def ask(self, client: Client) -> None:
-        """Send one request and note what becomes of it."""
+        """Send one request and record its result."""
         sent_s = time.perf_counter()
         is_served = await client.ask(client.length())
         ended_s = time.perf_counter()
@@ -165,10 +165,10 @@ async def overload(
     peak_s: float,
     overload_s: float,
 ) -> dict[str, object]:
-    """Return the peak, what is served and refused at ten times of it, and how it ends."""
+    """Return the figures of the peak, of ten times the peak, and of the recovery."""
     client = make_client(server, num_tokens)
     calm_s = sorted([await _probe(client) for _ in range(_NUM_FIRST_PROBES)])
-    # At the start of each phase the queue fills.
+    # The queue fills at the start of each phase, which is not measured.
     pace = asyncio.create_task(_tokens_per_s(server, peak_s * 0.2, peak_s * 0.8))
     await _closed_loop(client, peak_s)
     peak_per_s = await pace
@@ -181,7 +181,7 @@ async def overload(
     )
     goodput_per_s = await pace
     recovered_s = await _recovery(client, calm_s[-1])
-    # The machine's own speed changes too.
+    # The peak is measured again, since the machine's speed varies.
     pace = asyncio.create_task(_tokens_per_s(server, peak_s * 0.2, peak_s * 0.8))
     await _closed_loop(client, peak_s)
     later_peak_per_s = await pace
@@ -214,7 +214,7 @@ async def overload(
 
 
 async def _probe(client: Client) -> float:
-    """Return how long one token takes; no less than for ever if it is refused."""
+    """Return the time of a request of one token; infinity if it is rejected."""
     started_s = time.perf_counter()
     is_served = await client.ask(1)
     await asyncio.sleep(0.01)
@@ -222,9 +222,9 @@ async def _probe(client: Client) -> float:
 
 
 async def _tokens_per_s(server: MeasuredServer, wait_s: float, seconds: float) -> float:
-    """Return the tokens a second that the server generates in some seconds from a time on.
+    """Return the tokens per second that the server generates during `seconds` after `wait_s`.
 
-    Whatever is taken in is served to its end, so that every token is one of an answer.
+    Every accepted request is served completely, so each token is part of a response.
     """
     await asyncio.sleep(wait_s)
     began_s, num_before = time.perf_counter(), await asyncio.to_thread(server.num_generated_tokens)
@@ -234,7 +234,7 @@ async def _tokens_per_s(server: MeasuredServer, wait_s: float, seconds: float) -
 
 
 async def _until_idle(server: MeasuredServer) -> None:
-    """Wait for the end of the calls that were given up."""
+    """Wait for the end of the cancelled calls."""
     while not await asyncio.to_thread(server.is_idle):
         await asyncio.sleep(0.05)
 
@@ -263,8 +263,8 @@ async def _open_loop(
     rate_per_s: float,
     seconds: float,
 ) -> tuple[_Phase, float]:
-    """Return the phase, and the CPU time that the server took for it."""
-    chance = random.Random(2)
+    """Return the phase and the CPU time of the server."""
+    generator = random.Random(2)
     phase = _Phase()
     cpu_s = server.cpu_s()
     tasks: set[asyncio.Task[None]] = set()
@@ -276,17 +276,17 @@ async def _open_loop(
         task = asyncio.create_task(phase.ask(client))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        due_s += chance.expovariate(rate_per_s)
+        due_s += generator.expovariate(rate_per_s)
         counts["sent"] += 1
         if counts["sent"] % int(rate_per_s + 1) == 0:
             rss_mib.append(server.rss_mib())
     used_s = server.cpu_s() - cpu_s
-    # Those that are still queued end on their own, beside the probes.
+    # Requests that are still queued end during the probes.
     return phase, used_s
 
 
 async def _recovery(client: Client, calm_s: float) -> float:
-    """Return after how long probes are served as in calm, and go on to be."""
+    """Return the time until probes are steadily as fast as on the idle server."""
     over_s = time.perf_counter()
     calm_since_s: float | None = None
     num_calm = 0
@@ -323,7 +323,7 @@ def main() -> None:
         options.executor or ("local", "ray"), options.tokens or (256,), options.frontend or makers
     )
     for executor, num_tokens, frontend in runs:
-        with MeasuredServer(*SERVER_ARGUMENTS, has_ranks_apart=executor == "ray") as server:
+        with MeasuredServer(*SERVER_ARGUMENTS, has_rank_processes=executor == "ray") as server:
             report.add("server", server.command)
             figures = asyncio.run(
                 overload(
@@ -335,7 +335,7 @@ def main() -> None:
                 )
             )
             figures["answers_good_requests_afterwards"] = server.answers()
-            figures["mistakes_in_log"] = server.mistakes()
+            figures["errors_in_log"] = server.logged_errors()
             report.add(f"{frontend}, {num_tokens} tokens, executor {executor}", figures)
     report.write(options.output)
 

@@ -1,4 +1,4 @@
-"""The results of a run with its machine and versions, printed and written as JSON."""
+"""The figures of a run and its environment, printed and written as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Report:
     """The figures of one program."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the program in this folder."""
+        """`name` is the module in this folder."""
         self._found: dict[str, object] = {
             "command": " ".join(["python -m", f"tests.load.{name}", *_arguments()]),
             "date": datetime.now(UTC).date().isoformat(),
@@ -34,22 +34,22 @@ class Report:
 
     @staticmethod
     def add_argument(parser: argparse.ArgumentParser) -> None:
-        """Let the command name a file for the figures."""
+        """Add the option for the output file."""
         parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures here")
 
     def add(self, name: str, figures: object) -> None:
-        """Keep figures, and print them."""
+        """Add and print figures."""
         self._found[name] = figures
         print(json.dumps({name: figures}), flush=True)
 
     def write(self, path: Path | None) -> None:
-        """Write everything as JSON, if there is a path."""
+        """Write all figures as JSON, if a path is given."""
         if path is not None:
             path.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
 def times_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the number, the median, the 99th percentile and the largest of times."""
+    """Return count, median, 99th percentile and maximum."""
     ordered = sorted(seconds)
     if not ordered:
         return {"count": 0}
@@ -60,7 +60,7 @@ def times_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _arguments() -> list[str]:
-    """Return what the program was told, but where to write."""
+    """Return the arguments without the output file."""
     given = sys.argv[1:]
     if "--output" in given:
         place = given.index("--output")

@@ -1,4 +1,4 @@
-"""Valid bodies, quick to serve, of every method and endpoint that takes one."""
+"""Valid bodies of every method and endpoint that takes one, which are fast to serve."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
 
 
 def protobuf_bodies(model: str) -> dict[str, list[bytes]]:
-    """Return messages by method, and what is to be told apart of it behind a space."""
+    """Return messages by method, which may be followed by a space and a variant."""
     return {
         kind: [_named(message, model).SerializeToString() for message in messages]
         for kind, messages in _BY_METHOD.items()
@@ -159,7 +159,7 @@ def protobuf_bodies(model: str) -> dict[str, list[bytes]]:
 
 
 def json_bodies(model: str) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
-    """Return bodies by path, and what is to be told apart of it behind a space."""
+    """Return bodies by path, which may be followed by a space and a variant."""
     return {
         kind: [body | {"model": model} if "model" in body else body for body in bodies]
         for kind, bodies in _BY_PATH.items()

@@ -1,4 +1,4 @@
-"""A key file with tenants, for servers that require keys."""
+"""A key file with tenants, for servers with authentication."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What one tenant can learn about another from latencies: `python -m tests.load.tenant_timing`.
+"""Timing side channels between tenants: `python -m tests.load.tenant_timing`.
 
-Ann sends prompts. Ben measures the time to the first token of the same prompts and of prompts that
-were never sent: the two must not differ. Ann's own second attempt must differ, otherwise the
-measurement is too coarse. The same is done for tokenized texts, compiled structures, and Abort with
-the id of a request of Ann's and with an unknown id.
+Ann sends prompts. Ben measures the time to first token of the same prompts and of unused ones,
+which must not differ. Ann's own repetition must differ, or the measurement is too coarse. The same
+holds for texts to tokenize, structures to compile, and Abort: of the id of Ann's running request,
+and of an unknown id.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import grpc
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.load.keep_alive import KeepAlive
+from tests.load.mann_whitney import p_value
 from tests.load.measured_server import MeasuredServer, pin_load
-from tests.load.rank_test import p_value
 from tests.load.report import Report
 from tests.load.tenant_keys import write_keys
 
@@ -41,33 +41,33 @@ _LEAST_P = 0.01
 
 
 class TenantClocks:
-    """Two tenants on one server, each with a clock."""
+    """Two tenants that time their requests on one server."""
 
     def __init__(self, server: MeasuredServer, keys: dict[str, str], *, seed: int = 0) -> None:
         self._server = server
         self._keys = keys
-        self._chance = random.Random(seed)
+        self._generator = random.Random(seed)
         self._http = {
             name: KeepAlive(server.http_port, headers={"authorization": f"Bearer {key}"})
             for name, key in keys.items()
         }
 
     async def first_tokens(self, number: int) -> dict[str, object]:
-        """Compare so many prompts that Ann has sent with as many that nobody has."""
+        """Compare `number` prompts that Ann has sent with as many unused ones."""
         times: dict[str, list[float]] = {
             "ben_of_anns": [], "ben_of_nobodys": [], "ann_of_her_own": [], "ann_of_nobodys": [],
         }  # fmt: skip
         for _ in range(number):
             anns = self._prompt()
             await self._first_token("ann", anns)
-            # Whoever comes first finds the machine in another state: the order is drawn.
+            # Random order, since the first request finds the machine in a different state.
             looks = [
                 ("ben_of_anns", "ben", anns),
                 ("ben_of_nobodys", "ben", self._prompt()),
                 ("ann_of_her_own", "ann", anns),
                 ("ann_of_nobodys", "ann", self._prompt()),
             ]
-            self._chance.shuffle(looks)
+            self._generator.shuffle(looks)
             for look, name, prompt in looks:
                 times[look].append(await self._first_token(name, prompt))
         for connection in self._http.values():
@@ -78,15 +78,15 @@ class TenantClocks:
         }
 
     async def texts(self, number: int) -> dict[str, object]:
-        """Compare so many texts that Ann has had tokenized with as many that nobody has."""
+        """Compare `number` texts that Ann has tokenized with as many unused ones."""
         return await self._compare_looks(number, self._tokenize, self._words)
 
     async def structures(self, number: int) -> dict[str, object]:
-        """Compare so many structures that Ann has used with as many that nobody has."""
+        """Compare `number` structures that Ann has used with as many unused ones."""
         return await self._compare_looks(number, self._generate_word, self._word)
 
     async def aborts(self, number: int) -> dict[str, object]:
-        """Compare so many aborts of what Ann runs with as many of what nobody runs."""
+        """Compare `number` aborts of Ann's request with as many of unknown ids."""
         times: dict[str, list[float]] = {"foreign": [], "unknown": []}
         async with grpc.aio.insecure_channel(self._server.grpc_target) as channel:
             # Any: the generated stub is not async to mypy.
@@ -100,9 +100,9 @@ class TenantClocks:
             reading = asyncio.create_task(_read(running))
             await asyncio.sleep(0.5)
             for index in range(number):
-                # Ids of one length, and each unknown one another.
+                # Ids of the same length, and different unknown ones.
                 looks = [("foreign", "anns-0"), ("unknown", f"none-{index % 10}")]
-                self._chance.shuffle(looks)
+                self._generator.shuffle(looks)
                 for look, name in looks:
                     started_s = time.perf_counter()
                     await stub.Abort(pb.AbortRequest(request_ids=[name]), metadata=ben)
@@ -123,7 +123,7 @@ class TenantClocks:
             anns = make()
             await look("ann", anns)
             looks = [("anns", anns), ("nobodys", make())]
-            self._chance.shuffle(looks)
+            self._generator.shuffle(looks)
             for which, sent in looks:
                 times[which].append(await look("ben", sent))
         for connection in self._http.values():
@@ -148,18 +148,18 @@ class TenantClocks:
         return answer.seconds
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of a prompt that nobody has sent.
+        """Return the tokens of an unused prompt.
 
-        All have one length: kernels keep what they prepare for a length, whoever's it is.
+        All have the same length, since kernels cache what they prepare for a length.
         """
-        return [self._chance.randrange(10, 3000) for _ in range(_NUM_PROMPT_TOKENS)]
+        return [self._generator.randrange(10, 3000) for _ in range(_NUM_PROMPT_TOKENS)]
 
     def _words(self) -> str:
-        """Return words of letters, such as nobody has sent."""
+        """Return unused words of letters."""
         return " ".join(self._word() for _ in range(_NUM_WORDS))
 
     def _word(self) -> str:
-        return "".join(self._chance.choices(string.ascii_lowercase, k=_WORD_LENGTH))
+        return "".join(self._generator.choices(string.ascii_lowercase, k=_WORD_LENGTH))
 
 
 async def _read(call: Any) -> None:  # Any: the stub is not async to mypy
