@@ -66,8 +66,11 @@ class LLM:
         config = engine_config(model, EngineOptions(**options))
         is_encoder = config.model.is_encoder
         self._tokenizer = Tokenizer.from_folder(config.model.folder, is_encoder=is_encoder)
-        self._validator = Validator(config, self._tokenizer)
-        self._embedding_validator = EmbeddingValidator(config, self._tokenizer)
+        self._validator: Validator | EmbeddingValidator = (
+            EmbeddingValidator(config, self._tokenizer)
+            if is_encoder
+            else Validator(config, self._tokenizer)
+        )
         self._sink = EventDispatcher()
         line = ProgressLine()
         try:
@@ -138,7 +141,8 @@ class LLM:
         own. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
         prompt or if the model is not an encoder, and EngineError if the engine fails.
         """
-        if not isinstance(self._engine, Embedder):
+        engine, validator = self._engine, self._validator
+        if not (isinstance(engine, Embedder) and isinstance(validator, EmbeddingValidator)):
             raise InvalidRequestError("The model is not an encoder; only encoders support embed().")
         given = [prompts] if isinstance(prompts, str) else prompts
         texts = [text if isinstance(text, str) else tuple(text) for text in given]
@@ -149,8 +153,8 @@ class LLM:
                 pooling=pooling,
                 is_normalized=normalize,
             )
-            request = _run_apart(self._embedding_validator.validate(part))
-            vectors += _submitted(self._engine, request).result().tolist()
+            request = _run_apart(validator.validate(part))
+            vectors += _submitted(engine, request).result().tolist()
         return vectors
 
     def stats(self) -> EngineStats:
@@ -160,7 +164,8 @@ class LLM:
     def close(self) -> None:
         """End the engine and its ranks. May be called twice."""
         self._engine.close()
-        self._validator.close()
+        if isinstance(self._validator, Validator):
+            self._validator.close()
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +214,8 @@ class LLM:
     def _validated(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
-        if isinstance(self._engine, Embedder):
+        validator = self._validator
+        if isinstance(validator, EmbeddingValidator):
             raise InvalidRequestError("The model is an encoder; use embed().")
 
         async def validate() -> list[Request]:
@@ -218,7 +224,7 @@ class LLM:
                 given = GenerationInput(
                     prompts=(prompt,), sampling=msgspec.structs.asdict(sampling)
                 )
-                requests += await self._validator.validate(given)
+                requests += await validator.validate(given)
             return requests
 
         return _run_apart(validate())

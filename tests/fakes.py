@@ -1,4 +1,4 @@
-"""What tests put in place of ranks and of those who read tokens."""
+"""Fakes of ranks and of the sink of events."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["FakeExecutor", "RecordingSink", "wait_for"]
 
 
 class FakeExecutor(Executor):
-    """Ranks that sample token 7 without computing, and fail when they are told to."""
+    """Ranks that sample token 7 without computing, with failures to inject."""
 
     def __init__(self, *, num_blocks: int = 64) -> None:
         self._num_blocks = num_blocks
         self._plans: deque[StepPlan] = deque()
         self._acknowledged_step = -1
         self.step_failures: deque[Exception] = deque()
-        """Raised in place of the next outputs."""
+        """Raised by the next calls of `collect_output`."""
         self.submit_failures: deque[Exception] = deque()
         self.restart_failures: deque[Exception] = deque()
         """Raised by the next restarts."""
         self.num_restarts = 0
         self.masks: list[StepMasks] = []
-        """Those that were sent."""
+        """The masks that were sent."""
         self.step_s = 0.0
-        """What a step takes."""
+        """Duration of a step."""
         self.may_step = threading.Event()
-        """While it is not set, a step does not end."""
+        """Steps end only while this is set."""
         self.may_step.set()
 
     @property
@@ -87,7 +87,7 @@ class FakeExecutor(Executor):
 
 
 class RecordingSink:
-    """Keeps the tokens and the ends of the sequences that it is told of."""
+    """Records the tokens and the ends of sequences."""
 
     def __init__(self) -> None:
         self.tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
@@ -120,7 +120,7 @@ class RecordingSink:
 
 
 def wait_for(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Return once something is true. It fails if that takes too long."""
+    """Wait until `is_true` returns true; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline_s, "It did not happen in time."

@@ -94,7 +94,7 @@ def _is_ended(keys: int) -> bool:
 
 @contextmanager
 def _single_keys() -> Iterator[int]:
-    """Put the terminal into cbreak mode, without echo, and restore it in the end."""
+    """Put the terminal into cbreak mode, without echo, and restore it on exit."""
     terminal = sys.stdin.fileno()
     saved = termios.tcgetattr(terminal)
     try:

@@ -1,4 +1,4 @@
-"""A server that knows nothing but its loads."""
+"""A server that serves only `/loads`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOADS = ServerLoads(
 def serving(
     body: bytes, status: int = 200, *, until: threading.Event | None = None
 ) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield the URL of a server that answers so, and the keys that it was given.
+    """Yield the URL of a server with this response, and the keys that it received.
 
     It answers nothing before `until`.
     """

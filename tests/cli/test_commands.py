@@ -1,4 +1,4 @@
-"""The command line: what its flags mean, and what it costs to ask for help."""
+"""The flags of the command line, and the imports of --help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagedray keys new`: what it prints is all that a key file needs."""
+"""`pagedray keys new`: its output is a valid entry of a key file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_name_that_no_tenant_may_have_is_refused(
     tenant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys", "new", f"--tenant={tenant}"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == 1
-    assert "tenant" in told.err
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert "tenant" in shown.err

@@ -1,4 +1,4 @@
-"""`pagedray top`: what it shows, and what it says when it cannot."""
+"""`pagedray top`: its view and its errors."""
 
 from __future__ import annotations
 

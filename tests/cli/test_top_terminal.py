@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LEAVE_OWN_SCREEN = b"\x1b[?1049l"
-# The terminal has to be its controlling one, or else Ctrl-C would be a key like any other.
+# Ctrl-C sends SIGINT only from the controlling terminal.
 PROGRAM = """
 import fcntl, signal, sys, termios
 from cluster.cli.commands import main
-# Whoever started the tests may have had it ignored.
+# The parent process may ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.exit(main())
@@ -78,7 +78,7 @@ class Terminal:
             return "\n".join(self._screen.display)
 
     def join(self) -> None:
-        """Wait until all that the program wrote is read."""
+        """Wait until all output of the program is read."""
         self._reader.join()
 
     def press(self, keys: bytes) -> None:
@@ -97,7 +97,7 @@ class Terminal:
             try:
                 written = os.read(self._master, 65536)
             except OSError:
-                # The last one who had it open has ended.
+                # Every process that had it open has ended.
                 return
             self.written += written
             with self._lock:
@@ -133,16 +133,16 @@ def test_a_server_that_hangs_holds_nobody_up() -> None:
         try:
             wait_for(lambda: "Connecting" in terminal.text, 30.0)
             terminal.press(b"q")
-            # Less than the wait for an answer: the key ends it, not the time-out.
+            # Shorter than the response timeout: the key ends it.
             assert terminal.process.wait(4.0) == 0
         finally:
             is_released.set()
 
 
 def test_a_server_that_is_not_there_is_told_and_ctrl_c_ends_it() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with Terminal(["top", f"--url={url}", "--every-s=0.2"]) as terminal:
             wait_for(lambda: "Cannot reach the server" in terminal.text, 30.0)
             terminal.press(b"\x03")

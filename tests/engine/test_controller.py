@@ -1,4 +1,4 @@
-"""The controller over ranks that fail when they are told to: each sequence ends exactly once."""
+"""The controller over ranks with injected failures: each sequence ends exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Rig:
-    """A controller, its ranks and its reader."""
+    """A controller with fake ranks and a recording sink."""
 
     def __init__(self, *, restart_pause_s: float = 0.01) -> None:
         self.executor = FakeExecutor()
@@ -172,7 +172,7 @@ def test_request_that_saw_too_many_deaths_ends_alone(rig: Rig) -> None:
     rig.submit("poison", max_tokens=150)
     rig.controller.start_steps()
     for _ in range(3):
-        # A step ends between two deaths, so that the engine itself does not give up.
+        # A step finishes between two deaths, so that the engine itself continues.
         num_steps, num_restarts = rig.controller.stats().num_steps, rig.executor.num_restarts
         wait_for(lambda: rig.controller.stats().num_steps > num_steps)  # noqa: B023
         rig.executor.step_failures.append(WorkerError("A rank died."))

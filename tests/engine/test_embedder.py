@@ -1,4 +1,4 @@
-"""How texts are shared out over steps; what deaths, deadlines and crowds do to them."""
+"""The embedder: batches, deaths of ranks, deadlines and full queues."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CountingExecutor(FakeExecutor):
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Embedder]]:
-    """Return what opens an embedder, which is closed after the test."""
+    """Return a function that opens an embedder, which is closed after the test."""
     embedders: list[tuple[Embedder, CountingExecutor]] = []
 
     def open_one(executor: CountingExecutor, **limits: int) -> Embedder:
@@ -116,7 +116,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def held(embedder: Embedder, executor: CountingExecutor) -> None:
-    """Let a step begin that does not end before the gate opens."""
+    """Start a step that does not end before the gate opens."""
     embedder.submit_request(request([1]))
     wait_until(lambda: len(executor.plans) == 1)
 

@@ -1,4 +1,4 @@
-"""The local executor: what it reports of a step, and that it can be given up while it loads."""
+"""The local executor: acknowledged steps, and an interrupt while loading."""
 
 from __future__ import annotations
 

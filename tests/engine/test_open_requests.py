@@ -1,4 +1,4 @@
-"""Which requests are suspected when groups die."""
+"""Which requests are suspected of killing their group."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_dead_peer_is_end_of_file(listener: StepListener) -> None:
 
 
 def send_until_refused(controller: ControllerChannel) -> None:
-    # TCP takes what is sent first; the refusal is its answer.
+    # The first send over TCP succeeds; the reset arrives afterwards.
     for _ in range(100):
         controller.send(Shutdown())
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A worker whose cache holds fingerprints in place of keys and values.
+"""A worker whose cache holds fingerprints instead of keys and values.
 
 The fingerprint at a position stands for its tenant and every token up to it, as real
 keys and values do. Plans are carried out in the order that `pagedray.batch` tells. Swaps
@@ -23,7 +23,7 @@ def next_fingerprint(parent: int, token_id: int) -> int:
 
 
 def fingerprints(tenant: str, token_ids: Sequence[int]) -> list[int]:
-    """Return what the cache is to hold for tokens, `[num_tokens]`."""
+    """Return the expected cache content of tokens, `[num_tokens]`."""
     chain = [first_parent(tenant)]
     for token_id in token_ids:
         chain.append(next_fingerprint(chain[-1], token_id))
@@ -31,12 +31,12 @@ def fingerprints(tenant: str, token_ids: Sequence[int]) -> list[int]:
 
 
 def first_parent(tenant: str) -> int:
-    """Return the fingerprint that stands before a tenant's first token."""
+    """Return the fingerprint before a tenant's first token."""
     return int.from_bytes(tenant.encode()) + 1
 
 
 def sample(fingerprint: int, *, seed: int, index: int, is_eos_allowed: bool) -> int:
-    """Return the token that follows; with luck an end-of-sequence token."""
+    """Return the next token, sometimes an end-of-sequence token."""
     token_id = hash((fingerprint, seed, index)) % VOCAB_SIZE
     return (token_id + 1) if token_id == EOS and not is_eos_allowed else token_id
 
@@ -44,7 +44,7 @@ def sample(fingerprint: int, *, seed: int, index: int, is_eos_allowed: bool) -> 
 def undisturbed(
     request: Request, index: int, *, max_model_len: int, bad_length: int | None
 ) -> tuple[list[int], FinishReason]:
-    """Return the tokens and the end of a sequence that has the machine for itself."""
+    """Return the expected tokens and end of a sequence."""
     sampling = request.sampling
     stop_token_ids = {*sampling.stop_token_ids}
     if not sampling.ignore_eos:
@@ -70,7 +70,7 @@ def undisturbed(
 
 
 class _Row:
-    """What the worker keeps of a sequence."""
+    """The worker's state of a sequence."""
 
     def __init__(self, start: SequenceStart, tenant: str) -> None:
         self.start = start
@@ -85,7 +85,7 @@ class _Row:
 
 
 class FakeWorker:
-    """Carries out plans, one by one, when told to."""
+    """Runs plans, one per call."""
 
     def __init__(
         self,
@@ -122,15 +122,15 @@ class FakeWorker:
         return self._pending_swaps[0][0] if self._pending_swaps else None
 
     def send(self, plan: StepPlan, held_rows: set[int]) -> None:
-        """Take a plan, and the rows that sequences hold from then on, which no plan tells."""
+        """Queue a plan, with the rows that sequences hold after it, which no plan contains."""
         self.plans.append(plan)
         self._held_rows.append(held_rows)
 
     def execute(self) -> None:
-        """Carry out the oldest plan."""
+        """Run the oldest plan."""
         plan = self.plans.popleft()
         assert plan.step == self.executed_step + 1
-        # Rows that have ended share no block with those that have not.
+        # Live rows share no block with ended ones.
         for row in self.rows.keys() - self._held_rows.popleft():
             del self.rows[row]
         for start in plan.starts:

@@ -1,4 +1,4 @@
-"""A scheduler and a fake worker, and what must be true of the two at every moment."""
+"""A scheduler with a fake worker, and the invariants of both."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ HASH_KEY = b"a key that tests share"
 
 
 class Harness:
-    """Drives a scheduler through a fake worker and checks both after every verb."""
+    """Drives a scheduler with a fake worker and checks both after every operation."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Harness:
         return request.id
 
     def schedule(self) -> StepPlan | None:
-        """Have a plan made and send it to the worker."""
+        """Make a plan and send it to the worker."""
         num_in_flight = len(self.worker.plans) + len(self.worker.outputs)
         had_work = self.scheduler.has_work
         plan = self.scheduler.schedule()
@@ -131,17 +131,17 @@ class Harness:
         return plan
 
     def execute(self) -> None:
-        """Have the worker carry out the oldest plan."""
+        """Have the worker run the oldest plan."""
         self.worker.execute()
 
     def collect(self) -> list[TokenEvent]:
-        """Hand the oldest output to the scheduler."""
+        """Apply the oldest output to the scheduler."""
         events = self._note(self.scheduler.update(self.worker.outputs.popleft()))
         self.check()
         return events
 
     def acknowledge(self, step: int | None = None) -> None:
-        """Have all ranks report that they finished `step`, or all that was carried out."""
+        """Acknowledge `step`, or all steps that were run, on all ranks."""
         step = self.worker.executed_step if step is None else step
         assert self.acknowledged_step <= step <= self.worker.executed_step
         self.worker.finish_swaps(step)
@@ -156,32 +156,32 @@ class Harness:
         return events
 
     def finish(self, request_id: str, index: int) -> None:
-        """End a sequence from outside."""
+        """Finish a sequence from outside."""
         if (request_id, index) not in self.reasons:
             self.finished_by_caller.add((request_id, index))
         self.scheduler.finish_sequence(request_id, index)
         self.check()
 
     def expire(self, now_s: float) -> list[TokenEvent]:
-        """End what is overdue."""
+        """End requests past their deadline."""
         events = self._note(self.scheduler.expire_requests(now_s))
         self.check()
         return events
 
     def replace_worker(self) -> None:
-        """Lose the worker with all that was in flight, and begin again with another."""
+        """Replace the worker; everything in flight is lost."""
         self.worker = self._make_worker(len(self.worker.device), len(self.worker.cpu))
         self.acknowledged_step = -1
         self.scheduler.reset()
         self.check()
 
     def step(self) -> list[TokenEvent]:
-        """Make one plan, carry it out, collect and acknowledge it: no pipelining."""
+        """Make, run, collect and acknowledge one plan, without pipelining."""
         self.schedule()
         return self.settle()
 
     def settle(self) -> list[TokenEvent]:
-        """Carry out, collect and acknowledge all that is in flight."""
+        """Run, collect and acknowledge everything in flight."""
         events: list[TokenEvent] = []
         while self.worker.plans:
             self.execute()
@@ -192,7 +192,7 @@ class Harness:
         return events
 
     def turn(self) -> None:
-        """Do what the controller does in one round of its loop: plan ahead, then collect."""
+        """Run one iteration of the controller's loop: plan ahead, then collect."""
         plan = self.schedule()
         num_in_flight = len(self.worker.plans) + len(self.worker.outputs)
         if num_in_flight and (plan is None or num_in_flight == MAX_PLANS_IN_FLIGHT):
@@ -203,7 +203,7 @@ class Harness:
             self.acknowledge()
 
     def drain(self) -> None:
-        """Run until all is done, in a bounded number of rounds, and check the end."""
+        """Run until every request has ended, in a bounded number of rounds, and check the end."""
         for num_turns in range(self.max_num_turns):
             if not self.scheduler.has_work:
                 break
@@ -217,12 +217,12 @@ class Harness:
 
     @property
     def max_num_turns(self) -> int:
-        """Rounds that all sequences, one after another and each as often as it may, can take."""
+        """The maximum number of rounds of all sequences in turn, with preemptions."""
         num_tokens = sum(sequence.max_length for sequence in self.sequences)
         return 20 + (MAX_PREEMPTIONS + 2) * (num_tokens + 8 * len(self.sequences))
 
     def check_end(self) -> None:
-        """Check that each sequence ended once, as if it had been alone, and left nothing."""
+        """Check that each sequence ended once, with its expected tokens, and left nothing."""
         for key, token_ids in self.tokens.items():
             request = self.requests[key[0]]
             reason = self.reasons.get(key)
@@ -331,7 +331,7 @@ class Harness:
             self._note_keys(sequence)
         if self.worker.plans:
             return
-        # A key never stands for other content than that of the sequence it was made for.
+        # Keys match the content of their sequence.
         for block, key in key_of.items():
             assert self.worker.device[block] == self._expected_content[key.digest]
 
@@ -363,7 +363,7 @@ class Harness:
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs
-        # Within a class of one tenant, who came first starts first.
+        # Requests of equal priority and tenant start in order of arrival.
         for start in plan.starts:
             request = next(r for r in self.requests.values() if r.seed == start.seed)
             is_first = start.index == 0 and request.seed not in self._first_starts
@@ -391,7 +391,7 @@ class Harness:
 
 
 def _check_pool(pool: BlockPool, *, references: Iterable[int], pins: Iterable[int]) -> None:
-    """Check that each block is in one place, and counted as often as it is used."""
+    """Check that each block has one state, and as many references as owners."""
     num_references, num_pins = Counter(references), Counter(pins)
     blocks = range(pool.num_blocks)
     assert [num_references[block] for block in blocks] == pool._num_references

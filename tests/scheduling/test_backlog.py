@@ -1,4 +1,4 @@
-"""How much may wait, and when a refused client is told to come back."""
+"""The limits of the backlog, and when a rejected client may retry."""
 
 import pytest
 

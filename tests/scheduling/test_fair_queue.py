@@ -1,4 +1,4 @@
-"""Shares of tenants that wait at the same time, whatever they send and whenever they come."""
+"""Shares of backlogged tenants, for random costs and arrivals."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Item:
 
 
 class Server:
-    """Serves one item after another, and remembers what each tenant got."""
+    """Serves items one by one, and counts the cost served by tenant."""
 
     def __init__(self, weights: dict[str, float]) -> None:
         self.queue = FairQueue[Item]()
@@ -69,7 +69,7 @@ def test_tenants_that_wait_together_get_their_shares(
 ) -> None:
     names = [f"t{number}" for number in range(len(weights))]
     server = Server(dict(zip(names, weights, strict=True)))
-    # One of them has been there for a while, which neither helps nor harms it afterwards.
+    # One of them was served before, which is neither debt nor credit.
     for cost in before:
         server.send(names[0], cost)
         server.serve()
@@ -118,7 +118,7 @@ def test_every_item_is_served_once_and_idle_tenants_are_forgotten(
         server.serve()
     assert len(set(map(id, server.order))) == num_sent
     for number in range(3 * MAX_COST):
-        # Whoever is served more than the others have been owes nothing beside it any more.
+        # Each new tenant starts at the clock of the others, so that old debts are dropped.
         server.send(f"d{number}", 2)
         server.weights[f"d{number}"] = 1.0
         server.served[f"d{number}"] = 0.0

@@ -1,4 +1,4 @@
-"""Tenants share a scheduler: a flood of one is no wait of another, and weights count."""
+"""Tenants share a scheduler: a flood of one does not delay another, and weights count."""
 
 import pytest
 
@@ -30,9 +30,9 @@ def test_one_request_does_not_wait_for_a_hundred_of_another_tenant() -> None:
     expected = num_steps_until_started(alone, alone.add(prompt, tenant="one"))
     fair = num_steps_until_started(flooded, flooded.add(prompt, tenant="one"))
     in_line = num_steps_until_started(crowded, crowded.add(prompt, tenant="one"))
-    # It waits for one row of the four, which is given back after 8 tokens at most.
+    # It waits for one of the four rows, for at most 8 tokens.
     assert fair <= expected + 10
-    # Where the flood is its own tenant's, it waits for all of it.
+    # Behind a flood of its own tenant it waits for all of it.
     assert in_line > 150
     flooded.drain()
 
@@ -43,7 +43,7 @@ def test_tenants_get_tokens_by_weight(weight: float) -> None:
     ids: dict[str, list[str]] = {"light": [], "heavy": []}
     for number in range(60):
         tenant = ("light", "heavy")[number % 2]
-        # The heavy tenant's requests are longer, which is not to its advantage.
+        # Longer requests are no advantage.
         length = 4 if tenant == "light" else 8
         ids[tenant].append(
             harness.add(

@@ -1,4 +1,4 @@
-"""Which sequences of a step get masks, and what becomes of those that end meanwhile."""
+"""Masked sequences of a step, and those that end meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYTHING = b"\xff" * 4
 
 
 class LastTokenGrammar:
-    """Allows one token only, that of the number of tokens so far; after three nothing may come."""
+    """Allows only the token that equals the number of tokens so far, and none after three."""
 
     num_mask_bytes = 4
 
@@ -73,7 +73,7 @@ def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> N
     assert masks.step == plan.step
     assert masks.words == (1 << 1).to_bytes(4, "little") * 2
     assert ends == []
-    # One question for all of them.
+    # A single call for all of them.
     assert grammar.num_questions == 1
 
 

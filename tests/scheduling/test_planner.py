@@ -21,7 +21,7 @@ def crowded(preemption: Preemption, *, num_cpu_blocks: int = 8) -> Harness:
 
 
 def run_until_preemption(harness: Harness) -> StepPlan:
-    """Return the plan that takes a row from the second sequence; it is not carried out."""
+    """Return the plan that takes a row from the second sequence, without running it."""
     while True:
         plan = harness.schedule()
         assert plan is not None

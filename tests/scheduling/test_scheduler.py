@@ -15,7 +15,7 @@ def planned(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
 
 
 def token_after(harness: Harness, request_id: str, place: int) -> int:
-    """Return the token at `place` of a continuation, from a run of its own."""
+    """Return the token at `place` of a completion, from a separate run."""
     alone = Harness()
     for request in harness.requests.values():
         alone.add(request.prompt_token_ids, max_tokens=place + 1)

@@ -1,4 +1,4 @@
-"""Long random lives of a scheduler, from seeds: cheap enough for many of them."""
+"""Long random runs of a scheduler, by seed."""
 
 import random
 from contextlib import suppress
@@ -33,7 +33,7 @@ def make_harness(rng: random.Random) -> Harness:
 
 
 def add_random(harness: Harness, rng: random.Random) -> None:
-    """Add a request whose beginning others are likely to share."""
+    """Add a request whose prefix others are likely to share."""
     stem = rng.choice(([1] * 30, [1, 2] * 15, [2] * 30))
     prompt = stem[: rng.randint(0, 12)] + [rng.randint(0, 4) for _ in range(rng.randint(1, 6))]
     max_tokens = rng.choice((1, 4, 12, 30, 50))
@@ -52,7 +52,7 @@ def add_random(harness: Harness, rng: random.Random) -> None:
 
 
 def act(harness: Harness, rng: random.Random) -> None:
-    """Do one random thing that is possible."""
+    """Do one random operation that is possible."""
     worker = harness.worker
     match rng.choices(
         (
@@ -94,7 +94,7 @@ def act(harness: Harness, rng: random.Random) -> None:
 
 
 def live(seed: int) -> Harness:
-    """Let a scheduler live a random life to its end."""
+    """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(rng)
     for _ in range(NUM_ACTIONS):

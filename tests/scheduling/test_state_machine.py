@@ -12,7 +12,7 @@ from tests.scheduling.harness import Harness
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Calls the scheduler and runs its worker in any order the contract allows."""
+    """Calls the scheduler and runs its worker in any allowed order."""
 
     harness: Harness
 

@@ -1,4 +1,4 @@
-"""Which way to make room is the cheaper one."""
+"""The choice between swapping and recomputing."""
 
 import pytest
 

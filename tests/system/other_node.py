@@ -27,14 +27,14 @@ def main(folder: str) -> None:
         run(folder)
     finally:
         ray.shutdown()
-        # Or its address stays behind, and whoever starts Ray here would join what is no more.
+        # Otherwise its address remains, and the next Ray here would connect to a dead cluster.
         cluster.shutdown()
 
 
 def run(folder: str) -> None:
-    """Generate, and be refused once."""
+    """Generate on one rank, and fail to place two."""
     generate(folder, num_ranks=1)
-    # Nothing will make room on these nodes.
+    # No resources become free on these nodes.
     ray_executor._PLACEMENT_TIMEOUT_S = 1.0
     try:
         generate(folder, num_ranks=2)
@@ -57,7 +57,7 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
         show_progress=False,
     ) as llm:
         (generation,) = llm.generate("import os", params, show_progress=False)
-        # On one machine a socket in the file system would do as well.
+        # On one machine a Unix socket would also work.
         ranks = llm._engine._executor._ranks  # type: ignore[attr-defined]  # Ray's
         families = {channel._socket.family.name for channel in ranks._channels}
         report = {

@@ -1,4 +1,4 @@
-"""`pagedray` as a user starts it: a process of its own."""
+"""`pagedray` in a separate process, as a user starts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Finished:
 
 
 def run_pagedray(*arguments: str, timeout_s: float = 120.0) -> Finished:
-    """Run a command of pagedray to its end."""
+    """Run a command of pagedray until it exits."""
     started_s = time.monotonic()
     done = subprocess.run(
         _command(*arguments),
@@ -65,7 +65,7 @@ def serve_command(folder: Path, *arguments: str) -> tuple[list[str], dict[str, s
 
 
 def free_port() -> int:
-    """Return a port of the loopback that was free a moment ago."""
+    """Return a loopback port that was just free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class ServerProcess:
-    """`pagedray serve` until the block that holds it is left, on the shipped model by default."""
+    """`pagedray serve` as a context manager, on the shipped model by default."""
 
     arguments: tuple[str, ...]
     folder: Path = TINY_LLAMA
@@ -93,7 +93,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Where HTTP is served."""
+        """The base URL of HTTP."""
         return f"http://127.0.0.1:{self.http_port}"
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class ServerProcess:
         for line in self._process.stdout:
             if line.startswith("Ready:"):
                 return
-        # Left open, it would be warned of in a later test.
+        # An open pipe would cause a ResourceWarning in a later test.
         self._process.stdout.close()
         self._http.close()
         raise AssertionError(f"The server ended with exit code {self._process.wait()}.")
@@ -144,7 +144,7 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end and return the exit code."""
+        """Wait for it to exit and return the exit code."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while the server is loading ends it, and all that it has started, soon."""
+"""Ctrl-C while the server is loading ends it and all that it started, within seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_ctrl_c_while_loading_ends_all_within_five_seconds(executor: str) -> Non
         start_new_session=True,
     ) as process:
         assert process.stderr is not None
-        # The first line says what is being done.
+        # The first line reports progress.
         process.stderr.readline()
         time.sleep(0.5)
         family = psutil.Process(process.pid).children(recursive=True)

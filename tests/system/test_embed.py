@@ -101,7 +101,7 @@ def test_encoder_does_not_generate_and_decoder_does_not_embed(llm: LLM) -> None:
         llm.generate("w1")
     with (
         opened(TINY_LLAMA, executor="local") as decoder,
-        pytest.raises(InvalidRequestError, match="only an encoder"),
+        pytest.raises(InvalidRequestError, match="not an encoder; only encoders"),
     ):
         decoder.embed("x")
 

@@ -1,4 +1,4 @@
-"""The Python face, on the shipped model."""
+"""The Python API, on the shipped model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def llm() -> Iterator[LLM]:
         TINY_LLAMA,
         executor="local",
         device="cpu",
-        # Rows of a batch are not rounded alike; in float32 that is too little to change a choice.
+        # Rounding depends on the batch; in float32 too little to change a greedy token.
         dtype="float32",
         num_threads=1,
         max_num_seqs=4,

@@ -115,7 +115,7 @@ async def one_over_http(http: httpx.AsyncClient, *, is_cancelled: bool) -> int:
 
 @pytest.mark.parametrize("call_all", [over_grpc, over_http], ids=["grpc", "http"])
 async def test_cancelled_streams_leave_no_task(served: Served, call_all) -> None:  # type: ignore[no-untyped-def]  # one of two functions
-    # Whatever is made once and stays is there before the count.
+    # Tasks that are created once exist before the count.
     await call_all(served)
     await settle(served)
     before = running_tasks()
@@ -131,13 +131,13 @@ async def test_cancelled_streams_leave_no_task(served: Served, call_all) -> None
 
 
 def running_tasks() -> Counter[str]:
-    """Return how many tasks there are of each coroutine; gRPC's own change with every call."""
+    """Return the number of tasks by coroutine, without gRPC's own, which vary."""
     coroutines = [task.get_coro() for task in asyncio.all_tasks()]
     return Counter(getattr(one, "__qualname__", repr(type(one))) for one in coroutines)
 
 
 async def settle(served: Served) -> None:
-    """Wait until the clients' connections are closed and what they asked for has ended."""
+    """Wait until the clients' connections are closed and their requests have ended."""
     deadline_s = time.monotonic() + 10.0
     last: Counter[str] = Counter()
     while time.monotonic() < deadline_s:

@@ -43,7 +43,7 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def kill_when_running(llm: LLM, num_tokens: int) -> int:
-    """Kill a rank once some tokens have been generated; return how many had been."""
+    """Kill a rank after some tokens; return their number."""
     victim = ranks()[-1]
     while llm.stats().num_generated_tokens < num_tokens:
         time.sleep(0.005)
@@ -80,7 +80,7 @@ def test_engine_that_cannot_come_back_says_so(folder: Path, ray_cluster: None) -
         folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
     ) as llm:
         tokens_of(llm)
-        # The new ranks will find no checkpoint.
+        # The new ranks find no checkpoint.
         (folder / "model.safetensors").unlink()
         ranks()[0].kill()
         with pytest.raises(EngineError, match=r"model\.safetensors|holds no"):
@@ -101,7 +101,7 @@ def test_death_during_a_replacement_is_mended_too(folder: Path, ray_cluster: Non
 
 
 def kill_first_that_is_not(old: list[psutil.Process]) -> None:
-    """Kill a rank of the next group as soon as there is one, hence while it starts."""
+    """Kill a rank of the next group while it starts."""
     while not (found := [rank for rank in ranks() if rank not in old]):
         time.sleep(0.005)
     found[0].kill()

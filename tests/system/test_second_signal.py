@@ -1,4 +1,4 @@
-"""A second signal ends a server that waits for its streams."""
+"""A second signal ends a server that is draining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_second_signal_ends_the_drain(second: signal.Signals) -> None:
         next(stream)
         server.send(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-        # It waits for the stream, which goes on.
+        # It waits for the stream, which continues.
         next(stream)
         server.send(second)
         with pytest.raises(grpc.RpcError) as ended:

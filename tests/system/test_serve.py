@@ -1,4 +1,4 @@
-"""The server as a process of its own, with two ranks, driven by real clients."""
+"""The server in a separate process, with two ranks and real clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_STREAMS = 64
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # In bfloat16 some CPUs round a product differently in batches of other sizes.
+    # In bfloat16 some CPUs round matmuls differently at other batch sizes.
     options = ("--tensor-parallel-size=2", "--num-blocks=512", "--dtype=float32")
     with ServerProcess(options) as process:
         yield process
@@ -62,14 +62,14 @@ def test_grpc_and_http_give_the_same_text(server: ServerProcess) -> None:
 
 
 def test_cancelled_streams_leave_nothing_behind(server: ServerProcess) -> None:
-    # Connections that stay open, and whatever is made once, are there before the count.
+    # Persistent connections and lazily created objects exist before the count.
     asyncio.run(stream_many(server, NUM_STREAMS))
     before = settled_footprint(server)
 
     texts = asyncio.run(stream_many(server, NUM_STREAMS))
     assert sum(text is None for text in texts) == -(-NUM_STREAMS // 3)
     finished = {text for text in texts if text is not None}
-    # All that were not cancelled asked for the same, and got it.
+    # All uncancelled requests were equal.
     assert len(finished) == 1
 
     after = footprint(server)
@@ -107,7 +107,7 @@ async def stream_one(
 
 
 def footprint(server: ServerProcess) -> dict[str, float]:
-    """Return what the server and its ranks hold: files, processes, running work."""
+    """Return the resources of the server and its ranks: files, processes, running work."""
     family = [p for p in server.family() if is_ours(p)]
     metrics = server.metrics()
     return {
@@ -120,7 +120,7 @@ def footprint(server: ServerProcess) -> dict[str, float]:
 
 
 def settled_footprint(server: ServerProcess) -> dict[str, float]:
-    """Return what the server holds once that no longer changes: connections close a moment late."""
+    """Return the server's resources once they are stable: connections close with a delay."""
     last = footprint(server)
     for _ in range(50):
         time.sleep(0.5)
@@ -132,7 +132,7 @@ def settled_footprint(server: ServerProcess) -> dict[str, float]:
 
 
 def is_ours(process: psutil.Process) -> bool:
-    # Ray starts and ends idle workers as it likes; ranks are named for their class.
+    # Ray starts and ends idle workers at any time; ranks have the name of their class.
     try:
         line = " ".join(process.cmdline())
     except psutil.Error:
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         family = server.family()
         assert sum("GpuWorker" in " ".join(process.cmdline()) for process in family) == 2
         with httpx.Client() as client:
-            # A client that is still connected must not keep the server.
+            # A connected client must not keep the server alive.
             client.get(f"{server.url}/health")
             assert server.interrupt(timeout_s=30.0) == 0
         _, alive = psutil.wait_procs(family, timeout=10.0)

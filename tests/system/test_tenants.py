@@ -1,4 +1,4 @@
-"""Two tenants with keys of their own on one server, over both frontends; keys reloaded; a drain."""
+"""Two tenants on one server, over both frontends: keys, reload and drain."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def endless_request(request_id: str) -> pagedray_pb2.GenerateRequest:
-    """Return a request of 115 200 tokens: of no machine are they sampled before it is looked at."""
+    """Return a request of 115 200 tokens, which run long enough to be observed."""
     return pagedray_pb2.GenerateRequest(
         text="x",
         request_id=request_id,
@@ -83,9 +83,9 @@ def endless_request(request_id: str) -> pagedray_pb2.GenerateRequest:
 
 
 def unread_request() -> pagedray_pb2.GenerateRequest:
-    """Return a request whose answer is more than a client has room for that does not read it.
+    """Return a request whose response exceeds the buffers of a client that does not read.
 
-    However fast it is generated, the call goes on until somebody reads.
+    The call stays open until the client reads, however fast it is generated.
     """
     return pagedray_pb2.GenerateRequest(
         text="x",
@@ -94,7 +94,7 @@ def unread_request() -> pagedray_pb2.GenerateRequest:
 
 
 def stub(server: ServerProcess) -> pagedray_pb2_grpc.GenerationServiceStub:
-    # The room for what is not read stays small.
+    # Buffers for unread responses stay small.
     options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
     return pagedray_pb2_grpc.GenerationServiceStub(
         grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options)
@@ -159,7 +159,7 @@ def test_no_tenant_sees_or_ends_what_another_runs(server: ServerProcess) -> None
     service = stub(server)
     stream = service.Generate(endless_request("mine"), metadata=metadata("ann"), timeout=TIMEOUT_S)
     next(stream)
-    # The same id is another's to use.
+    # Another tenant may use the same id.
     other = service.Generate(endless_request("mine"), metadata=metadata("ben"), timeout=TIMEOUT_S)
     next(other)
     other.cancel()
