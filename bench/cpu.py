@@ -64,11 +64,11 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """Continue equally long prompts, greedily."""
+        """Generate greedily from prompts of equal length."""
 
     @abstractmethod
     def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
-        """Continue prompts of mixed lengths by as many tokens each, all at once."""
+        """Generate `lengths` tokens from prompts of mixed lengths, submitted at once."""
 
 
 class PagedRay(Engine):
@@ -122,7 +122,7 @@ class Transformers(Engine):
         assert output.shape[1] == input_ids.shape[1] + num_tokens
 
     def mixed(self, prompts: list[list[int]], lengths: list[int]) -> None:
-        # Its batch call takes one length for all, so each request is added to the manager.
+        # `generate_batch` takes one length for all, so each request is added to the manager.
         batching = transformers.generation.configuration_utils.ContinuousBatchingConfig(
             # The default cache takes half of the memory and seconds to clear.
             num_blocks=128,
@@ -171,7 +171,7 @@ class EngineProcess:
 
 
 def main() -> int:
-    """Run what the command line asks for, print the table, write the results."""
+    """Measure, print the table and write the results."""
     parser = argparse.ArgumentParser(description="CPU throughput compared with transformers.")
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=5)

@@ -115,7 +115,7 @@ class Row:
     """The best round."""
     median: float
     start_s: float
-    """From nothing to an engine that takes requests."""
+    """Seconds until the engine accepts requests."""
 
 
 def main() -> int:

@@ -61,26 +61,26 @@ class DecoderWorker(Worker):
         load_weights(self._model, self._config, report_progress)
 
     def available_cache(self) -> CacheSize:
-        block_size = block_bytes(self._spec)
+        num_bytes = block_bytes(self._spec)
         blocks_per_sequence = -(-self._config.max_model_len // self._config.cache.block_size)
         # Room for every row at its maximum length, and as much again for cached prefixes.
-        wanted = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
+        num_useful = 2 * self._config.scheduler.max_num_seqs * blocks_per_sequence
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             memory = self._cache_bytes()
-            num_blocks = min(wanted, memory // block_size)
+            num_blocks = min(num_useful, memory // num_bytes)
             if num_blocks < 2:
                 raise DeviceError(
                     f"Only {memory} bytes of {self._device.type} memory are left for the KV "
-                    f"cache, which needs at least two blocks of {block_size} bytes; use a smaller "
+                    f"cache, which needs at least two blocks of {num_bytes} bytes; use a smaller "
                     "model, more ranks, a lower --max-num-batched-tokens or a higher "
                     "--memory-fraction."
                 )
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
-            num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // block_size)
+            num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // num_bytes)
         return CacheSize(
-            num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=block_size
+            num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=num_bytes
         )
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""From the hidden states of tokens to one vector a sequence."""
+"""Pools the hidden states of tokens into one vector per sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def pooled(
 ) -> torch.Tensor:
     """Return `[num_sequences, hidden_size]` float32.
 
-    `hidden` is `[num_tokens, hidden_size]`, flat in the order of the sequences, whose lengths,
-    `[num_sequences]` int64, are all at least 1; rows behind them are padding. `mean` is the mean
-    of all tokens, `cls` the first and `last` the last. Normalized vectors have length 1.
+    `hidden` is `[num_tokens, hidden_size]`, the sequences one after another and padding behind
+    them. `lengths` is `[num_sequences]` int64, each at least 1. `mean` averages all tokens, `cls`
+    takes the first and `last` the last. Normalized vectors have an L2 norm of 1.
     """
     stops = lengths.cumsum(0)
     if pooling == "cls":
@@ -28,7 +28,7 @@ def pooled(
     elif pooling == "last":
         vectors = hidden.index_select(0, stops - 1).float()
     else:
-        # In float32, because a sum of many numbers of 8 bits is none of their mean.
+        # In float32, since a long sum in bfloat16 loses most of its terms.
         vectors = torch.segment_reduce(
             hidden[: int(lengths.sum())].float(), "mean", lengths=lengths, axis=0, unsafe=True
         )

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi beside those of both families, and how ranks share them."""
+"""ALiBi slopes against those of transformers, and how ranks share them."""
 
 from __future__ import annotations
 

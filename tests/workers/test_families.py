@@ -1,4 +1,4 @@
-"""What Gemma, BLOOM, MPT and Phi-3 say in `config.json`, and what of it is refused."""
+"""The `config.json` of Gemma, BLOOM, MPT and Phi-3, and the values that are refused."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_the_magnitude_of_longrope_may_be_given(
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
     ],
 )
-def test_phi3_may_turn_a_part_of_each_head(spelling: dict[str, Any], tmp_path: Path) -> None:
+def test_phi3_may_rotate_a_part_of_each_head(spelling: dict[str, Any], tmp_path: Path) -> None:
     config = read_config(tmp_path, PHI3, **spelling)
     assert config.rope == RopeConfig(rotary_size=6)
     assert config.max_positions == 128
@@ -201,7 +201,7 @@ _GEMMA_REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("base", [GEMMA2, GEMMA3])
 @pytest.mark.parametrize(("changes", "part"), _GEMMA_REFUSALS)
-def test_what_no_gemma_may_say_is_named(
+def test_values_that_no_gemma_supports_are_named(
     base: dict[str, Any], changes: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     _check_refused(tmp_path, base, changes, part)
@@ -259,7 +259,7 @@ def test_what_no_gemma_may_say_is_named(
         (PHI3, {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "from 2 to"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_values_are_named(
     base: dict[str, Any], changes: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     _check_refused(tmp_path, base, changes, part)

@@ -268,15 +268,15 @@ def test_rotation_turns_pairs_by_position_times_frequency(
     heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
     # Heads lie in wider rows, among values that must stay.
     rows = torch.cat((heads.flatten(1), torch.ones(2, 4)), dim=1)
-    turned = rope.rotation_at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
+    rotated = rope.rotation_at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
     assert torch.equal(rows[:, 18:], torch.ones(2, 4))
     frequencies = 100.0 ** (-torch.arange(0, 6, 2) / 6)
     angles = positions[:, None, None] * frequencies
     pairs = torch.complex(heads[..., :3], heads[..., 3:]) * torch.polar(
         torch.ones_like(angles), angles
     )
-    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1))
-    assert torch.equal(turned[0], heads[0])
+    torch.testing.assert_close(rotated, torch.cat((pairs.real, pairs.imag), dim=-1))
+    assert torch.equal(rotated[0], heads[0])
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
@@ -287,16 +287,16 @@ def test_a_partial_rotation_leaves_the_rest_of_a_head(
     if not has_kernel:
         monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
 
-    def turned(heads: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    def rotated(heads: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
         embedding = RotaryEmbedding(
             rope, head_size=heads.shape[2], max_positions=50, dtype=torch.float32, device=CPU
         )
         return embedding.rotation_at(torch.tensor([0, 41]))(heads.clone())
 
     heads = torch.randn(2, 3, 10)
-    result = turned(heads, RopeConfig(rotary_size=6))
+    result = rotated(heads, RopeConfig(rotary_size=6))
     assert torch.equal(result[..., 6:], heads[..., 6:])
-    torch.testing.assert_close(result[..., :6], turned(heads[..., :6], RopeConfig()))
+    torch.testing.assert_close(result[..., :6], rotated(heads[..., :6], RopeConfig()))
 
 
 def test_longrope_divides_each_frequency_by_its_factor_and_lengthens_heads() -> None:

@@ -1,4 +1,4 @@
-"""Products pad their rows, so that there are few numbers of rows, and nobody sees it."""
+"""oneDNN GEMMs pad their rows to few distinct numbers, which does not change results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from workers.layers.linear_kernels import OneDnnLinear, num_padded_rows
 CPU = torch.device("cpu")
 
 
-def test_few_numbers_of_rows_stand_for_all_and_cost_little() -> None:
+def test_padding_leaves_few_numbers_of_rows_and_adds_little() -> None:
     padded = {rows: num_padded_rows(rows) for rows in range(1, 8193)}
     assert all(most >= rows for rows, most in padded.items())
     assert len(set(padded.values())) <= 16 + 32 + 240
-    # No more than what is multiplied at a time.
+    # At most one tile of rows is added.
     assert all(most - rows < 32 for rows, most in padded.items())
-    # A decode waits for nothing that it did not ask for.
+    # Small decode batches are not padded.
     assert all(padded[rows] == rows for rows in range(1, 17))
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 31, 32, 33, 127, 511, 513, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padded_products_are_those_of_the_rows(num_rows: int, dtype: torch.dtype) -> None:
+def test_padding_does_not_change_the_rows(num_rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x, weight = (torch.randn(n, 48, generator=generator).to(dtype) for n in (num_rows, 40))
     kernel = OneDnnLinear.empty(40, 48, has_bias=False, dtype=dtype, device=CPU)

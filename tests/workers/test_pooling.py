@@ -1,4 +1,4 @@
-"""From tokens to vectors."""
+"""Pooling of hidden states into vectors."""
 
 import pytest
 import torch

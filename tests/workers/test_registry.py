@@ -1,4 +1,4 @@
-"""`config.json` to `ModelConfig`: every family, both spellings, and everything that is refused."""
+"""`config.json` to `ModelConfig`: every family, both spellings, and what is refused."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 class _Rank(SoloGroup):
-    """A rank of a group that is never asked to communicate."""
+    """A rank of a group that never communicates."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Rank(SoloGroup):
 
 
 class _Recorder:
-    """A source that notes which part of which tensor it was asked for, and nothing else."""
+    """A source that only counts the elements requested of each tensor."""
 
     def __init__(self) -> None:
         self.elements: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A rank by itself: what it says of its attention, and what it keeps when it is closed."""
+"""One rank: the attention providers it logs, and the memory it takes and releases."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def worker() -> DecoderWorker:
     return DecoderWorker(engine_config(TINY_LLAMA, options), SoloGroup())
 
 
-def test_worker_says_once_who_serves(
+def test_worker_logs_its_providers_once(
     worker: DecoderWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="workers"):
         worker.allocate_cache(8, 0)
-    said = [line for line in caplog.messages if line.startswith("Attention:")]
-    assert len(said) == 2
-    assert said[0].startswith("Attention: torch serves prefill of ")
-    assert " serves decode of " in said[1]
+    lines = [line for line in caplog.messages if line.startswith("Attention:")]
+    assert len(lines) == 2
+    assert lines[0].startswith("Attention: torch serves prefill of ")
+    assert " serves decode of " in lines[1]
 
 
 def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:

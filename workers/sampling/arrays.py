@@ -1,4 +1,4 @@
-"""Array types, and the way of small arrays from the host to a device."""
+"""Array types of the sampler, and uploads of small arrays to a device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IntArray = NDArray[np.int64]
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:  # Any: every element type
-    """Return the array as a tensor on `device`, without waiting for it."""
+    """Return the array as a tensor on `device`; does not synchronize with it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    # From pageable memory the copy would wait for the device.
+    # A copy from pageable memory would synchronize with the device.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -24,10 +24,10 @@ class _RowEdits:
     biases: NDArray[np.float32]
     ending_ids: IntArray
     first_ending_position: int
-    """From this position on the ending ids are allowed."""
+    """The ending ids are allowed from this position."""
 
     def at(self, position: int) -> tuple[IntArray, NDArray[np.float32]]:
-        """Return the distinct token ids to change and what to add to their logits."""
+        """Return distinct token ids, and what to add to their logits."""
         if position >= self.first_ending_position:
             return self.biased_ids, self.biases
         is_other = ~np.isin(self.biased_ids, self.ending_ids)
@@ -50,10 +50,9 @@ class LogitEdits:
         if not sampling.ignore_eos:
             ending_ids |= set(start.eos_token_ids)
         if start.is_masked:
-            # Its masks know when it may end, and that it must where nothing else may follow.
+            # The masks of a grammar decide when the sequence may and must end.
             ending_ids = set()
-        # A tokenizer may know more tokens than the model has logits: nothing is to be done there,
-        # and an index beyond the row would reach into another one.
+        # A tokenizer may have more tokens than the model has logits; their ids are out of range.
         biases = {i: bias for i, bias in sampling.logit_bias.items() if self._is_known(i)}
         self._edits_by_row[start.row] = _RowEdits(
             biased_ids=np.array(list(biases), dtype=np.int64),

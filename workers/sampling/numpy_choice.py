@@ -26,9 +26,9 @@ __all__ = ["NumpyChoice"]
 
 Row = NDArray[np.float32]
 
-# Makes bounds that were computed in another rounding safe ones; exact tests come after them.
+# Widens bounds that are computed with other rounding; exact tests follow.
 SLACK = 0.99
-# Where top_p alone limits a row, tokens of less weight are ranked only if these do not suffice.
+# If top_p alone limits a row, tokens of less weight are ranked only if these are too few.
 CANDIDATE_WEIGHTS = (0.05, 0.001)
 
 
@@ -42,9 +42,9 @@ class NumpyChoice(Choice):
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""
         num_chunks = -(-scores.shape[1] // CHUNK_SIZE)
-        # What lies behind the vocabulary keeps weight zero.
+        # Padding behind the vocabulary keeps weight 0.
         weights = np.zeros(num_chunks * CHUNK_SIZE, dtype=np.float32)
-        # A low temperature may take a difference to -inf, which is what it should be.
+        # A low temperature may turn a difference into -inf, as it should.
         with np.errstate(over="ignore"):
             return _tokens(
                 [
@@ -82,7 +82,7 @@ class NumpyChoice(Choice):
         if num_ranks > 0:
             for rank_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):
                 floor = _kth_highest(row, num_ranks)
-                # In a row with NaN fewer may reach the floor; its ranks mean nothing.
+                # In a row with NaN fewer may reach the floor; its order has no meaning.
                 found = _rank(row, np.flatnonzero(~(row < floor)))
                 rank_ids[:] = found[:num_ranks]
         return torch.from_numpy(ids)
@@ -126,7 +126,7 @@ def _unfiltered(row: Row, temperature: float, uniform: float, weights: Row) -> i
     if chunk > 0:
         target -= sums[chunk - 1]
     inside = chunks[chunk].cumsum(dtype=np.float64)
-    # The chunk's sum was rounded otherwise: what lies beyond falls to its last token with weight.
+    # The chunk's sum is rounded differently; a target beyond it selects its last token with weight.
     offset = min(inside.searchsorted(target, side="right"), inside.searchsorted(inside[-1]))
     return chunk * CHUNK_SIZE + int(offset)
 
@@ -163,7 +163,7 @@ def _candidates(weights: Row, total: float, top_p: float) -> NDArray[np.intp]:
     """Return the ids of all tokens that top_p may keep, and not many more."""
     for floor in CANDIDATE_WEIGHTS:
         ids = np.flatnonzero(weights >= floor)
-        # float32 sums of this length are right to about 1e-6.
+        # float32 sums of this length are accurate to about 1e-6.
         if (1.0 - 1e-4) * weights[ids].sum() >= top_p * total:
             return ids
     # All tokens of a weight up to this one weigh less than what top_p leaves out.
@@ -184,8 +184,8 @@ def _kth_highest(row: Row, k: int) -> np.float32:
 
 def _rank(row: Row, ids: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the ids by descending score, ties by ascending id."""
-    # One integer sorts as (score, id): a float's bits sort like the float if those of a negative
-    # one are turned round. Adding zero makes -0.0 and 0.0 the same.
+    # One integer sorts as (score, id): the bits of floats sort like the floats once those of
+    # negative ones are inverted. Adding zero makes -0.0 and 0.0 equal.
     bits = (row[ids] + np.float32(0.0)).view(np.int32).astype(np.int64)
     bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = (~bits << 32) | ids

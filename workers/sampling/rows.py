@@ -1,4 +1,4 @@
-"""What each row of the batch asks of the sampler, as arrays over the rows, on the host."""
+"""The sampling parameters of the rows of the batch, as arrays on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "SamplingRows"]
 
-# Below it, float32 logits that differ at all leave the lesser one no probability.
+# At this temperature any difference of float32 logits gives the lower one probability 0.
 LOWEST_TEMPERATURE = 1e-20
 
 
 class Need(IntFlag):
-    """What a row asks for beyond the likeliest token."""
+    """What a row needs beyond its likeliest token."""
 
     RANDOM = 1
     FILTER = 2

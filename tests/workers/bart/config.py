@@ -1,4 +1,4 @@
-"""The shape of a BART model, as its `config.json` says it."""
+"""Reads the shape of a BART model from `config.json`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BartConfig:
 
 
 def read_bart_config(folder: Path, *, dtype: Dtype | None = None) -> BartConfig:
-    """Return the shape of the checkpoint in a folder; `dtype` overrules what it says of its own.
+    """Return the shape of the checkpoint in a folder; `dtype` overrides that of the file.
 
     Raises CheckpointError.
     """

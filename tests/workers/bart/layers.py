@@ -106,7 +106,7 @@ class BartDecoderLayer(CompositeLayer):
 def attention_params(
     config: BartConfig, kind: AttentionType, group: ParallelGroup
 ) -> AttentionParams:
-    """Return what a layer asks of the attention backend on this rank."""
+    """Return the parameters of one layer's attention on this rank."""
     params = AttentionParams(
         num_heads=config.num_heads,
         num_kv_heads=config.num_heads,

@@ -33,7 +33,7 @@ _POSITION_OFFSET = 2
 def bart_spec(
     config: BartConfig, group: ParallelGroup, *, block_size: int, device: torch.device
 ) -> AttentionSpec:
-    """Return what the model asks of the attention backend on this rank."""
+    """Return what the attention backend must support on this rank."""
     encoder, *decoder = (
         attention_params(config, kind, group)
         for kind in (AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
