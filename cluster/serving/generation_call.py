@@ -158,7 +158,7 @@ class GenerationCall:
         # Without effect if the engine ended the sequence.
         self._stream.finish_sequence(request_id, index)
         if output.finish_reason is FinishReason.ABORT and self._is_late():
-            raise _late()
+            raise _deadline_error()
         return output
 
     def _is_late(self) -> bool:
@@ -169,7 +169,7 @@ class GenerationCall:
         if self._deadline_s is not None:
             delay_s = self._deadline_s - time.monotonic()
             loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_late()))
+            self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_deadline_error()))
 
     def _stop_timer(self) -> None:
         if self._deadline_timer is not None:
@@ -188,5 +188,5 @@ def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEv
     return grouped
 
 
-def _late() -> DeadlineError:
+def _deadline_error() -> DeadlineError:
     return DeadlineError("The deadline passed before the request was finished.")

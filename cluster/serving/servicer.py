@@ -287,7 +287,7 @@ class Servicer:
             raise ShuttingDownError
 
     def _admit(self, given: GenerationInput | EmbeddingInput) -> Tenant:
-        """Return the tenant of a call, or raise what can be known without reading its texts."""
+        """Return the tenant of a call. Raises errors that are known without reading its texts."""
         self._check_phase()
         tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:

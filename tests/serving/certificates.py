@@ -1,4 +1,4 @@
-"""Certificates of a test's own authority, in PEM."""
+"""PEM certificates of a test authority."""
 
 from __future__ import annotations
 

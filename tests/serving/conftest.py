@@ -1,4 +1,4 @@
-"""Real frontends on loopback ports, over a fake engine, in a thread of their own."""
+"""Real frontends on loopback ports, over a fake engine, in their own thread."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def server(module_server: Server) -> Iterator[Server]:
     """Running frontends whose engine knows nothing of other tests."""
     module_server.engine.reset()
     yield module_server
-    # A client may have its last byte a moment before the server is done with it.
+    # A client may receive its last byte before the server has ended the call.
     deadline_s = time.monotonic() + 1
     while module_server.frontends.servicer.num_open_calls and time.monotonic() < deadline_s:
         time.sleep(0.002)

@@ -31,7 +31,7 @@ __all__ = ["GrpcFrontend", "grpc_frontend", "status_of_call"]
 
 @dataclass(frozen=True)
 class GrpcFrontend:
-    """A running server and what is behind it."""
+    """A running server with its servicer and engine."""
 
     port: int
     servicer: Servicer

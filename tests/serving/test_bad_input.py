@@ -1,4 +1,4 @@
-"""The same bad requests through every frontend: the same words, and nothing reaches the engine."""
+"""Invalid requests get the same error over every frontend and never reach the engine."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _http_error(server: Server, case: Case, *, stream: bool) -> dict[str, Any]: 
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_every_frontend_refuses_with_the_same_words(
+def test_every_frontend_rejects_with_the_same_message(
     server: Server, stub: pagedray_pb2_grpc.GenerationServiceStub, case: Case
 ) -> None:
     assert _grpc_text(stub, case) == case.text
@@ -199,7 +199,7 @@ def test_every_frontend_refuses_with_the_same_words(
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
 @pytest.mark.parametrize("value", [NAN, float("inf"), float("-inf")])
-def test_numbers_that_are_none_are_refused_over_grpc(
+def test_nan_and_infinity_are_rejected_over_grpc(
     server: Server, stub: pagedray_pb2_grpc.GenerationServiceStub, name: str, value: float
 ) -> None:
     text = _grpc_text(stub, Case("", name, sampling={name: value}))
@@ -277,7 +277,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
 
 
 @pytest.mark.parametrize(("body", "text", "param"), HTTP_CASES)
-def test_http_refuses_what_grpc_cannot_write(
+def test_http_rejects_what_grpc_cannot_express(
     server: Server, body: dict[str, Any], text: str, param: str | None
 ) -> None:
     answer = httpx.post(
@@ -377,7 +377,7 @@ def test_chat_refuses(server: Server, body: dict[str, Any], text: str) -> None:
     ],
     ids=["tokens", "mixed", "stop", "bias", "messages", "fields"],
 )
-def test_large_bodies_are_refused_soon(server: Server, body: bytes) -> None:
+def test_large_bodies_are_rejected_quickly(server: Server, body: bytes) -> None:
     path = "chat/completions" if b"messages" in body else "completions"
     headers = {"content-type": "application/json"}
     started_s = time.monotonic()
@@ -406,7 +406,7 @@ async def test_lone_surrogates_are_refused(tokenizer: Tokenizer, given: str) -> 
             await validator.validate(one)
 
 
-async def test_bounds_themselves_are_taken(tokenizer: Tokenizer) -> None:
+async def test_bounds_are_inclusive(tokenizer: Tokenizer) -> None:
     validator = Validator(engine_config(), tokenizer)
     (request,) = await validator.validate(
         GenerationInput(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Recorder:
-    """An engine that only writes down what it is told."""
+    """An engine that only records its calls."""
 
     is_healthy = True
 
@@ -122,7 +122,7 @@ async def test_failure_reaches_every_stream_after_its_tokens(client: EngineClien
         await anext(stream)
 
 
-async def test_refused_request_takes_the_others_of_its_call_along() -> None:
+async def test_rejected_request_aborts_the_others_of_its_call() -> None:
     recorder = _Recorder(room=1)
     client = EngineClient(asyncio.get_running_loop())
     client.attach_generation_engine(recorder)  # type: ignore[arg-type]  # narrower stubs than the library

@@ -1,4 +1,4 @@
-"""The life of the frontends: starting, ready, draining, ports."""
+"""The lifecycle of the frontends."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def _health(frontends: Frontends) -> tuple[int, int]:
         return answer.status, page.status_code
 
 
-async def test_health_is_red_until_ready_and_when_draining(
+async def test_health_is_down_until_ready_and_while_draining(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     assert await _health(frontends) == (STATUS.NOT_SERVING, 503)

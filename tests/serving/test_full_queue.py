@@ -1,4 +1,4 @@
-"""A full queue refuses calls by what is known of them before they are read, over both frontends."""
+"""While the queue is full, both frontends reject calls before they read them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def num_refused(servicer: Servicer, frontend: str) -> float:
 
 
 @pytest.mark.parametrize("path", WORK)
-def test_http_looks_into_no_body_while_the_queue_is_full(
+def test_http_reads_no_body_while_the_queue_is_full(
     http: httpx.Client, server: Server, full: FakeEngine, path: str
 ) -> None:
     before = num_refused(server.frontends.servicer, "http")
@@ -65,7 +65,7 @@ def test_http_looks_into_no_body_while_the_queue_is_full(
 def test_http_keeps_the_connection_of_a_large_body_it_refuses(
     server: Server, full: FakeEngine
 ) -> None:
-    # One connection, which is not opened again when it is closed.
+    # One connection, without reconnecting.
     connection = HTTPConnection("127.0.0.1", server.frontends.http_port, timeout=5)
     connection.connect()
     connection.auto_open = 0
@@ -81,7 +81,7 @@ def test_http_keeps_the_connection_of_a_large_body_it_refuses(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/loads"])
-def test_http_answers_what_needs_no_room(http: httpx.Client, full: FakeEngine, path: str) -> None:
+def test_http_serves_what_needs_no_queue(http: httpx.Client, full: FakeEngine, path: str) -> None:
     assert http.get(path).status_code == 200
 
 
@@ -96,7 +96,7 @@ async def frontend(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[GrpcFr
 
 
 async def _refused(frontend: GrpcFrontend, method: str, key: str) -> tuple[grpc.StatusCode, Status]:
-    """Return how a call ends whose message is none."""
+    """Return the error of a call with a malformed message."""
     path = f"/pagedray.v1.GenerationService/{method}"
     async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {key}"),)
@@ -137,19 +137,19 @@ async def test_serve_parses_no_message_while_the_queue_is_full(
     assert num_refused(frontend.servicer, "ray") == (key == KEY)
 
 
-async def test_grpc_asks_for_the_key_first(frontend: GrpcFrontend) -> None:
+async def test_grpc_checks_the_key_first(frontend: GrpcFrontend) -> None:
     code, _ = await _refused(frontend, "Generate", "wrong")
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_grpc_answers_what_needs_no_room(frontend: GrpcFrontend) -> None:
+async def test_grpc_serves_what_needs_no_queue(frontend: GrpcFrontend) -> None:
     async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
         answer = await frontend.stub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
     assert [model.name for model in answer.models] == ["tiny"]
 
 
-async def test_server_that_drains_says_so_whatever_waits(frontend: GrpcFrontend) -> None:
+async def test_draining_server_says_so_even_if_the_queue_is_full(frontend: GrpcFrontend) -> None:
     frontend.servicer.stop_accepting()
     async with grpc.aio.insecure_channel(frontend.target) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)

@@ -1,4 +1,4 @@
-"""Bodies of many small objects are refused before they are made."""
+"""Bodies of many small objects are rejected before they are parsed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_body_of_many_objects_is_refused_at_once(name: str) -> None:
+def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
     kind, raw, text = LARGE[name]
     started_s = time.thread_time()
     with pytest.raises(InvalidRequestError) as refused:
@@ -71,11 +71,11 @@ def test_body_of_many_objects_is_refused_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['[{,"' * 100_000, '\\"[{,' * 100_000, "\\" * 99_999 + '"[{' * 9])
-def test_text_may_hold_whatever_it_likes(text: str) -> None:
+def test_text_may_contain_any_characters(text: str) -> None:
     assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
-def test_many_messages_are_still_read_soon() -> None:
+def test_many_messages_are_read_quickly() -> None:
     raw = b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 4096)
     started_s = time.thread_time()
     body = read_body(ChatBody, raw)

@@ -1,4 +1,4 @@
-"""A frontend's port: what its connections inherit."""
+"""The listening sockets of frontends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from cluster.serving.listener import listen
 
 
-def test_connections_hold_nothing_back() -> None:
+def test_connections_inherit_tcp_nodelay() -> None:
     with (
         listen("HTTP", "127.0.0.1", 0) as listener,
         socket.create_connection(listener.getsockname()),

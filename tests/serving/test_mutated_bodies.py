@@ -1,4 +1,4 @@
-"""Mutated bodies over both frontends: each is served or refused in good form.
+"""Mutated bodies over both frontends: each is served or gets a well-formed error.
 
 `tests.load.mutated_bodies` sends many more, to a real server.
 """
@@ -24,7 +24,7 @@ NUM_BODIES = 400
 async def check(server: Server, found: Findings, *, served: str, refused: str) -> None:
     assert found.faults == []
     assert sum(found.statuses.values()) == NUM_BODIES
-    # The mutations leave some bodies good, and harm others in many ways.
+    # Some mutated bodies stay valid; others break in many ways.
     assert found.statuses[served] > NUM_BODIES // 50
     assert found.statuses[refused] > NUM_BODIES // 4
     assert len(found.refusals) > 20

@@ -1,4 +1,4 @@
-"""Every call that is refused is counted, wherever it is refused."""
+"""Every rejected call is counted, wherever it is rejected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_call_that_grpc_refuses_is_counted(
 
 
 @pytest.mark.parametrize("sent", NO_HTTP, ids=["no host", "long head"])
-def test_request_that_is_none_is_counted(http: httpx.Client, server: Server, sent: bytes) -> None:
+def test_malformed_request_is_counted(http: httpx.Client, server: Server, sent: bytes) -> None:
     before = num_invalid(http)
     with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 5) as connection:
         connection.sendall(sent)

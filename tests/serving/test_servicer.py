@@ -1,4 +1,4 @@
-"""What the servicer lets in, for whom, and what ends a call."""
+"""The servicer: admission, tenants' limits, and the end of calls."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_refused_calls_hold_nothing(servicer: Servicer) -> None:
         call.close()
 
 
-async def test_read_end_frees_id_and_limits_at_once(opened: Opened) -> None:
+async def test_last_output_frees_id_and_limits(opened: Opened) -> None:
     opened.engine.is_paused = False
     generations = [
         await opened.servicer.start_generation(given(client_id=f"c{i}")) for i in range(2)
@@ -210,7 +210,7 @@ async def test_full_queue_and_late_call_are_refused_before_texts_are_read(opened
         await opened.servicer.start_generation(given(prompts=((10**6,),)))
 
 
-async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: Opened) -> None:
+async def test_call_ends_at_its_deadline_even_if_the_engine_is_stuck(opened: Opened) -> None:
     call = await opened.servicer.start_generation(given(deadline_s=time.monotonic() + 0.1))
     with pytest.raises(DeadlineError, match="passed before the request was finished"):
         await ended(call)
@@ -218,7 +218,7 @@ async def test_call_ends_at_its_deadline_though_the_engine_stands_still(opened: 
     call.close()
 
 
-async def test_encoder_generates_nothing_and_decoder_embeds_nothing(
+async def test_encoder_does_not_generate_and_decoder_does_not_embed(
     opened: Opened, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(
@@ -249,7 +249,7 @@ async def test_tokens_become_text_again(servicer: Servicer) -> None:
         assert caught.value.param == "tokens"
 
 
-async def test_draining_server_takes_nothing_and_ends_the_rest(opened: Opened) -> None:
+async def test_draining_server_accepts_nothing_and_ends_the_rest(opened: Opened) -> None:
     call = await opened.servicer.start_generation(given())
     draining = asyncio.create_task(opened.servicer.drain(0.05))
     await asyncio.sleep(0)
@@ -263,7 +263,7 @@ async def test_draining_server_takes_nothing_and_ends_the_rest(opened: Opened) -
 
 
 class FakeEncoder:
-    """Answers when it is told to."""
+    """Returns vectors on demand."""
 
     is_healthy = True
     error = None
@@ -310,7 +310,7 @@ def texts(
     )
 
 
-async def test_texts_become_vectors(encoder: tuple[Servicer, FakeEncoder]) -> None:
+async def test_texts_are_embedded(encoder: tuple[Servicer, FakeEncoder]) -> None:
     servicer, fake = encoder
     asking = asyncio.create_task(servicer.embed(texts((5, 6), (7,), dimensions=3)))
     await until(lambda: bool(fake.answers))
@@ -323,7 +323,7 @@ async def test_texts_become_vectors(encoder: tuple[Servicer, FakeEncoder]) -> No
     assert fake.requests[0].size == 3
 
 
-async def test_late_cancelled_and_drained_embeddings_are_given_up(
+async def test_late_cancelled_and_drained_embeddings_are_cancelled(
     encoder: tuple[Servicer, FakeEncoder],
 ) -> None:
     servicer, fake = encoder

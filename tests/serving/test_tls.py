@@ -1,4 +1,4 @@
-"""The certificates of the frontends: what is taken, what is refused, what is kept."""
+"""The certificates of the frontends, and their reload."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_key_of_another_certificate_is_refused(files: TlsFiles) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\x00" * 100])
-def test_what_is_no_pem_is_refused(files: TlsFiles, content: bytes) -> None:
+def test_file_that_is_not_pem_is_rejected(files: TlsFiles, content: bytes) -> None:
     files.certificate.write_bytes(content)
     with pytest.raises(StartupError, match=f"The TLS certificate {files.certificate}"):
         CertificateStore(files)
 
 
-def test_ended_certificate_is_refused(files: TlsFiles) -> None:
+def test_expired_certificate_is_rejected(files: TlsFiles) -> None:
     AUTHORITY.issue(num_days=-1).write(files.certificate.parent)
     with pytest.raises(StartupError, match="certificate has expired"):
         CertificateStore(files)
@@ -74,7 +74,7 @@ def test_client_ca_must_be_an_authority(files: TlsFiles, tmp_path: Path) -> None
     assert CertificateStore(with_ca).needs_client_certificate
 
 
-def test_renewed_files_are_taken(files: TlsFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_renewed_files_are_loaded(files: TlsFiles, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     store = CertificateStore(files)
     before = store.current()
@@ -85,7 +85,7 @@ def test_renewed_files_are_taken(files: TlsFiles, caplog: pytest.LogCaptureFixtu
     assert "Reloaded the TLS certificate, which expires" in caplog.text
 
 
-def test_broken_renewal_keeps_what_is_in_force_and_is_told_once(
+def test_broken_renewal_keeps_the_certificate_and_is_logged_once(
     files: TlsFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CertificateStore(files)
@@ -104,7 +104,7 @@ def test_broken_renewal_keeps_what_is_in_force_and_is_told_once(
 async def _subject(port: int, context: ssl.SSLContext) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
-        # The server speaks first, so that a refusal of the client's certificate is seen.
+        # The server speaks first, so that the client sees its certificate rejected.
         if await reader.read(2) != b"ok":
             raise ConnectionError("The server hung up.")
         shown = writer.get_extra_info("peercert")
@@ -122,7 +122,7 @@ async def _listen(store: CertificateStore) -> asyncio.Server:
     return await asyncio.start_server(greet, "127.0.0.1", 0, ssl=store.server_context)
 
 
-async def test_open_context_shows_the_certificate_in_force(files: TlsFiles) -> None:
+async def test_open_context_presents_the_current_certificate(files: TlsFiles) -> None:
     trusting = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
     async with await _listen(CertificateStore(files)) as server:
         port = server.sockets[0].getsockname()[1]
@@ -133,7 +133,7 @@ async def test_open_context_shows_the_certificate_in_force(files: TlsFiles) -> N
         assert await _subject(port, trusting) == "renewed"
 
 
-async def test_client_of_another_authority_is_turned_away(files: TlsFiles, tmp_path: Path) -> None:
+async def test_client_of_another_authority_is_rejected(files: TlsFiles, tmp_path: Path) -> None:
     ca = tmp_path / "ca.crt"
     ca.write_bytes(AUTHORITY.certificate)
     store = CertificateStore(TlsFiles(certificate=files.certificate, key=files.key, client_ca=ca))
@@ -145,7 +145,7 @@ async def test_client_of_another_authority_is_turned_away(files: TlsFiles, tmp_p
         for bad in (_client(other, tmp_path / "bad"), _client(None, tmp_path / "none")):
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 await _subject(port, bad)
-        # The authority is replaced: who came in by the old one does not any more.
+        # The authority is replaced: clients of the old one are rejected.
         ca.write_bytes(other.certificate)
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await _subject(port, good)
@@ -166,7 +166,7 @@ def _client(authority: Authority | None, folder: Path) -> ssl.SSLContext:
     [(("tls.crt", None, None), "--tls-key"), ((None, "tls.key", None), "--tls-cert"),
      ((None, None, "ca.crt"), "--tls-cert")],
 )  # fmt: skip
-def test_half_of_the_files_is_refused(
+def test_incomplete_set_of_files_is_rejected(
     tmp_path: Path, names: tuple[str | None, ...], missing: str
 ) -> None:
     certificate, key, ca = (None if name is None else tmp_path / name for name in names)
@@ -174,7 +174,7 @@ def test_half_of_the_files_is_refused(
         certificate_store(certificate, key, ca)
 
 
-def test_no_files_are_no_tls() -> None:
+def test_without_files_tls_is_disabled() -> None:
     assert certificate_store(None, None, None) is None
 
 

@@ -1,4 +1,4 @@
-"""In which order a request is read: what costs most comes last."""
+"""The order of validation: the most expensive step is last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def compiled_s() -> list[float]:
-    """What calls waited for their structures."""
+    """How long calls waited for their structures."""
     return []
 
 
@@ -40,7 +40,7 @@ def validator(tokenizer: Tokenizer, compiled_s: list[float]) -> Iterator[Validat
 async def test_prompts_are_read_before_a_structure_is_compiled(
     validator: Validator, compiled_s: list[float], prompt: str, error: type[RequestError]
 ) -> None:
-    # It would be refused as well.
+    # It would be rejected as well.
     structure = Structure(kind="regex", text="(?=a)")
     given = GenerationInput(prompts=("the", prompt), sampling={"structure": structure})
     with pytest.raises(error) as caught:

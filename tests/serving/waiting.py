@@ -1,4 +1,4 @@
-"""Waiting for what happens in another thread."""
+"""Waiting for conditions that other threads fulfil."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ _TIMEOUT_S = 8.0
 
 
 class Browser:
-    """One tab of a browser with a profile of its own."""
+    """One tab of a browser with its own profile."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         to_browser, self._write_end = os.pipe()
         self._read_end, from_browser = os.pipe()
         assert min(to_browser, from_browser) > 4
-        # The protocol's pipes are descriptors 3 and 4, whatever they are here.
+        # The protocol's pipes must be descriptors 3 and 4.
         launcher = (sys.executable, "-c", _LAUNCHER, str(to_browser), str(from_browser))
         self._process = subprocess.Popen(
             [*launcher, CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"],
@@ -56,7 +56,7 @@ class Browser:
         self._num_sent = 0
         self._session: str | None = None
         self.console: list[str] = []
-        """What pages complained of: errors, exceptions and breaches of their policy."""
+        """Errors, exceptions and policy violations of pages."""
         try:
             self._attach()
         except BaseException:
@@ -126,7 +126,7 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """Be a screen of this size, with this colour scheme."""
+        """Emulate a screen of this size and colour scheme."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -138,7 +138,7 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=features)
 
     def picture(self) -> bytes:
-        """Return what is seen, as PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def __enter__(self) -> Self:

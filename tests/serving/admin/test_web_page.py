@@ -41,7 +41,7 @@ def page(browser: Browser, server: Server) -> Iterator[Browser]:
     browser.open(server.url)
     browser.wait_for("document.getElementById('status').textContent === 'Ready'")
     yield browser
-    # Polls of a page that stays would be another test's.
+    # An open page would poll during the next test.
     browser.open("data:text/html,")
 
 
@@ -51,18 +51,18 @@ def say(page: Browser, text: str) -> None:
 
 
 def speak(server: Server, engine: FakeEngine, text: str) -> None:
-    """Have the model answer with this text, over and over."""
+    """Have the model generate this text repeatedly."""
     token_ids = server.tokenizer.encode(text, add_special_tokens=False)
     engine.script = lambda request, index: token_ids
 
 
 @with_chromium
-def test_chat_streams_and_ends(page: Browser, server: Server, engine: FakeEngine) -> None:
+def test_chat_streams_a_response(page: Browser, server: Server, engine: FakeEngine) -> None:
     engine.step_s = 0.05
     speak(server, engine, "word ")
     page.evaluate("document.getElementById('max-tokens').value = 40")
     say(page, "hello")
-    # Some of the answer is there while the rest still comes.
+    # Part of the response is shown while the rest is streamed.
     page.wait_for(f"{ANSWER}.length > 5 && !({IS_DONE})")
     page.wait_for(IS_DONE)
     note = page.evaluate("document.querySelector('.message.assistant .note').textContent")
@@ -75,7 +75,7 @@ def test_chat_streams_and_ends(page: Browser, server: Server, engine: FakeEngine
 
 @with_chromium
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_ends_the_call(page: Browser, engine: FakeEngine, how: str) -> None:
+def test_stop_aborts_the_request(page: Browser, engine: FakeEngine, how: str) -> None:
     engine.step_s = 0.05
     say(page, "hello")
     page.wait_for(f"{ANSWER}.length > 0")
@@ -90,7 +90,7 @@ def test_stop_ends_the_call(page: Browser, engine: FakeEngine, how: str) -> None
 
 
 @with_chromium
-def test_conversation_goes_on(page: Browser, server: Server, engine: FakeEngine) -> None:
+def test_conversation_continues(page: Browser, server: Server, engine: FakeEngine) -> None:
     speak(server, engine, "yes ")
     page.evaluate("document.getElementById('max-tokens').value = 4")
     for number, text in enumerate(("one", "two"), start=1):
@@ -121,7 +121,7 @@ def test_text_of_users_and_models_stays_text(
 
 
 @with_chromium
-def test_refusal_is_shown_and_the_text_is_not_lost(page: Browser) -> None:
+def test_error_is_shown_and_the_text_is_kept(page: Browser) -> None:
     text = "too long " * 400
     say(page, text)
     page.wait_for("document.querySelector('.problem') !== null")
@@ -170,7 +170,7 @@ def test_controls_have_names_and_are_reached_by_keyboard(page: Browser) -> None:
     assert {"settings-button", "new-chat", "text", "send"} <= reached
 
 
-def test_files_run_nothing_but_themselves(http: httpx.Client) -> None:
+def test_security_policy_allows_the_page_only(http: httpx.Client) -> None:
     for path in PAGE_PATHS:
         answer = http.get(path)
         assert answer.status_code == 200

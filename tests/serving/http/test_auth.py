@@ -1,4 +1,4 @@
-"""Who is let in over HTTP: the path as it was sent decides, and nothing is open by accident."""
+"""Authentication over HTTP, by the exact path of a request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPEN = {"/health", "/ready", *PAGE_PATHS}
 
 @pytest.fixture(scope="module")
 def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that asks for keys."""
+    """A server that requires keys."""
     path: Path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(
         f'[tenants.alice]\nkeys = ["sha256:{digest_of(ALICE).hex()}"]\n'
@@ -47,7 +47,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_every_endpoint_says_whom_it_answers(locked: Server) -> None:
+def test_every_endpoint_declares_its_access(locked: Server) -> None:
     app = build_http_app(locked.frontends.servicer, read_timeout_s=1.0)
     found: dict[Access, set[str]] = {access: set() for access in Access}
     for endpoint in app.endpoints:
@@ -61,7 +61,7 @@ def test_every_endpoint_says_whom_it_answers(locked: Server) -> None:
         assert (answer.status_code == 401) is not is_open, endpoint
 
 
-def test_refusal_without_a_key_is_openais(locked: Server) -> None:
+def test_missing_key_gives_openais_error(locked: Server) -> None:
     answer = httpx.post(f"{locked.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -75,7 +75,7 @@ def test_refusal_without_a_key_is_openais(locked: Server) -> None:
     assert locked.engine.log.submitted == []
 
 
-def test_key_lets_its_tenant_in(locked: Server) -> None:
+def test_key_authenticates_its_tenant(locked: Server) -> None:
     locked.engine.reset()
     with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=ALICE, max_retries=0) as client:
         client.completions.create(model="tiny", prompt="x", max_tokens=2)
@@ -100,7 +100,7 @@ def test_each_tenant_has_its_own_calls_in_the_loads(locked: Server) -> None:
             assert loads["num_blocks"] == 64
 
 
-def test_unknown_paths_and_methods_tell_nothing_without_a_key(locked: Server) -> None:
+def test_unknown_paths_and_methods_reveal_nothing_without_a_key(locked: Server) -> None:
     for method, path in (("GET", "/nothing"), ("PUT", "/health"), ("OPTIONS", "/v1/models")):
         assert httpx.request(method, locked.url + path).status_code == 401
         with_key = httpx.request(method, locked.url + path, headers=bearer(ALICE))
@@ -111,7 +111,7 @@ def test_unknown_paths_and_methods_tell_nothing_without_a_key(locked: Server) ->
     "value",
     ["", "Bearer", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", f"Bearer {ALICE[:-1]}"],
 )
-def test_other_values_are_no_key(locked: Server, value: str) -> None:
+def test_malformed_authorization_is_rejected(locked: Server, value: str) -> None:
     answer = httpx.get(locked.url + SPECIFIC, headers={"authorization": value})
     assert answer.status_code == 401
 
@@ -152,7 +152,7 @@ TRICKS = [
 
 
 @pytest.mark.parametrize("head", TRICKS)
-def test_no_spelling_of_a_path_or_host_lets_anybody_in(locked: Server, head: bytes) -> None:
+def test_no_spelling_of_a_path_or_host_bypasses_the_key(locked: Server, head: bytes) -> None:
     address = ("127.0.0.1", locked.frontends.http_port or 0)
     with socket.create_connection(address, 5) as connection:
         connection.sendall(head + b"\r\nConnection: close\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What a connection may do to the HTTP frontend, byte by byte."""
+"""HTTP connections, byte by byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def post(body: bytes, *, num_declared: int | None = None) -> bytes:
-    """Return a request as it goes over the wire."""
+    """Return the bytes of a request."""
     return (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (num_declared or len(body), body)
@@ -52,7 +52,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("is_one_segment", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_no_pipelined_request_runs_on_for_a_client_that_is_gone(
+def test_pipelined_requests_end_with_their_client(
     server: Server,
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
@@ -76,7 +76,7 @@ def test_no_pipelined_request_runs_on_for_a_client_that_is_gone(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-def test_pipelined_request_is_left_to_be_sent_again(server: Server, engine: FakeEngine) -> None:
+def test_pipelined_request_is_not_served(server: Server, engine: FakeEngine) -> None:
     with connect(server) as connection:
         connection.sendall(call(max_tokens=3) * 2)
         received = read_to_end(connection)
@@ -103,7 +103,7 @@ async def slow_server(tokenizer: Tokenizer) -> HttpServer:
     return HttpServer(build_http_app(servicer, read_timeout_s=0.2), host="127.0.0.1", port=0)
 
 
-async def test_body_that_does_not_come_is_waited_for_a_while(slow_server: HttpServer) -> None:
+async def test_missing_body_times_out(slow_server: HttpServer) -> None:
     await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(post(b'{"model"', num_declared=100))
@@ -116,9 +116,7 @@ async def test_body_that_does_not_come_is_waited_for_a_while(slow_server: HttpSe
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"])
-async def test_head_that_does_not_come_is_waited_for_a_while(
-    slow_server: HttpServer, begun: bytes
-) -> None:
+async def test_missing_head_times_out(slow_server: HttpServer, begun: bytes) -> None:
     await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(begun)
@@ -128,7 +126,7 @@ async def test_head_that_does_not_come_is_waited_for_a_while(
     await slow_server.stop_server()
 
 
-async def test_second_head_is_waited_for_no_longer(slow_server: HttpServer) -> None:
+async def test_missing_second_head_times_out(slow_server: HttpServer) -> None:
     await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -140,7 +138,7 @@ async def test_second_head_is_waited_for_no_longer(slow_server: HttpServer) -> N
     await slow_server.stop_server()
 
 
-async def test_stop_while_a_body_is_half_sent_is_quiet_and_quick(
+async def test_stop_during_a_body_is_quiet_and_quick(
     slow_server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -199,9 +197,7 @@ JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\
         }.items()
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(
-    server: Server, engine: FakeEngine, sent: bytes
-) -> None:
+def test_ambiguous_request_is_rejected(server: Server, engine: FakeEngine, sent: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(sent)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
@@ -221,7 +217,7 @@ def test_what_could_be_read_in_two_ways_is_refused(
     ],
     ids=["header", "path", "chunk extension", "trailer"],
 )
-def test_what_is_no_body_is_bounded(server: Server, begun: bytes) -> None:
+def test_size_outside_the_body_is_bounded(server: Server, begun: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(begun)
         num_sent = 0
@@ -238,7 +234,7 @@ def test_what_is_no_body_is_bounded(server: Server, begun: bytes) -> None:
     assert num_sent <= 2 * MAX_HEAD_BYTES
 
 
-def test_head_that_ends_is_bounded_too(server: Server) -> None:
+def test_complete_head_is_bounded_too(server: Server) -> None:
     long = b"A: %b\r\n" % (b"a" * MAX_HEAD_BYTES)
     with connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + long + b"\r\n")
@@ -263,7 +259,7 @@ def test_header_without_a_value_hides_no_other(server: Server) -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-def test_offer_of_another_protocol_is_passed_over(server: Server, num_parts: int) -> None:
+def test_upgrade_to_another_protocol_is_ignored(server: Server, num_parts: int) -> None:
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
     sent = JSON_HEAD + offer + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
     step = -(-len(sent) // num_parts)
@@ -275,7 +271,7 @@ def test_offer_of_another_protocol_is_passed_over(server: Server, num_parts: int
             assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
-def test_body_that_waits_to_be_asked_for_is_asked_for(server: Server) -> None:
+def test_expect_100_continue_is_answered(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(
             JSON_HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY)
@@ -285,7 +281,7 @@ def test_body_that_waits_to_be_asked_for_is_asked_for(server: Server) -> None:
         assert read_to_end(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_body_that_was_not_asked_for_is_not_taken_for_a_request(
+def test_body_without_100_continue_is_not_parsed_as_a_request(
     server: Server, engine: FakeEngine
 ) -> None:
     engine.refusal = OverloadedError("The queue is full.")

@@ -1,4 +1,4 @@
-"""What the HTTP frontend answers when something is wrong."""
+"""The error responses of the HTTP frontend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_dead_engine_is_unavailable(http: httpx.Client, engine: FakeEngine) -> N
         assert answer.json()["error"]["type"] == "server_error"
 
 
-def test_full_queue_says_when_to_try_again(http: httpx.Client, engine: FakeEngine) -> None:
+def test_full_queue_sends_retry_after(http: httpx.Client, engine: FakeEngine) -> None:
     engine.refusal = OverloadedError("The queue is full.", retry_after_s=1.5)
     answer = _post(http, prompt="x", stream=True)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
@@ -46,7 +46,7 @@ def test_full_queue_says_when_to_try_again(http: httpx.Client, engine: FakeEngin
     }
 
 
-def test_death_of_the_engine_ends_a_stream_with_an_error(
+def test_engine_failure_ends_a_stream_with_an_error(
     openai_client: openai.OpenAI, engine: FakeEngine
 ) -> None:
     engine.step_s = 0.005
@@ -76,7 +76,7 @@ def test_sequence_that_failed_is_a_server_error(http: httpx.Client, server: Serv
     assert answer.json()["error"]["message"] == "The engine could not compute the next token."
 
 
-def test_defect_says_nothing_of_the_inside(
+def test_defect_reveals_no_details(
     http: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.refusal = KeyError("/home/secret at 0xdeadbeef")  # type: ignore[assignment]  # a defect
@@ -99,7 +99,7 @@ def test_defect_says_nothing_of_the_inside(
         ("DELETE", "/health", 405),
     ],
 )
-def test_wrong_address_is_an_error_in_openais_shape(
+def test_unknown_path_or_method_is_an_error_in_openais_format(
     http: httpx.Client, method: str, path: str, status: int
 ) -> None:
     answer = http.request(method, path)
@@ -136,7 +136,7 @@ def test_malformed_json_is_a_400(http: httpx.Client, engine: FakeEngine, body: b
         ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
     ],
 )
-def test_other_kinds_of_body_are_refused(
+def test_other_content_types_are_rejected(
     http: httpx.Client, headers: dict[str, str], status: int
 ) -> None:
     answer = http.post("/v1/completions", content=b"{}", headers=headers)
@@ -144,7 +144,7 @@ def test_other_kinds_of_body_are_refused(
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_declared_large_body_is_refused_before_it_is_sent(server: Server) -> None:
+def test_declared_large_body_is_rejected_before_it_is_sent(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.frontends.http_port or 0), 2) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -153,7 +153,7 @@ def test_declared_large_body_is_refused_before_it_is_sent(server: Server) -> Non
         assert b" 413 " in connection.recv(100)
 
 
-def test_body_in_pieces_that_is_just_too_large_is_refused(http: httpx.Client) -> None:
+def test_chunked_body_slightly_over_the_limit_is_rejected(http: httpx.Client) -> None:
     def pieces() -> Iterator[bytes]:
         yield b" " * 4 * 2**20
         yield b" "
@@ -164,7 +164,7 @@ def test_body_in_pieces_that_is_just_too_large_is_refused(http: httpx.Client) ->
         assert answer.status_code == 413
 
 
-def test_large_body_in_pieces_is_refused(http: httpx.Client) -> None:
+def test_large_chunked_body_is_rejected(http: httpx.Client) -> None:
     def pieces() -> Iterator[bytes]:
         for _ in range(5 * 16):
             yield b" " * 2**16
@@ -173,7 +173,7 @@ def test_large_body_in_pieces_is_refused(http: httpx.Client) -> None:
     try:
         answer = http.post("/v1/completions", content=pieces(), headers=headers)
     except httpx.WriteError:
-        # The server answered and closed while the client still wrote.
+        # The server responded and closed while the client was writing.
         return
     assert answer.status_code == 413
     assert "4194304 bytes" in answer.json()["error"]["message"]

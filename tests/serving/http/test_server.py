@@ -1,4 +1,4 @@
-"""The HTTP frontend, by the openai client and by hand."""
+"""The HTTP frontend, through the openai client and raw requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_completion_has_16_tokens_by_default(
     assert engine.log.submitted[-1].sampling.max_tokens == 6
 
 
-def test_streamed_completion_is_the_whole_one(openai_client: openai.OpenAI) -> None:
+def test_streamed_completion_equals_the_complete_one(openai_client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 60, "n": 2}
     whole = openai_client.completions.create(**arguments)
     chunks = list(
@@ -211,7 +211,7 @@ def test_extra_parameters_reach_the_engine(
         {"modalities": ["text"], "service_tier": "auto", "logprobs": None, "stop": None},
     ],
 )
-def test_defaults_of_unsupported_parameters_are_taken(
+def test_defaults_of_unsupported_parameters_are_accepted(
     http: httpx.Client, body: dict[str, Any]
 ) -> None:
     answer = _post(http, "/v1/chat/completions", messages=[USER], max_tokens=1, **body)

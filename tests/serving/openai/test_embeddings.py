@@ -27,7 +27,7 @@ HIDDEN_SIZE = 8
 
 
 class FakeEncoder(FakeEngine):
-    """Makes of each text a vector that tells its first token and its length."""
+    """Embeds each text as its first token and its length."""
 
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:  # type: ignore[override]  # an encoder's
         rows = [[ids[0], len(ids), 0.1, *[0.5] * (HIDDEN_SIZE - 3)] for ids in request.texts]
@@ -67,7 +67,7 @@ def test_vectors_come_in_order_in_both_encodings(
     client: openai.OpenAI, tokenizer: Tokenizer
 ) -> None:
     texts = ["hello", "a b c"]
-    # The client itself asks for base64 where nothing is said.
+    # The client requests base64 by default.
     packed = client.embeddings.create(model="tiny", input=texts)
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     lengths = [len(tokenizer.encode(text)) for text in texts]
@@ -80,7 +80,9 @@ def test_vectors_come_in_order_in_both_encodings(
 
 
 @pytest.mark.parametrize("given", ["hello", [7, 8, 9], [[7, 8], [9]]])
-def test_texts_and_token_ids_are_taken(client: openai.OpenAI, given: Any) -> None:  # Any: a union
+def test_texts_and_token_ids_are_accepted(
+    client: openai.OpenAI, given: Any
+) -> None:  # Any: a union
     answer = client.embeddings.create(model="tiny", input=given, dimensions=2)
     assert len(answer.data) == (2 if given == [[7, 8], [9]] else 1)
     assert all(len(one.embedding) == 2 for one in answer.data)
@@ -111,7 +113,7 @@ def test_bad_bodies_are_refused(encoder: EncoderServer, body: dict[str, Any], pa
     assert answer.json()["error"]["param"] == param
 
 
-def test_encoder_generates_nothing_and_a_decoder_makes_no_vectors(
+def test_encoder_does_not_generate_and_decoder_does_not_embed(
     client: openai.OpenAI, openai_client: openai.OpenAI
 ) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
@@ -124,9 +126,7 @@ def test_encoder_generates_nothing_and_a_decoder_makes_no_vectors(
         client.embeddings.create(model="other", input="x")
 
 
-def test_tokenize_and_detokenize_are_each_others_reverse(
-    http: httpx.Client, tokenizer: Tokenizer
-) -> None:
+def test_detokenize_inverts_tokenize(http: httpx.Client, tokenizer: Tokenizer) -> None:
     text = "The quick h\u00e9llo"
     answer = http.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
     assert answer["tokens"] == tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""What clients say of the shape of an answer, and what of it reaches the engine."""
+"""Structured output over HTTP: the parameters of clients, and what reaches the engine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required"
 
 
 class Animal(BaseModel):
-    """What the model is asked for."""
+    """The requested output."""
 
     kind: Literal["fox", "dog"]
     age: int
 
 
-def test_parsed_answer_is_the_clients_own_model(
-    openai_client: openai.OpenAI, server: Server
-) -> None:
+def test_parsed_response_is_the_clients_model(openai_client: openai.OpenAI, server: Server) -> None:
     token_ids = server.tokenizer.encode('{"kind": "fox", "age": 3}', add_special_tokens=False)
 
     def script(request: Request, index: int) -> list[int]:
@@ -106,7 +104,7 @@ def test_structure_reaches_the_engine(
         ),
     ],
 )
-def test_broken_structure_is_refused_by_the_clients_own_name(
+def test_invalid_structure_is_rejected_by_the_clients_name_for_it(
     server: Server, body: dict[str, Any], param: str
 ) -> None:
     answer = httpx.post(
@@ -119,7 +117,7 @@ def test_broken_structure_is_refused_by_the_clients_own_name(
     assert server.engine.log.submitted == []
 
 
-def test_stop_is_part_of_the_text_if_it_is_wanted(http: httpx.Client) -> None:
+def test_stop_is_included_in_the_text_on_request(http: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "stop": " fox"}
     for wanted, text in ((False, "The quick brown"), (True, "The quick brown fox")):
         answer = http.post(
@@ -128,7 +126,7 @@ def test_stop_is_part_of_the_text_if_it_is_wanted(http: httpx.Client) -> None:
         assert answer["choices"][0]["text"] == text
 
 
-def test_special_tokens_are_text_if_they_are_wanted(http: httpx.Client, server: Server) -> None:
+def test_special_tokens_are_included_on_request(http: httpx.Client, server: Server) -> None:
     server.engine.script = lambda request, index: [2, 3, 1]
     body = {"model": "tiny", "prompt": "x", "skip_special_tokens": False}
     answer = http.post("/v1/completions", json=body).json()

@@ -1,4 +1,4 @@
-"""Tools over HTTP: the openai client forces calls, leaves them to the model, and answers them."""
+"""Tools over HTTP, through the openai client."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def streamed(
     return content, calls, reason
 
 
-def test_model_calls_tools_if_it_likes(client: openai.OpenAI, tool_server: Server) -> None:
+def test_model_may_call_tools(client: openai.OpenAI, tool_server: Server) -> None:
     write(tool_server, AUTO)
     answer = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
     (choice,) = answer.choices
@@ -132,7 +132,7 @@ def test_model_may_write_text_instead(client: openai.OpenAI, tool_server: Server
     assert streamed(client, tools=TOOLS) == ("Fine <tool", [], "stop")
 
 
-def test_one_call_only_where_they_are_not_parallel(
+def test_without_parallel_calls_there_is_one_call(
     client: openai.OpenAI, tool_server: Server
 ) -> None:
     write(tool_server, AUTO)
@@ -150,7 +150,7 @@ def test_named_function_is_called_by_its_schema(client: openai.OpenAI, tool_serv
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Bonn"}')
-    # OpenAI's own words for a function that was named.
+    # OpenAI's finish reason for a named function.
     assert (choice.finish_reason, choice.message.content) == ("stop", None)
     assert schema_of(tool_server) == PARAMETERS
     assert streamed(client, **options) == ("", [("weather", '{"city": "Bonn"}')], "stop")
@@ -170,7 +170,7 @@ def test_required_calls_are_a_list_of_calls(client: openai.OpenAI, tool_server: 
     assert time["properties"]["parameters"] == {"type": "object", "properties": {}}
 
 
-def test_no_tools_are_told_where_none_may_be_called(
+def test_with_tool_choice_none_the_model_sees_no_tools(
     client: openai.OpenAI, tool_server: Server
 ) -> None:
     write(tool_server, "Fine.")
@@ -178,7 +178,7 @@ def test_no_tools_are_told_where_none_may_be_called(
     assert "Tells it." not in prompt_of(tool_server)
 
 
-def test_answers_of_tools_reach_the_template(client: openai.OpenAI, tool_server: Server) -> None:
+def test_tool_messages_reach_the_template(client: openai.OpenAI, tool_server: Server) -> None:
     write(tool_server, AUTO)
     first = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
     message = first.choices[0].message
@@ -196,9 +196,7 @@ def test_answers_of_tools_reach_the_template(client: openai.OpenAI, tool_server:
     assert f"rain[{call.id} " in text
 
 
-def test_call_that_is_cut_off_ends_for_its_length(
-    client: openai.OpenAI, tool_server: Server
-) -> None:
+def test_truncated_call_finishes_with_length(client: openai.OpenAI, tool_server: Server) -> None:
     write(tool_server, AUTO)
     tokens = tool_server.tokenizer.encode(AUTO.partition("city")[0], add_special_tokens=False)
     _, calls, reason = streamed(client, tools=TOOLS, max_tokens=len(tokens))
@@ -206,7 +204,7 @@ def test_call_that_is_cut_off_ends_for_its_length(
     assert [name for name, _ in calls] == ["weather"]
 
 
-def test_continued_message_is_left_open(client: openai.OpenAI, tool_server: Server) -> None:
+def test_continued_message_stays_open(client: openai.OpenAI, tool_server: Server) -> None:
     write(tool_server, " there.")
     client.chat.completions.create(
         model="tiny",
