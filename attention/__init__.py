@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the boundary to the kernels.
+"""Attention over a paged KV cache.
 
 Owns the abstract interface, the cache layout and the backends. Knows torch; never Ray.
 """

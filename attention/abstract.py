@@ -34,7 +34,7 @@ __all__ = [
 
 
 class AttentionMetadata(ABC):
-    """What all layers of one forward share; valid until its builder builds again."""
+    """What all layers of one forward pass share; valid until the next build of its builder."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._batch = batch
@@ -61,7 +61,7 @@ class AttentionMetadata(ABC):
 
     @property
     def slot_mapping(self) -> npt.NDArray[np.int64]:
-        """Return the slot of each token, -1 for do not write, on the host."""
+        """Return the slot of each token on the host, -1 for tokens that are not written."""
         return self._batch.slot_mapping
 
     def asdict_zerocopy(self, skip_fields: Collection[str] = ()) -> dict[str, Any]:  # Any: mixed
@@ -85,7 +85,7 @@ class AttentionMetadata(ABC):
 
 
 class AttentionMetadataBuilder(ABC):
-    """Builds the metadata of each step into buffers that it keeps."""
+    """Builds the metadata of each step in buffers that it reuses."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -101,26 +101,26 @@ class AttentionMetadataBuilder(ABC):
 
     @abstractmethod
     def providers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers each provider of kernels serves, by part of a step."""
+        """Return how many layers each provider of kernels computes, by part of a step."""
 
     def provider_sentences(self) -> list[str]:
-        """Return a sentence for each part of a step and provider, for a worker's log."""
+        """Return a sentence for each part of a step and provider, for the log."""
         return [
-            f"{provider} serves {part} of {count} layers."
+            f"{provider} kernels compute {part} of {count} layers."
             for part, counts in self.providers().items()
             for provider, count in counts.items()
         ]
 
 
 class AttentionState(ABC):
-    """What a worker keeps between steps: buffers of captured graphs and the like."""
+    """What a worker keeps between steps, such as the buffers of captured graphs."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
-        """Hold the buffers that graphs up to this size share; released even after an error."""
+        """Hold the buffers that graphs up to this size share, and release them after errors too."""
         try:
             self._allocate_capture_buffers(max_batch_size)
             yield
@@ -133,11 +133,11 @@ class AttentionState(ABC):
 
     @abstractmethod
     def _release_capture_buffers(self) -> None:
-        """Release what was allocated, also if only a part of it was."""
+        """Release the buffers, also if only a part of them was allocated."""
 
     @abstractmethod
     def graph_capture_get_metadata_for_batch(self, batch_size: int) -> AttentionMetadata:
-        """Return metadata of a decode-only batch to capture with; within `graph_capture`."""
+        """Return metadata of a decode-only batch for a capture; within `graph_capture`."""
 
     @abstractmethod
     def graph_clone(self, batch_size: int) -> "AttentionState":
@@ -155,11 +155,11 @@ class AttentionState(ABC):
 
     @abstractmethod
     def begin_forward(self, metadata: AttentionMetadata) -> None:
-        """Do what must happen before every forward, eager or replayed."""
+        """Prepare a forward pass, eager or replayed."""
 
 
 class EagerAttentionState(AttentionState):
-    """The state of a backend that captures no graphs; each capture method says so."""
+    """The state of a backend that does not support graph capture."""
 
     def _refuse(self) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not capture graphs.")
@@ -168,28 +168,24 @@ class EagerAttentionState(AttentionState):
         raise self._refuse()
 
     def _release_capture_buffers(self) -> None:
-        """Release nothing: nothing is ever allocated."""
+        """Release nothing, since nothing is allocated."""
 
     def graph_capture_get_metadata_for_batch(self, batch_size: int) -> AttentionMetadata:
-        """Refuse."""
         raise self._refuse()
 
     def graph_clone(self, batch_size: int) -> AttentionState:
-        """Refuse."""
         raise self._refuse()
 
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
-        """Refuse."""
         raise self._refuse()
 
     def prepare_graph_input_buffers(
         self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
-        """Refuse."""
         raise self._refuse()
 
     def begin_forward(self, metadata: AttentionMetadata) -> None:
-        """Do nothing: the builder has planned everything."""
+        """Return at once, since the builder has planned everything."""
 
 
 class AttentionImpl(ABC):
@@ -212,9 +208,9 @@ class AttentionImpl(ABC):
     ) -> torch.Tensor:
         """Write keys and values to the cache, then attend; `[num_tokens, num_heads * head_size]`.
 
-        `kv_cache` is the cache of all layers, or an empty tensor in a profile run, which then
-        writes nothing and attends among the tokens of the step. Padding rows may hold anything
-        and come out as zero.
+        `kv_cache` is the cache of all layers, or an empty tensor in a profile run, which writes
+        nothing and attends to the tokens of the step only. Padding may hold any values, and its
+        result is zero.
 
         Tokens are those of the decoder, or for ENCODER those of `metadata.batch.encoder`. For
         ENCODER_DECODER, keys and values are those of the encoder tokens that the step computes,
@@ -225,7 +221,7 @@ class AttentionImpl(ABC):
 class AttentionBackend(ABC):
     """A family of the classes above, as a static factory that is never instantiated.
 
-    A subclass that leaves a member abstract is refused when it is defined.
+    Defining a subclass that leaves a member abstract raises TypeError.
     """
 
     supports_graph_capture: ClassVar[bool] = False
@@ -284,7 +280,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def _refusals(cls, spec: AttentionSpec) -> Iterable[str]:
-        """Return the reasons that are this backend's own, of a spec that may make no sense."""
+        """Return the reasons of this backend alone; the spec may be invalid."""
 
     @staticmethod
     def get_kv_cache_shape(

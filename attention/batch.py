@@ -11,14 +11,14 @@ __all__ = ["AttentionBatch", "EncoderBatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncoderBatch:
-    """The encoder's side of a step: which of its tokens are computed, and where they are cached.
+    """The encoder tokens of one step, and where their keys and values are cached.
 
     Encoder tokens are flat in the order of the sequences, without padding. An encoder runs
     whole, in the step of its sequence's first prefill.
     """
 
     query_lens: npt.NDArray[np.int32]
-    """Encoder tokens computed in this step, `[num_sequences]`; 0 if they were before."""
+    """Encoder tokens computed in this step, `[num_sequences]`; 0 if an earlier step did."""
     seq_lens: npt.NDArray[np.int32]
     """Encoder tokens of each sequence, `[num_sequences]`: the keys that its decoder sees."""
     block_tables: npt.NDArray[np.int32]
@@ -32,7 +32,7 @@ class EncoderBatch:
         assert ((self.query_lens == 0) | (self.query_lens == self.seq_lens)).all()
 
     def part(self, first: int, stop: int) -> "EncoderBatch":
-        """Return that of a run of the sequences."""
+        """Return the part that holds the sequences from `first` to `stop`."""
         ends = np.concatenate(([0], np.cumsum(self.query_lens)))
         return EncoderBatch(
             query_lens=self.query_lens[first:stop],
@@ -58,9 +58,9 @@ class AttentionBatch:
     block_tables: npt.NDArray[np.int32]
     """Blocks of each sequence, right-padded with 0, `[num_sequences, >= max blocks]`."""
     slot_mapping: npt.NDArray[np.int64]
-    """Slot of each token, padding included, `[num_tokens]`; -1 for do not write."""
+    """Slot of each token, including padding, `[num_tokens]`; -1 if it is not written."""
     encoder: EncoderBatch | None = None
-    """The encoder's side, for models that have one beside a decoder."""
+    """The encoder tokens of the step, for models with an encoder and a decoder."""
 
     def __post_init__(self) -> None:
         assert len(self.query_lens) == len(self.seq_lens) == len(self.block_tables)
@@ -79,7 +79,7 @@ class AttentionBatch:
 
     @property
     def num_padding(self) -> int:
-        """Return the number of tokens behind those of the sequences."""
+        """Return the number of tokens after those of the sequences."""
         return len(self.slot_mapping) - self.num_prefill_tokens - self.num_decodes
 
     def prefills(self) -> "AttentionBatch":
@@ -107,9 +107,9 @@ class AttentionBatch:
         )
 
     def padded(self, num_sequences: int, num_blocks: int) -> "AttentionBatch":
-        """Return a decode-only batch of so many sequences, with block tables of this width.
+        """Return a decode-only batch with this number of sequences and width of block tables.
 
-        Sequences that are added have no keys and write nothing; tables are cut to the width.
+        Added sequences have no keys and write nothing; tables are truncated to the width.
         """
         size = len(self.seq_lens)
         if self.num_prefills or size > num_sequences:
@@ -146,7 +146,7 @@ class AttentionBatch:
         )
 
     def advanced(self, block_size: int) -> "AttentionBatch":
-        """Return the batch of the next step, every decode one token further."""
+        """Return the batch of the next step, with every decode advanced by one token."""
         if self.num_prefills:
             raise ValueError(
                 f"Only decodes advance, but the batch has {self.num_prefills} prefills."

@@ -1,4 +1,4 @@
-"""The one KV cache layout of all backends, and what moves whole blocks of it.
+"""The KV cache layout of all backends, and copies of whole blocks.
 
 The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`,
 contiguous: a block of all layers is one contiguous chunk, and layer `l` sees `cache[:, l]`.
@@ -23,9 +23,9 @@ def swap_blocks(
 ) -> None:
     """Copy block `src` of one cache to block `dst` of the other, all layers, for each pair.
 
-    Each cache is on any device. Sources may repeat; destinations may not. Neighbouring pairs
+    The caches may be on any device. Sources may repeat; destinations may not. Adjacent pairs
     `(s, d), (s + 1, d + 1)` are one copy, so sorted pairs are fastest. A copy between a GPU and
-    pinned memory is only enqueued on the current stream: wait for it before the host reads or
+    pinned memory is asynchronous on the current stream: synchronize before the host reads or
     rewrites the pinned side, or before another stream uses the GPU side.
     """
     if src_cache.shape[1:] != dst_cache.shape[1:] or src_cache.dtype != dst_cache.dtype:
@@ -41,9 +41,9 @@ def swap_blocks(
 def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy block `src` to block `dst` within a cache, all layers, for each pair.
 
-    All pairs happen at once: each source is read as it was before the call, even when it is
-    also a destination. So one list may fork a block many times, hand a block on and reuse its
-    old place, or exchange two blocks. Destinations may not repeat.
+    Each source is read as it was before the call, even if it is also a destination: one list may
+    copy a block several times, move a block and reuse its place, or exchange two blocks.
+    Destinations may not repeat.
     """
     check_pairs(pairs, len(cache), len(cache))
     sources = {src for src, _ in pairs}
@@ -56,19 +56,19 @@ def copy_blocks(cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_src: int, num_dst: int) -> None:
-    """Raise ValueError if a block is outside its cache, or a destination is named twice."""
+    """Raise ValueError if a block is outside of its cache, or a destination repeats."""
     destinations = {dst for _, dst in pairs}
     if len(destinations) != len(pairs):
-        raise ValueError(f"A destination block is named twice in {list(pairs)}.")
+        raise ValueError(f"A destination block is repeated in {list(pairs)}.")
     for src, dst in pairs:
         if not (0 <= src < num_src and 0 <= dst < num_dst):
             raise ValueError(
-                f"Pair ({src}, {dst}) is outside caches of {num_src} and {num_dst} blocks."
+                f"Pair ({src}, {dst}) is outside of caches of {num_src} and {num_dst} blocks."
             )
 
 
 def runs_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return (first source, first destination, length) of each run of neighbouring pairs."""
+    """Return (first source, first destination, length) of each run of adjacent pairs."""
     runs: list[tuple[int, int, int]] = []
     for src, dst in pairs:
         first_src, first_dst, length = runs[-1] if runs else (src, dst, 0)

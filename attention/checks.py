@@ -1,4 +1,4 @@
-"""Whether the tensors of a forward fit the layer, its step and one another."""
+"""Checks that the tensors of a forward pass match the layer, the step and each other."""
 
 import weakref
 
@@ -11,7 +11,7 @@ __all__ = ["TensorCheck"]
 
 
 class TensorCheck:
-    """Checks the tensors of one layer; those like the ones before cost a comparison."""
+    """Checks the tensors of one layer; if they are like the last ones, by one comparison."""
 
     def __init__(self, params: AttentionParams) -> None:
         self._params = params
@@ -29,7 +29,7 @@ class TensorCheck:
         out: torch.Tensor | None,
         batch: AttentionBatch,
     ) -> None:
-        """Raise ValueError with what is given and what is allowed."""
+        """Raise ValueError with the given and the allowed shapes, dtypes and devices."""
         encoder = batch.encoder
         num_encoder_tokens = 0 if encoder is None else len(encoder.slot_mapping)
         num_tokens = num_encoder_tokens if self._is_encoder else len(batch.slot_mapping)
@@ -69,12 +69,12 @@ class TensorCheck:
                 self._check_rows(name, tensor, num_keys, self._params.num_kv_heads, query)
         if (key is None) != (value is None):
             raise ValueError(
-                f"key is {_words(key)}, but value is {_words(value)}: give both or none."
+                f"key is {_words(key)}, but value is {_words(value)}: pass both or neither."
             )
         if key is None and (num_keys or not self._is_cross):
             raise ValueError(
-                f"key is None, but {self._params.attention_type} attention of {num_keys} computed "
-                "keys must have it."
+                f"key is None, but {self._params.attention_type} attention requires it for "
+                f"{num_keys} computed keys."
             )
 
     def _check_rows(
@@ -86,7 +86,9 @@ class TensorCheck:
                 f"{name} is {_words(tensor)}, but must be {shape} {query.dtype} on {query.device}."
             )
         if tensor.numel() and tensor.stride(1) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}, but rows must be contiguous.")
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}, but its last dimension must be contiguous."
+            )
 
     def _check_cache(self, query: torch.Tensor, kv_cache: torch.Tensor) -> None:
         if not kv_cache.numel() or not self._params.is_cached:
@@ -107,7 +109,7 @@ class TensorCheck:
 
 
 def _look(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what of a tensor is compared with the one before."""
+    """Return the properties of a tensor that are compared with the last one."""
     return tensor.shape, tensor.dtype, tensor.get_device(), tensor.stride()
 
 

@@ -1,4 +1,4 @@
-"""Keys and values as numbers of 8 bits, by plain torch."""
+"""Conversions of keys and values to and from fp8, by torch."""
 
 from functools import cache
 
@@ -10,24 +10,24 @@ __all__ = ["from_fp8", "pair_table", "to_fp8"]
 def to_fp8(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Return `x / scale` as the bytes of an fp8 dtype, contiguous `torch.uint8`.
 
-    What is too large becomes the largest that there is, and NaN stays NaN.
+    Values saturate, and NaN stays NaN.
     """
     most = torch.finfo(dtype).max
-    # Divided in float32, so that a number is rounded once and not twice.
+    # Divide in float32, so that values are rounded only once.
     ratio = x.float() / scale if scale != 1.0 else x
     return ratio.clamp(-most, most).to(dtype).contiguous().view(torch.uint8)
 
 
 def from_fp8(stored: torch.Tensor, dtype: torch.dtype, model_dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that bytes stand for, without the scale, which all model dtypes hold."""
+    """Return fp8 values in the model's dtype, exactly and without their scale."""
     return stored.view(dtype).to(model_dtype)
 
 
 @cache
 def pair_table(dtype: torch.dtype, model_dtype: torch.dtype) -> torch.Tensor:
-    """Return what each two bytes stand for, `[65536]`, two numbers of the model's dtype as one.
+    """Return the values of each pair of bytes, `[65536]`, two of the model's dtype as one element.
 
-    On a CPU to look numbers up by pairs takes a tenth of the time that torch takes to convert.
+    On a CPU looking up pairs takes a tenth of the time of torch's conversion.
     """
     with torch.inference_mode(False):
         pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)

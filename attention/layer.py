@@ -34,9 +34,9 @@ class Attention(nn.Module):
         """Write keys and values to the cache, then attend; `[num_tokens, num_heads * head_size]`.
 
         `query` is `[num_tokens, num_heads * head_size]`, `key` and `value` are `[num_tokens,
-        num_kv_heads * head_size]`; their rows may be strided. `kv_cache` is the cache of all
+        num_kv_heads * head_size]`; all may be strided. `kv_cache` is the cache of all
         layers, empty in a profile run. `out`, contiguous, is returned if given. Run it in
-        `torch.inference_mode` or `torch.no_grad`. Tensors that do not fit are a ValueError.
+        `torch.inference_mode` or `torch.no_grad`. Raises ValueError if a tensor does not match.
         """
         self._check(query, key, value, kv_cache, out, metadata.batch)
         return self.impl.forward(query, key, value, kv_cache, metadata, out=out)

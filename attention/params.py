@@ -1,6 +1,6 @@
-"""What a backend is asked for: parameters of a layer and of a whole model.
+"""The parameters of attention: those of a layer and those of a model.
 
-Owns the sharding of heads and the check that parameters make sense. Does not know any backend.
+Owns the sharding of heads and the validation of parameters. Does not know any backend.
 """
 
 import math
@@ -29,16 +29,16 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
 
 
 class AttentionType(StrEnum):
-    """Which tokens see which: the lengths, the block table and the mask follow from it."""
+    """Which tokens see which; determines the lengths, the block table and the mask."""
 
     DECODER = "decoder"
     """Causal self attention through the KV cache."""
 
     ENCODER = "encoder"
-    """Self attention of an encoder beside a decoder; neither causal nor cached."""
+    """Self attention of the encoder of an encoder-decoder model; neither causal nor cached."""
 
     ENCODER_ONLY = "encoder_only"
-    """Self attention of a model without decoder; neither causal nor cached."""
+    """Self attention of an encoder-only model; neither causal nor cached."""
 
     ENCODER_DECODER = "encoder_decoder"
     """Queries of the decoder over the cached keys and values of the encoder."""
@@ -46,7 +46,7 @@ class AttentionType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """What one layer computes. Layers with equal parameters share one plan per step."""
+    """Parameters of one layer. Layers with equal parameters share one plan per step."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,8 +54,8 @@ class AttentionParams:
     head_size: int
     scale: float
     sliding_window: int | None = None
-    """A query sees keys less than this far away: of a decoder, that many keys, its own included,
-    and of an encoder as many again behind it; None for all."""
+    """A query sees keys at a smaller distance: in a decoder that many keys, including its own, and
+    in an encoder also the keys after it; None for all."""
     soft_cap: float | None = None
     """Scores become `cap * tanh(score / cap)` before bias and mask; None for no cap."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -64,7 +64,7 @@ class AttentionParams:
     """Element type of the cache, one of `KV_CACHE_DTYPES`; "auto" is the model's."""
     k_scale: float = 1.0
     v_scale: float = 1.0
-    """What a cached key or value of one of the fp8 types is multiplied by when it is read."""
+    """Factors of cached fp8 keys and values when they are read."""
     attention_type: AttentionType = AttentionType.DECODER
 
     @property
@@ -74,7 +74,7 @@ class AttentionParams:
 
     @property
     def is_causal(self) -> bool:
-        """Return whether a query sees nothing behind its own position."""
+        """Return whether a query sees no key after its own position."""
         return self.attention_type is AttentionType.DECODER
 
     @property
@@ -84,7 +84,7 @@ class AttentionParams:
 
     @property
     def plan_key(self) -> "AttentionParams":
-        """Return what layers have in common that share one plan: all but the fp8 scales."""
+        """Return the parameters that a plan depends on: all but the fp8 scales."""
         return replace(self, k_scale=1.0, v_scale=1.0)
 
     def shard(self, rank: int, num_ranks: int) -> "AttentionParams":
@@ -93,9 +93,12 @@ class AttentionParams:
         KV heads are replicated where there are more ranks than KV heads.
         """
         if self.num_heads % num_ranks:
-            raise ValueError(f"{self.num_heads} heads do not divide over {num_ranks} ranks.")
+            raise ValueError(f"{self.num_heads} heads cannot be divided among {num_ranks} ranks.")
         if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} KV heads do not fit {num_ranks} ranks.")
+            raise ValueError(
+                f"{self.num_kv_heads} KV heads can be neither divided among nor replicated to "
+                f"{num_ranks} ranks."
+            )
         num_heads = self.num_heads // num_ranks
         slopes = self.alibi_slopes
         if slopes is not None:
@@ -106,7 +109,7 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """All that a backend must know before anything is loaded."""
+    """The configuration that a backend is checked and built for."""
 
     layers: tuple[AttentionParams, ...]
     """One entry per attention layer of this rank; `layer_index` counts them."""
@@ -114,14 +117,14 @@ class AttentionSpec:
     device: torch.device
     block_size: int
     max_seq_len: int | None = None
-    """Tokens of the longest sequence; captured graphs need to know it."""
+    """Tokens of the longest sequence; required for captured graphs."""
 
     @property
     def cache_layers(self) -> tuple[int | None, ...]:
-        """Return for each layer its place on the cache's layer axis, None if it has none.
+        """Return the place of each layer on the layer axis of the cache, None if it has no cache.
 
-        The k-th layer of self attention and the k-th of cross attention have the same place:
-        their blocks come from one pool, and are told apart by their block tables.
+        The k-th layer of self attention and the k-th of cross attention have the same place: their
+        blocks come from one pool, and their block tables are disjoint.
         """
         counts = Counter[AttentionType]()
         places: list[int | None] = []
@@ -137,24 +140,24 @@ class AttentionSpec:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Return the type of what the cache holds; fp8 is stored as `torch.uint8`."""
+        """Return the element type of the cache; fp8 is stored as `torch.uint8`."""
         return cache_dtype(self.layers[0].kv_cache_dtype, self.dtype)
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of what a cache holds, by its name; ValueError if there is no such."""
+    """Return the element type of a cache by its name; raise ValueError if it is unknown."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(_unknown_cache_dtype(kv_cache_dtype))
     return KV_CACHE_DTYPES[kv_cache_dtype] or model_dtype
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a cache tensor has: torch copies and indexes bytes, but not fp8."""
+    """Return the dtype of a cache tensor: torch cannot index fp8, only bytes."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 def problems_of(spec: AttentionSpec) -> list[str]:
-    """Return every reason why a spec makes no sense for any backend."""
+    """Return every reason why a spec is invalid for all backends."""
     problems = []
     if spec.block_size < 1:
         problems.append(f"block_size is {spec.block_size}, but must be at least 1")

@@ -118,7 +118,7 @@ class LayerRunner:
         values: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend from `[batch, heads, queries, head_size]`; one head of keys serves all heads."""
+        """Attend from `[batch, heads, queries, head_size]`; one head of keys broadcasts to all."""
         # Torch has no kernel with a soft cap.
         if self._params.soft_cap is not None:
             return self._scaled(self._attend_explicitly(query, keys, values, bias))

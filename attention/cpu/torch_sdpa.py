@@ -138,7 +138,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder):
         return TorchSDPAMetadata(batch, self)
 
     def providers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers each provider of kernels serves, by part of a step."""
+        """Return how many layers each provider of kernels computes, by part of a step."""
         num_layers = len(self._spec.layers)
         num_ours = sum(kernel is not None for kernel in self.kernels)
         decode = {"native": num_ours, "torch": num_layers - num_ours}

@@ -57,7 +57,7 @@ class HybridMetadataBuilder(FlashInferMetadataBuilder):
 
     def _reasons_for_shared(self, params: AttentionParams) -> dict[str, str]:
         reasons = super()._reasons_for_shared(params)
-        return {"decode": "it reads the cache faster than FlashInfer", **reasons}
+        return {"decode": "they read the cache faster than FlashInfer", **reasons}
 
     def _make_library_kernels(
         self, params: AttentionParams, *, is_graph: bool, uploader: PageUploader

@@ -230,7 +230,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         return gpu_batch
 
     def providers(self) -> dict[str, dict[str, int]]:
-        """Return how many layers each provider of kernels serves, by part of a step."""
+        """Return how many layers each provider of kernels computes, by part of a step."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         for _, kernels in self._layers:
             for part, provider in kernels.providers.items():
@@ -249,7 +249,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
                 if kernels.params.is_cached or part == "prefill_ragged":
                     parts[provider, reasons.get(part)].append(part)
             for (provider, reason), names in parts.items():
-                sentence = f"{provider} serves {', '.join(names)} of layers {layers}"
+                sentence = f"{provider} kernels compute {', '.join(names)} of layers {layers}"
                 sentences.append(f"{sentence}." if reason is None else f"{sentence}: {reason}.")
         return sentences
 

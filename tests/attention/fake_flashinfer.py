@@ -24,7 +24,7 @@ class FakeScratch:
         return FakeScratch()
 
     def at_least(self, num_bytes: int = 0) -> torch.Tensor:
-        """Return a buffer that nobody uses."""
+        """Return an unused buffer."""
         return torch.empty(0, dtype=torch.uint8)
 
 
@@ -143,7 +143,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
         return 0, 64
 
     def reset_workspace_buffer(self, scratch: torch.Tensor, plans: torch.Tensor) -> None:
-        """Do nothing."""
+        """Ignore the buffers."""
 
     def plan(
         self,
@@ -184,7 +184,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: torch.Tensor,
     **arguments: Any,  # Any: mixed
 ) -> None:
-    """Plan a step whose pages lie in the graph's buffers."""
+    """Plan a step whose pages are in the buffers of a graph."""
     assert wrapper.indptr.tolist() == global_override_indptr_cpu.tolist()
     assert wrapper.last_lens.tolist() == last_page_len.tolist()
     wrapper.keep(is_causal=True, **arguments)

@@ -37,8 +37,8 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
         (changed("key", lambda t: t[:5]), r"key is \(5, 32\)", r"must be \(6, 32\)"),
         (changed("key", lambda t: t.double()), "key is .* torch.float64", "torch.float32"),
         (changed("key", lambda t: torch.cat([t, t], 1)[:, ::2]), "strides", "contiguous"),
-        (changed("value", lambda t: None), "value is None", "both or none"),
-        ({"key": None, "value": None}, "key is None", "must have it"),
+        (changed("value", lambda t: None), "value is None", "both or neither"),
+        ({"key": None, "value": None}, "key is None", "requires it"),
         (changed("kv_cache", lambda t: t[0]), r"kv_cache is \(1, 2, 4, 2, 16\)", r"2, 16\)"),
         (changed("kv_cache", lambda t: t.to(torch.uint8)), "torch.uint8", "torch.float32"),
         (changed("kv_cache", lambda t: t[:, :, :, :3]), r"\(96, 1, 2, 3, 2, 16\)", r"1, 2, 4, 2"),
@@ -79,5 +79,7 @@ def test_keys_of_cross_attention_are_those_of_the_encoder() -> None:
     query, key = rig.random(6, 64), rig.random(6, 32)
     with pytest.raises(ValueError, match=r"key is \(6, 32\).*must be \(4, 32\)"):
         layer(query, key, key, rig.cache, metadata)
-    with pytest.raises(ValueError, match="encoder_decoder attention of 4 computed keys"):
+    with pytest.raises(
+        ValueError, match="encoder_decoder attention requires it for 4 computed keys"
+    ):
         layer(query, None, None, rig.cache, metadata)

@@ -19,7 +19,7 @@ from tests.attention.rig import TOLERANCE, Rig, params_of
 
 pytest.importorskip("triton")
 
-OURS = tuple(f"attention.flashinfer.{name}" for name in ("decode", "prefill", "layer_kernels"))
+MODULES = tuple(f"attention.flashinfer.{name}" for name in ("decode", "prefill", "layer_kernels"))
 BACKENDS = FlashInferBackend, HybridBackend
 over_backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 FEATURES: dict[str, AttentionParams] = {
@@ -43,12 +43,12 @@ def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("the real library is tested instead")
     for name, module in fake_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in OURS:
+    for name in MODULES:
         sys.modules.pop(name, None)
     properties = SimpleNamespace(multi_processor_count=8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for name in OURS[:2]:
+    for name in MODULES[:2]:
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "PlanMemory", FakeMemory)
         monkeypatch.setattr(module, "SharedScratch", FakeScratch)
@@ -56,7 +56,7 @@ def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(backend, "check", lambda spec: ())
     monkeypatch.setattr(FakeWrapper, "plans", [])
     yield
-    for name in OURS:
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -140,9 +140,9 @@ def test_kernels_name_their_providers() -> None:
 def test_hybrid_says_who_serves_and_why() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"], backend=HybridBackend).builder
     assert builder.provider_sentences() == [
-        "flashinfer serves prefill, prefill_ragged of layers [0].",
-        "shared serves decode of layers [0]: it reads the cache faster than FlashInfer.",
-        "shared serves prefill, prefill_ragged, decode of layers [1]: "
+        "flashinfer kernels compute prefill, prefill_ragged of layers [0].",
+        "shared kernels compute decode of layers [0]: they read the cache faster than FlashInfer.",
+        "shared kernels compute prefill, prefill_ragged, decode of layers [1]: "
         "FlashInfer does not support ALiBi slopes.",
     ]
 

@@ -22,7 +22,7 @@ FEATURES: dict[str, AttentionParams] = {
     "window": params_of(sliding_window=6),
     "window+cap": params_of(sliding_window=6, soft_cap=2.0),
     "window+alibi": params_of(sliding_window=6, has_alibi=True),
-    "group of 5, head size 24": params_of(5, 1, 24, soft_cap=2.0),
+    "5 per KV head, head size 24": params_of(5, 1, 24, soft_cap=2.0),
 }
 
 

@@ -19,7 +19,7 @@ from tests.attention.test_torch_sdpa_matrix import (
 pytestmark = NEEDS_GPU
 
 # The test of all backends on a GPU runs the other features in every dtype.
-COMBINED = ("all", "e4m3+all", "e5m2+window+mqa", "group of 7", "head size 24")
+COMBINED = ("all", "e4m3+all", "e5m2+window+mqa", "7 per KV head", "head size 24")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_every_feature_of_an_encoder_on_a_gpu(feature: str) -> None:
     run_encoder(rig)
 
 
-@pytest.mark.parametrize("feature", ["mqa", "group of 5", "e5m2"])
+@pytest.mark.parametrize("feature", ["mqa", "5 per KV head", "e5m2"])
 def test_every_feature_of_cross_attention_on_a_gpu(feature: str) -> None:
     kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
     layers = layers_of(CROSS_FEATURES[feature], *kinds)

@@ -112,8 +112,9 @@ def test_builder_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> Non
     layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5), encoder
     builder = XFormersBackend.make_metadata_builder(replace(SPEC, layers=layers))
     assert builder.provider_sentences() == [
-        "xformers serves prefill, prefill_ragged, decode of layers [0, 2].",
-        "shared serves prefill, prefill_ragged, decode of layers [1]: "
+        "xformers kernels compute prefill, prefill_ragged, decode of layers [0, 2].",
+        "shared kernels compute prefill, prefill_ragged, decode of layers [1]: "
         "xFormers does not support a soft cap.",
-        "shared serves prefill_ragged of layers [3]: xFormers does not support a soft cap.",
+        "shared kernels compute prefill_ragged of layers [3]: "
+        "xFormers does not support a soft cap.",
     ]

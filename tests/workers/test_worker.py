@@ -30,8 +30,8 @@ def test_worker_logs_its_providers_once(
         worker.allocate_cache(8, 0)
     lines = [line for line in caplog.messages if line.startswith("Attention:")]
     assert len(lines) == 2
-    assert lines[0].startswith("Attention: torch serves prefill of ")
-    assert " serves decode of " in lines[1]
+    assert lines[0].startswith("Attention: torch kernels compute prefill of ")
+    assert " kernels compute decode of " in lines[1]
 
 
 def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> None:

@@ -1,4 +1,4 @@
-/* Numbers of 8 bits, a sign and an exponent and a mantissa, and the floats that they are. */
+/* Conversion of fp8 values (e4m3 and e5m2) to floats. */
 #ifndef PAGEDRAY_FP8_H
 #define PAGEDRAY_FP8_H
 
@@ -7,13 +7,13 @@
 typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 #ifdef __AVX512F__
-/* By way of float16, whose exponents are those of e5m2 and more than those of e4m3. */
+/* By way of float16, whose exponent is that of e5m2 and wider than that of e4m3. */
 INLINE Floats load_e4m3(const uint8_t *from) {
     const __m256i signed_bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
     const __m256i halves =
         _mm256_and_si256(_mm256_slli_epi16(signed_bytes, 7), _mm256_set1_epi16((int16_t)0xbfff));
     const __m512 floats = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
-    /* All ones would be 480, but stand for no number. */
+    /* All ones would be 480, but encode NaN. */
     const __mmask16 is_none =
         _mm512_cmpeq_ps_mask(_mm512_abs_ps(floats), _mm512_set1_ps(480.0f));
     return (Floats)_mm512_mask_mov_ps(floats, is_none, _mm512_set1_ps(__builtin_nanf("")));
@@ -29,8 +29,8 @@ INLINE Words choose(Ints is_first, Words first, Words second) {
 }
 
 /*
- * Finite numbers, of whose bits `mantissa` are that and whose exponents are too large by `bias`.
- * Those with the smallest exponent are multiples of `unit`.
+ * Converts finite values with `mantissa` bits of mantissa and an exponent bias of `bias`;
+ * subnormals are multiples of `unit`.
  */
 INLINE Words number_of(Words size, const int mantissa, const uint32_t bias, const float unit) {
     const Words normal = (size << (23 - mantissa)) + ((127 - bias) << 23);
@@ -38,7 +38,7 @@ INLINE Words number_of(Words size, const int mantissa, const uint32_t bias, cons
     return choose((Ints)size < (1 << mantissa), small, normal);
 }
 
-/* Four bits of exponent and three of mantissa; only all ones is no number, and none is infinite. */
+/* Four bits of exponent and three of mantissa; all ones is NaN, and there is no infinity. */
 INLINE Floats load_e4m3(const uint8_t *from) {
     const Words bytes = __builtin_convertvector(*(const Bytes *)from, Words);
     const Words size = bytes & 0x7f, none = (Words){} + 0x7fc00000u;
@@ -46,7 +46,7 @@ INLINE Floats load_e4m3(const uint8_t *from) {
     return (Floats)(number | (bytes & 0x80) << 24);
 }
 
-/* Five bits of exponent and two of mantissa: the upper half of what float16 is. */
+/* Five bits of exponent and two of mantissa: the upper byte of a float16. */
 INLINE Floats load_e5m2(const uint8_t *from) {
     const Words bytes = __builtin_convertvector(*(const Bytes *)from, Words);
     const Words size = bytes & 0x7f, endless = (size << 21) | 0x7f800000u;
@@ -57,7 +57,7 @@ INLINE Floats load_e5m2(const uint8_t *from) {
 
 INLINE void store_floats_float(float *to, Floats values) { *(Floats *)to = values; }
 
-/* The lower half of what comes from 8 bits is zero. */
+/* Exact, since the lower half of a float that was fp8 is zero. */
 INLINE void store_floats_bfloat(uint16_t *to, Floats values) {
 #ifdef __AVX512F__
     const __m512i words = _mm512_srli_epi32((__m512i)values, 16);

@@ -1,4 +1,4 @@
-/* Vectors of floats, and how float and bfloat16 elements become them. */
+/* Vectors of floats, conversions of float and bfloat16 elements, and functions of vectors. */
 #ifndef PAGEDRAY_LANES_H
 #define PAGEDRAY_LANES_H
 
@@ -42,11 +42,11 @@ INLINE void store_float(float *to, float value) { *to = value; }
 INLINE void store_bfloat(uint16_t *to, float value) {
     uint32_t word;
     memcpy(&word, &value, sizeof word);
-    /* Round to nearest, ties to even; what is not a number stays so. */
+    /* Round to nearest, ties to even; NaN stays NaN. */
     *to = value != value ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
-/* x * y + sums in one operation, which the compiler may not take apart to sum in another order. */
+/* x * y + sums as one instruction, which the compiler cannot reassociate. */
 INLINE Floats add_product(Floats sums, Floats x, Floats y) {
 #ifdef __AVX512F__
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sums);
@@ -56,8 +56,8 @@ INLINE Floats add_product(Floats sums, Floats x, Floats y) {
 }
 
 /*
- * Two vectors' worth of elements, in whatever order, the same for every row; and sums of their
- * products with those of another row, each lane its own.
+ * A step of a dot product: the elements of two vectors, in an order that is the same for all
+ * operands. `add_step` adds the products with another operand lane by lane.
  */
 typedef struct {
     Floats first, second;
@@ -91,7 +91,7 @@ INLINE Floats add_step_bfloat(Floats sums, Step_bfloat x, Step_bfloat y) {
 typedef Pair Step_bfloat;
 
 INLINE Step_bfloat step_bfloat(const uint16_t *from) {
-    /* A word holds two elements: the lower one shifted up, the upper one where it is. */
+    /* A word holds two elements: shift the lower one up, and mask the upper one. */
     const Words words = *(const Words *)from;
     return (Pair){(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
 }
@@ -142,13 +142,13 @@ INLINE void sums_of_four(Floats a, Floats b, Floats c, Floats d, float sums[4]) 
 #endif
 }
 
-/* e^x for x <= 0, to 2e-7 of itself: 2^n times a polynomial on [-ln2/2, ln2/2]. */
+/* e^x for x <= 0, relative error 2e-7: 2^n times a polynomial on [-ln2/2, ln2/2]. */
 INLINE Floats exp_below_zero(Floats x) {
     const Floats lowest = (Floats){0} - 87.0f;
     const Ints is_low = x < lowest;
     x = (Floats)(((Ints)lowest & is_low) | ((Ints)x & ~is_low));
     Floats n = x * 1.44269504088896341f - 0.5f;
-    const Ints whole = __builtin_convertvector(n, Ints); /* toward zero, and n <= 0: the nearest */
+    const Ints whole = __builtin_convertvector(n, Ints); /* truncation, since n <= 0: the nearest */
     n = __builtin_convertvector(whole, Floats);
     const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = (Floats){0} + 1.9875691500e-4f;

@@ -1,11 +1,11 @@
 /*
  * Attention of decodes over the paged cache, on the CPU, without gathering blocks.
  *
- * Each key and value is read once, where it lies, for all query heads of its group; the softmax
- * is kept up to date block by block (Milakov and Gimelshein, 2018). Blocks to come are fetched
- * ahead by software, into the second cache: the first has no room for as much as memory's delay
- * asks for, and a core left to its own devices reads at half the rate. Blocks of fp8 numbers are
- * widened, exactly, one KV head at a time, into the first cache, and read from there.
+ * Each key and value is read once for all query heads of its KV head; the softmax is computed
+ * online, block by block (Milakov and Gimelshein, 2018). Software prefetches the next block into
+ * L2, because L1 cannot hold enough lines to hide the latency of memory; the hardware prefetcher
+ * alone reaches half the bandwidth. Blocks of fp8 values are widened, exactly, one KV head at a
+ * time, into a buffer that stays in L1.
  */
 #include <math.h>
 #include <omp.h>
@@ -13,12 +13,12 @@
 #include "fp8.h"
 
 #define MAX_BLOCK 256
-#define ROW (MAX_BLOCK + LANES) /* scores are written and weighed by whole vectors */
+#define ROW (MAX_BLOCK + LANES) /* scores of a head, processed in whole vectors */
 #define STEP (2 * LANES)
-#define GROUP 4 /* query heads at a time */
+#define HEADS 4 /* query heads at a time */
 #define WIDE 4  /* vectors of a value at a time */
 
-/* What the cache holds: elements as those of queries, or fp8. */
+/* Element type of the cache: that of queries, or fp8. */
 enum { SAME, E4M3, E5M2 };
 
 typedef struct {
@@ -27,10 +27,10 @@ typedef struct {
     int64_t num_kv_heads;
     int64_t head_size;
     int64_t block_size;
-    int64_t block_stride; /* elements from a block to the next */
+    int64_t block_stride; /* elements from one block to the next */
     int64_t value_offset; /* elements from a key to its value */
-    int64_t table_stride; /* entries from a block table to the next */
-    int64_t query_stride; /* elements from a query row to the next */
+    int64_t table_stride; /* entries from one block table to the next */
+    int64_t query_stride; /* elements from one token's query to the next */
     int64_t out_stride;
     int64_t window; /* keys that a query sees, its own included; 0 is all */
     int64_t format;
@@ -39,17 +39,17 @@ typedef struct {
     float soft_cap; /* 0 is none */
 } Shape;
 
-/* Which keys of a block are seen: `first` to before `stop`; key k is at k + offset from the query. */
+/* The visible keys of a block, `first` to `stop` - 1; key k is at k + offset from the query. */
 typedef struct {
     int64_t first, stop, offset;
 } Span;
 
-/* The largest score that a head has met, and the sum of its weights relative to that. */
+/* The largest score of a head so far, and the sum of its weights relative to that. */
 typedef struct {
     float top, sum;
 } Softmax;
 
-/* From products of queries and keys to scores, with scale, soft cap and ALiBi. */
+/* Applies scale, soft cap and ALiBi to products of queries and keys. */
 INLINE void adjust(const Shape *shape, float *scores, const float *slope, Span span) {
     for (int64_t key = 0; key < span.stop; key += LANES)
         *(Floats *)(scores + key) *= shape->scale;
@@ -68,7 +68,7 @@ INLINE float top_of(const float *scores, int64_t stop) {
     return largest_of(tops);
 }
 
-/* Weights in place of scores; returns their sum. */
+/* Replaces scores by weights and returns their sum. */
 INLINE float weigh(float *scores, int64_t stop, float top) {
     Floats sum = {0};
     for (int64_t key = 0; key < stop; key += LANES) {
@@ -79,7 +79,7 @@ INLINE float weigh(float *scores, int64_t stop, float top) {
     return sum_of(sum);
 }
 
-/* As many KV heads as leave enough work for every thread; those of one sequence cost the same. */
+/* The most KV heads per work item that still give every thread enough items. */
 INLINE int64_t kv_heads_at_once(const Shape *shape) {
     const int64_t num_threads = omp_get_max_threads();
     const int64_t wanted = shape->num_sequences == 1 ? num_threads : 4 * num_threads;
@@ -91,7 +91,7 @@ INLINE void fetch(const void *from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += LINE) __builtin_prefetch((const char *)from + i, 0, 2);
 }
 
-/* Begins to read a block's keys and values of one KV head. */
+/* Prefetches the keys and values of one KV head of a block. */
 INLINE void fetch_block(const Shape *shape, int64_t row_bytes, const char *keys) {
     const char *values = keys + shape->value_offset * (row_bytes / shape->head_size);
     for (int64_t key = 0; key < shape->block_size; key++) {
@@ -100,7 +100,7 @@ INLINE void fetch_block(const Shape *shape, int64_t row_bytes, const char *keys)
     }
 }
 
-/* Bytes of an element of the cache, beside queries with elements of `width` bytes. */
+/* Bytes of an element of the cache if an element of a query has `width` bytes. */
 INLINE int64_t width_of(const Shape *shape, int64_t width) {
     return shape->format == SAME ? width : 1;
 }

@@ -1,96 +1,96 @@
-/* Included by paged_decode.c once for each element type. */
+/* The kernel of paged_decode.c for one element type; included once for each. */
 
-/* The keys and values of one KV head of a block, row by row. */
+/* The keys and values of one KV head of a block. */
 typedef struct {
     const ELEMENT *keys, *values;
     int64_t stride;
 } NAME(Block);
 
-/* Scores of the keys of one block, `scores[g][key]`, and -infinity for those that are not seen. */
+/* Computes the scores of the keys of a block, `scores[h][key]`, -infinity for hidden keys. */
 INLINE void NAME(score_block)(
-    int64_t size, const ELEMENT *query, const ELEMENT *keys, int64_t stride, const int group,
+    int64_t size, const ELEMENT *query, const ELEMENT *keys, int64_t stride, const int num_heads,
     int64_t first, int64_t stop, float scores[][ROW]) {
     const int64_t whole = size - size % STEP;
     for (int64_t key = first - first % 4; key < stop; key += 4) {
-        /* Four keys at a time; what is beyond the last one is scored and then hidden. */
+        /* Four keys at a time; those after the last one repeat a key and are hidden below. */
         const ELEMENT *rows[4];
         for (int k = 0; k < 4; k++) rows[k] = keys + (key + k < stop ? key + k : key) * stride;
-        Floats sums[GROUP][4];
-        for (int g = 0; g < group; g++)
-            for (int k = 0; k < 4; k++) sums[g][k] = (Floats){0};
+        Floats sums[HEADS][4];
+        for (int h = 0; h < num_heads; h++)
+            for (int k = 0; k < 4; k++) sums[h][k] = (Floats){0};
         for (int64_t i = 0; i < whole; i += STEP) {
             NAME(Step) lanes[4];
             for (int k = 0; k < 4; k++) lanes[k] = NAME(step)(rows[k] + i);
-            for (int g = 0; g < group; g++) {
-                const NAME(Step) q = NAME(step)(query + g * size + i);
-                for (int k = 0; k < 4; k++) sums[g][k] = NAME(add_step)(sums[g][k], q, lanes[k]);
+            for (int h = 0; h < num_heads; h++) {
+                const NAME(Step) q = NAME(step)(query + h * size + i);
+                for (int k = 0; k < 4; k++) sums[h][k] = NAME(add_step)(sums[h][k], q, lanes[k]);
             }
         }
-        for (int g = 0; g < group; g++) {
-            float *score = scores[g] + key;
-            sums_of_four(sums[g][0], sums[g][1], sums[g][2], sums[g][3], score);
+        for (int h = 0; h < num_heads; h++) {
+            float *score = scores[h] + key;
+            sums_of_four(sums[h][0], sums[h][1], sums[h][2], sums[h][3], score);
             for (int64_t i = whole; i < size; i++)
                 for (int k = 0; k < 4; k++)
-                    score[k] += NAME(one)(query + g * size + i) * NAME(one)(rows[k] + i);
+                    score[k] += NAME(one)(query + h * size + i) * NAME(one)(rows[k] + i);
         }
     }
-    for (int g = 0; g < group; g++) {
-        for (int64_t key = 0; key < first; key++) scores[g][key] = -INFINITY;
-        *(Floats *)(scores[g] + stop) = (Floats){} - INFINITY;
+    for (int h = 0; h < num_heads; h++) {
+        for (int64_t key = 0; key < first; key++) scores[h][key] = -INFINITY;
+        *(Floats *)(scores[h] + stop) = (Floats){} - INFINITY;
     }
 }
 
-/* Adds the weighted values of a block to `totals`, one row of `head_size` for each head. */
+/* Adds the weighted values of a block to `totals`, `[num_heads][head_size]`. */
 INLINE void NAME(add_values)(
-    int64_t size, float weights[][ROW], const ELEMENT *values, int64_t stride, const int group,
+    int64_t size, float weights[][ROW], const ELEMENT *values, int64_t stride, const int num_heads,
     int64_t first, int64_t stop, float *totals) {
     const int64_t whole = size - size % LANES;
     int64_t i = 0;
     for (; i + WIDE * LANES <= whole; i += WIDE * LANES) {
-        Floats sums[GROUP][WIDE];
-        for (int g = 0; g < group; g++)
+        Floats sums[HEADS][WIDE];
+        for (int h = 0; h < num_heads; h++)
             for (int v = 0; v < WIDE; v++)
-                sums[g][v] = load_float(totals + g * size + i + v * LANES);
+                sums[h][v] = load_float(totals + h * size + i + v * LANES);
         for (int64_t key = first; key < stop; key++) {
             const ELEMENT *row = values + key * stride + i;
             Floats lanes[WIDE];
             for (int v = 0; v < WIDE; v++) lanes[v] = NAME(load)(row + v * LANES);
-            for (int g = 0; g < group; g++)
-                for (int v = 0; v < WIDE; v++) sums[g][v] += weights[g][key] * lanes[v];
+            for (int h = 0; h < num_heads; h++)
+                for (int v = 0; v < WIDE; v++) sums[h][v] += weights[h][key] * lanes[v];
         }
-        for (int g = 0; g < group; g++)
+        for (int h = 0; h < num_heads; h++)
             for (int v = 0; v < WIDE; v++)
-                *(Floats *)(totals + g * size + i + v * LANES) = sums[g][v];
+                *(Floats *)(totals + h * size + i + v * LANES) = sums[h][v];
     }
     for (; i < size; i++)
-        for (int g = 0; g < group; g++)
+        for (int h = 0; h < num_heads; h++)
             for (int64_t key = first; key < stop; key++)
-                totals[g * size + i] += weights[g][key] * NAME(one)(values + key * stride + i);
+                totals[h * size + i] += weights[h][key] * NAME(one)(values + key * stride + i);
 }
 
-/* One block for some query heads that share a KV head: brings their softmax up to date. */
+/* Updates the softmax of some query heads that share a KV head by one block. */
 INLINE void NAME(attend_block)(
     const Shape *shape, const ELEMENT *query, NAME(Block) block, const float *slopes,
-    const int group, Span span, Softmax *softmax, float *totals) {
+    const int num_heads, Span span, Softmax *softmax, float *totals) {
     const int64_t size = shape->head_size, first = span.first, stop = span.stop;
-    float scores[GROUP][ROW];
-    NAME(score_block)(size, query, block.keys, block.stride, group, first, stop, scores);
-    for (int g = 0; g < group; g++) {
-        adjust(shape, scores[g], slopes ? slopes + g : 0, span);
-        const float top = top_of(scores[g], stop);
-        if (top > softmax[g].top) {
+    float scores[HEADS][ROW];
+    NAME(score_block)(size, query, block.keys, block.stride, num_heads, first, stop, scores);
+    for (int h = 0; h < num_heads; h++) {
+        adjust(shape, scores[h], slopes ? slopes + h : 0, span);
+        const float top = top_of(scores[h], stop);
+        if (top > softmax[h].top) {
             const float shrink =
-                softmax[g].top == -INFINITY ? 0.0f : expf(softmax[g].top - top);
-            for (int64_t i = 0; i < size; i++) totals[g * size + i] *= shrink;
-            softmax[g].sum *= shrink;
-            softmax[g].top = top;
+                softmax[h].top == -INFINITY ? 0.0f : expf(softmax[h].top - top);
+            for (int64_t i = 0; i < size; i++) totals[h * size + i] *= shrink;
+            softmax[h].sum *= shrink;
+            softmax[h].top = top;
         }
-        softmax[g].sum += weigh(scores[g], stop, softmax[g].top);
+        softmax[h].sum += weigh(scores[h], stop, softmax[h].top);
     }
-    NAME(add_values)(size, scores, block.values, block.stride, group, first, stop, totals);
+    NAME(add_values)(size, scores, block.values, block.stride, num_heads, first, stop, totals);
 }
 
-/* A row of fp8 numbers as elements. */
+/* Widens the fp8 values of one head to elements. */
 INLINE void NAME(widen_row)(int64_t format, const uint8_t *from, int64_t size, ELEMENT *to) {
     for (int64_t i = 0; i < size; i += LANES) {
         uint8_t rest[LANES] = {0};
@@ -104,7 +104,7 @@ INLINE void NAME(widen_row)(int64_t format, const uint8_t *from, int64_t size, E
     }
 }
 
-/* One KV head of a block of fp8 numbers, as far as it is read, widened into `room`. */
+/* Widens the visible keys and values of one KV head of an fp8 block into `room`. */
 INLINE NAME(Block) NAME(widen_block)(
     const Shape *shape, const uint8_t *keys, Span span, ELEMENT *room) {
     const int64_t size = shape->head_size, stride = shape->num_kv_heads * size;
@@ -120,8 +120,8 @@ INLINE NAME(Block) NAME(widen_block)(
 }
 
 /*
- * One sequence and the query heads of some neighbouring KV heads. A block's rows of these heads
- * lie side by side: they are read together, and each head keeps a softmax of its own.
+ * Attends for one sequence and the query heads of some adjacent KV heads, whose keys are adjacent
+ * in a block and are read together. Each query head has its own softmax.
  */
 static void NAME(attend)(
     const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *table,
@@ -179,7 +179,11 @@ static void NAME(attend)(
                 out + h * size + i, totals[h * size + i] / softmax[h].sum * shape->value_scale);
 }
 
-/* `query` and `out` are rows of all heads; `cache` begins at the layer's keys of block 0. */
+/*
+ * Called by PagedDecode in paged_decode.py. query, out `[num_sequences][num_heads * head_size]`,
+ * strided; cache points to the layer's keys in block 0; tables `[num_sequences][table_stride]`;
+ * num_keys `[num_sequences]`; slopes `[num_heads]` or null.
+ */
 void NAME(paged_decode)(
     const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *tables,
     const int32_t *num_keys, const float *slopes, ELEMENT *out) {

@@ -41,7 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
     "cap and ALiBi": {"soft_cap": 2.0, "scale": 1.0, "has_alibi": True},
 }
 HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
-"""Query heads and KV heads: groups of 1, 3, 5, 7, 8 and more than the rows of a small tile."""
+"""Query heads and KV heads: 1, 3, 5, 7, 8 per KV head, and more than a small tile has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class PagedCase:
         block_size = shape.block_size
         rows = shape.num_kv_heads, shape.head_size
         counts = [-(-length // block_size) for length in seq_lens]
-        # Block 0 belongs to nobody, and tables end in it.
+        # Block 0 is unused, and pads the tables.
         order = (1 + torch.randperm(sum(counts))).tolist()
         cache = torch.full((2 + sum(counts), 2, 2, block_size, *rows), float("nan"))
         self.tables = torch.zeros(len(seq_lens), max([*counts, 1]) + 1, dtype=torch.int32)
