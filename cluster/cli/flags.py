@@ -22,7 +22,7 @@ class _Flag:
 
     field: str
     help: str
-    """`%(default)s` stands for the default."""
+    """Names the default only where the parser cannot: None, which selects one."""
     kind: type | tuple[str, ...] = str
     """The type of its value, or its allowed values."""
     metavar: str | None = "N"
@@ -32,119 +32,88 @@ _GROUPS = {
     "model": (
         _Flag(
             "dtype",
-            "Data type of weights and activations (default: the checkpoint's).",
+            "Data type of weights and activations. (default: the checkpoint's)",
             get_args(Dtype),
         ),
         _Flag(
             "load_format",
-            "auto loads the checkpoint's weights, dummy initializes random ones "
-            "(default: %(default)s).",
+            "auto loads the checkpoint's weights, dummy initializes random ones.",
             get_args(LoadFormat),
         ),
-        _Flag("load_seed", "Random seed of dummy weights (default: %(default)s).", int),
-        _Flag(
-            "max_model_len",
-            "Context length: prompt and output tokens of a sequence (default: the model's).",
-            int,
-        ),
-        _Flag(
-            "attention_backend",
-            "Attention backend; auto selects one (default: %(default)s).",
-            str,
-            "NAME",
-        ),
-        _Flag(
-            "enforce_eager",
-            "Disable CUDA graphs, which saves GPU memory and slows decoding.",
-            bool,
-        ),
+        _Flag("load_seed", "Random seed of dummy weights.", int),
+        _Flag("max_model_len", "Context length in tokens. (default: the model's)", int),
+        _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
+        _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
     ),
     "ranks": (
-        _Flag(
-            "tensor_parallel_size",
-            "Number of ranks, one per device, that the model is split over (default: %(default)s).",
-            int,
-        ),
+        _Flag("tensor_parallel_size", "Ranks, one per device, that share the model.", int),
         _Flag(
             "device",
-            "Device of the ranks (default: cuda if this machine has an NVIDIA GPU, else cpu).",
+            "Device of the ranks. (default: cuda if there is an NVIDIA GPU, else cpu)",
             get_args(Device),
         ),
         _Flag(
             "executor",
-            "ray runs each rank as a Ray actor, local runs a single rank in this process "
-            "(default: ray; of generate and chat with a single rank, local).",
+            "ray runs each rank as a Ray actor, local a single rank in this process; for a single "
+            "rank, generate and chat default to local.",
             ("ray", "local"),
         ),
-        _Flag(
-            "num_threads", "CPU threads per rank (default: an equal share of the CPU cores).", int
-        ),
+        _Flag("num_threads", "CPU threads per rank. (default: an equal share of the cores)", int),
         _Flag(
             "placement_strategy",
-            "Ray placement strategy of the ranks; STRICT_PACK keeps them on one node "
-            "(default: %(default)s).",
+            "Ray placement strategy of the ranks; STRICT_PACK is a single node.",
             get_args(PlacementStrategy),
         ),
     ),
     "KV cache": (
-        _Flag("block_size", "Tokens per block, 1 to 256 (default: %(default)s).", int),
-        _Flag("num_blocks", "Blocks on the device (default: as many as fit in memory).", int),
-        _Flag(
-            "num_cpu_blocks",
-            "Blocks in CPU memory, for swapped-out sequences (default: up to 1 GiB).",
-            int,
-        ),
+        _Flag("block_size", "Tokens per block, 1 to 256.", int),
+        _Flag("num_blocks", "Blocks on the device. (default: as many as fit in memory)", int),
+        _Flag("num_cpu_blocks", "CPU blocks for swapping. (default: up to 1 GiB)", int),
         _Flag(
             "memory_fraction",
-            "Fraction of the device memory to use for weights, activations and KV cache "
-            "(default: %(default)s).",
+            "Fraction of device memory for weights, activations and KV cache.",
             float,
             "FRACTION",
         ),
-        _Flag(
-            "enable_prefix_cache",
-            "Disable prefix caching: sequences do not share the blocks of a common prefix.",
-            bool,
-        ),
+        _Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         _Flag(
             "kv_cache_dtype",
-            "Data type of keys and values; auto is that of the model (default: %(default)s).",
+            "Data type of keys and values; auto is the model's.",
             get_args(KVCacheDtype),
         ),
     ),
     "scheduling": (
-        _Flag("max_num_seqs", "Maximum number of sequences per step (default: %(default)s).", int),
+        _Flag("max_num_seqs", "Maximum number of sequences per step.", int),
+        _Flag("max_num_batched_tokens", "Maximum number of tokens per step.", int),
         _Flag(
-            "max_num_batched_tokens",
-            "Maximum number of tokens per step (default: %(default)s).",
-            int,
-        ),
-        _Flag(
-            "max_queued_requests",
-            "Maximum number of waiting requests; further ones are rejected (default: %(default)s).",
-            int,
+            "max_queued_requests", "Maximum number of waiting requests; others are rejected.", int
         ),
         _Flag(
             "max_queued_tokens",
-            "Maximum number of prompt tokens in waiting requests; further requests are rejected "
-            "(default: %(default)s).",
+            "Maximum number of waiting prompt tokens; more are rejected.",
             int,
         ),
         _Flag(
             "preemption",
-            "How a sequence is preempted: swapped to CPU blocks, recomputed later, or whichever is "
-            "cheaper (default: %(default)s).",
+            "Whether preempted sequences are swapped to CPU blocks or recomputed; auto is the "
+            "cheaper one.",
             get_args(Preemption),
         ),
         _Flag(
             "structure_compile_s",
-            "CPU time limit for compiling one JSON schema, regular expression or grammar "
-            "(default: %(default)s).",
+            "CPU time limit for compiling a JSON schema, regular expression or grammar.",
             float,
             "SECONDS",
         ),
     ),
 }
+_SAMPLING = (
+    _Flag("max_tokens", "Maximum number of tokens to generate.", int),
+    _Flag("temperature", "Sampling temperature; 0 is greedy.", float, "T"),
+    _Flag("top_p", "Sample from the likeliest tokens of this total probability.", float, "P"),
+    _Flag("top_k", "Sample from this many of the likeliest tokens; 0 is all.", int, "K"),
+    _Flag("seed", "Random seed of sampling. (default: a random one)", int),
+)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -> None:
@@ -168,49 +137,14 @@ def engine_options(parsed: argparse.Namespace) -> EngineOptions:
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the flags that `sampling_params` reads to a command."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=max_tokens,
-        metavar="N",
-        help="Maximum number of tokens to generate (default: %(default)s).",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="Sampling temperature; 0 is greedy (default: %(default)s).",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="Sample from the likeliest tokens whose probabilities add up to P "
-        "(default: %(default)s).",
-    )
-    group.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="Sample from the K likeliest tokens; 0 is all (default: %(default)s).",
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="N", help="Random seed of sampling (default: a random one)."
-    )
+    default = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    for flag in _SAMPLING:
+        _add(group, flag, getattr(default, flag.field))
 
 
 def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters that the flags state."""
-    return SamplingParams(
-        max_tokens=parsed.max_tokens,
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        seed=parsed.seed,
-    )
+    return SamplingParams(**{flag.field: getattr(parsed, flag.field) for flag in _SAMPLING})
 
 
 def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
@@ -16,10 +16,32 @@ if TYPE_CHECKING:
 __all__ = ["USAGE_EXIT", "make_parser"]
 
 USAGE_EXIT = 2
+_FILES = {
+    "--api-keys": "API keys; calls without one of them are rejected. `pagedray keys new` creates "
+    "a key. (default: no key is required)",
+    "--tls-cert": "TLS certificate chain in PEM format, reloaded when it changes. "
+    "(default: no TLS)",
+    "--tls-key": "Private key of --tls-cert in PEM format.",
+    "--tls-client-ca": "CA certificates in PEM format; clients must present a certificate "
+    "signed by one.",
+}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default of a flag to its help, unless it is None or a switch."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class _OneLineParser(argparse.ArgumentParser):
     """A parser whose error message is one line."""
+
+    # Any: argparse's own arguments.
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(formatter_class=_HelpFormatter, **arguments)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_EXIT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -56,80 +78,47 @@ def _add_serve(commands: _Commands) -> None:
     what = "Start a server with an OpenAI-compatible HTTP API and gRPC."
     serve = _model_command(commands, "serve", what)
     group = serve.add_argument_group("frontends")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)."
-    )
-    free_port = "; 0 selects a free one (default: %(default)s)."
-    group.add_argument(
-        "--grpc-port", type=int, default=9000, metavar="PORT", help=f"Port for gRPC{free_port}"
-    )
-    group.add_argument(
-        "--http-port", type=int, default=8000, metavar="PORT", help=f"Port for HTTP{free_port}"
-    )
-    group.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="FILE",
-        help="File of API keys; calls without one of them are rejected. "
-        "`pagedray keys new` creates a key (default: no keys, every client has access).",
-    )
-    group.add_argument(
-        "--tls-cert",
-        type=Path,
-        metavar="FILE",
-        help="TLS certificate chain in PEM format; reloaded when the file changes "
-        "(default: no TLS).",
-    )
-    group.add_argument(
-        "--tls-key", type=Path, metavar="FILE", help="Private key of --tls-cert in PEM format."
-    )
-    group.add_argument(
-        "--tls-client-ca",
-        type=Path,
-        metavar="FILE",
-        help="CA certificates in PEM format; clients must present a certificate signed by one.",
-    )
+    group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
+    for name, port in (("gRPC", 9000), ("HTTP", 8000)):
+        what = f"Port for {name}; 0 selects a free one."
+        group.add_argument(
+            f"--{name.lower()}-port", type=int, default=port, metavar="PORT", help=what
+        )
+    for flag, what in _FILES.items():
+        group.add_argument(flag, type=Path, metavar="FILE", help=what)
     group.add_argument(
         "--drain-s",
         type=_seconds(0.0, 86400.0),
         default=30.0,
         metavar="SECONDS",
-        help="Time for running requests to finish after SIGTERM (default: %(default)s).",
+        help="Time for running requests to finish after SIGTERM.",
     )
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="Model name in the API (default: the name of the model folder).",
+        help="Model name in the API. (default: the name of the folder)",
     )
     group.add_argument(
         "--tool-call-format",
         choices=TOOL_CALL_FORMATS,
-        help="Format of the model's tool calls (default: detected from the chat template).",
+        help="Format of the model's tool calls. (default: detected from the chat template)",
     )
-    _add_telemetry_flags(serve)
-    add_engine_flags(serve, executor="ray")
-
-
-def _add_telemetry_flags(serve: _OneLineParser) -> None:
     group = serve.add_argument_group("logging and tracing")
     group.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="Format of log lines on standard error (default: %(default)s).",
+        "--log-format", choices=("text", "json"), default="text", help="Format of log lines."
     )
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning"),
         default="info",
-        help="Minimum log level; warning omits the line of each call (default: %(default)s).",
+        help="Minimum log level; warning omits the line of each call.",
     )
     group.add_argument(
         "--otlp-endpoint",
         metavar="URL",
-        help="OpenTelemetry collector to export traces to, over OTLP/HTTP "
-        "(default: OTEL_EXPORTER_OTLP_ENDPOINT if set, else no traces).",
+        help="OpenTelemetry collector for traces. (default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
     )
+    add_engine_flags(serve, executor="ray")
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -164,29 +153,25 @@ def _add_keys(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     what = "Show the load of a running server, live."
     top = commands.add_parser("top", help=what, description=what)
-    top.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of the server's HTTP port (default: %(default)s).",
-    )
+    top.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the HTTP port.")
     top.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="File that contains the API key (default: the environment variable PAGEDRAY_API_KEY).",
+        help="File with the API key. (default: the variable PAGEDRAY_API_KEY)",
     )
     top.add_argument(
         "--tls-ca",
         type=Path,
         metavar="FILE",
-        help="CA certificates to trust, in PEM format (default: the system's).",
+        help="CA certificates to trust, in PEM format. (default: the system's)",
     )
     top.add_argument(
         "--every-s",
         type=_seconds(0.1, 60.0),
         default=1.0,
         metavar="SECONDS",
-        help="Refresh interval, 0.1 to 60 (default: %(default)s).",
+        help="Refresh interval, 0.1 to 60.",
     )
     top.add_argument("--once", action="store_true", help="Print the load once and exit.")
 
