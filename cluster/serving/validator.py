@@ -22,7 +22,7 @@ from cluster.serving.inputs import (
 )
 from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_messages import limits_for
+from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
 from pagedray.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from pagedray.request import (

@@ -134,13 +134,13 @@ _HTTP_KEYS = {"regex": "guided_regex", "grammar": "guided_grammar", "json_schema
 HTTP_CASES: dict[str, HttpCase] = {
     # Authentication.
     "no key": HttpCase(body=b"{", status=401, key=None),
-    "a key that is nobody's": HttpCase(
-        body=b"{", status=401, key=None, more="authorization: Bearer pr-nobodys\r\n"
+    "unknown key": HttpCase(
+        body=b"{", status=401, key=None, more="authorization: Bearer pr-unknown\r\n"
     ),
     "another scheme": HttpCase(
         body=b"{", status=401, key=None, more="authorization: Basic YTpi\r\n"
     ),
-    "two keys": HttpCase(body=b"{", status=401, more="authorization: Bearer pr-nobodys\r\n"),
+    "two keys": HttpCase(body=b"{", status=401, more="authorization: Bearer pr-unknown\r\n"),
     "priority of an admin": HttpCase(
         body=json.dumps({**_COMPLETION, "priority": -1}).encode(), status=403
     ),
@@ -243,9 +243,7 @@ _GOOD = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=4)).S
 
 GRPC_CASES: dict[str, GrpcCase] = {
     "no key": GrpcCase(body=_GOOD, code=grpc.StatusCode.UNAUTHENTICATED, key=None),
-    "a key that is nobody's": GrpcCase(
-        body=_GOOD, code=grpc.StatusCode.UNAUTHENTICATED, key="nobody"
-    ),
+    "unknown key": GrpcCase(body=_GOOD, code=grpc.StatusCode.UNAUTHENTICATED, key="unknown"),
     "priority of an admin": GrpcCase(
         body=_GOOD + pb.GenerateRequest(priority=-1).SerializeToString(),
         code=grpc.StatusCode.PERMISSION_DENIED,

@@ -110,7 +110,7 @@ async def refuse_over_grpc(
     async with grpc.aio.insecure_channel(target) as channel:
         for name in cases:
             case = GRPC_CASES[name]
-            key = None if case.key is None else keys.get(case.key, "pr-nobodys")
+            key = None if case.key is None else keys.get(case.key, "pr-unknown")
             who = () if key is None else (("authorization", f"Bearer {key}"),)
             method = channel.unary_stream(f"/pagedray.v1.GenerationService/{case.method}")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
             seconds = []

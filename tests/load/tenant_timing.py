@@ -55,7 +55,7 @@ class TenantClocks:
     async def first_tokens(self, number: int) -> dict[str, object]:
         """Compare `number` prompts that Ann has sent with as many unused ones."""
         times: dict[str, list[float]] = {
-            "ben_of_anns": [], "ben_of_nobodys": [], "ann_of_her_own": [], "ann_of_nobodys": [],
+            "ben_of_anns": [], "ben_of_unused": [], "ann_of_her_own": [], "ann_of_unused": [],
         }  # fmt: skip
         for _ in range(number):
             anns = self._prompt()
@@ -63,9 +63,9 @@ class TenantClocks:
             # Random order, since the first request finds the machine in a different state.
             looks = [
                 ("ben_of_anns", "ben", anns),
-                ("ben_of_nobodys", "ben", self._prompt()),
+                ("ben_of_unused", "ben", self._prompt()),
                 ("ann_of_her_own", "ann", anns),
-                ("ann_of_nobodys", "ann", self._prompt()),
+                ("ann_of_unused", "ann", self._prompt()),
             ]
             self._generator.shuffle(looks)
             for look, name, prompt in looks:
@@ -73,8 +73,8 @@ class TenantClocks:
         for connection in self._http.values():
             connection.close()
         return {
-            "another_tenants_prompt": _compared(times["ben_of_anns"], times["ben_of_nobodys"]),
-            "own_prompt": _compared(times["ann_of_her_own"], times["ann_of_nobodys"]),
+            "another_tenants_prompt": _compared(times["ben_of_anns"], times["ben_of_unused"]),
+            "own_prompt": _compared(times["ann_of_her_own"], times["ann_of_unused"]),
         }
 
     async def texts(self, number: int) -> dict[str, object]:
@@ -118,17 +118,17 @@ class TenantClocks:
         look: Callable[[str, str], Coroutine[None, None, float]],
         make: Callable[[], str],
     ) -> dict[str, object]:
-        times: dict[str, list[float]] = {"anns": [], "nobodys": []}
+        times: dict[str, list[float]] = {"anns": [], "unused": []}
         for _ in range(number):
             anns = make()
             await look("ann", anns)
-            looks = [("anns", anns), ("nobodys", make())]
+            looks = [("anns", anns), ("unused", make())]
             self._generator.shuffle(looks)
             for which, sent in looks:
                 times[which].append(await look("ben", sent))
         for connection in self._http.values():
             connection.close()
-        return _compared(times["anns"], times["nobodys"])
+        return _compared(times["anns"], times["unused"])
 
     async def _tokenize(self, name: str, text: str) -> float:
         answer = await self._http[name].post("/tokenize", json.dumps({"prompt": text}).encode())

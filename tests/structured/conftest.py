@@ -9,7 +9,7 @@ import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.structured.processes.compiler import StructureCompiler
-from cluster.structured.processes.compiler_messages import CompileLimits
+from cluster.structured.processes.messages import CompileLimits
 from cluster.structured.processes.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Structured output holds whatever the schedule, the ranks and the neighbours do."""
+"""Structured output matches its structure, however sequences are scheduled and batched."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SCHEMA = {
 REGEX = r"[a-f]{2,6}-(?:\d{3}|none)\."
 OPTIONS: dict[str, Any] = {  # Any: options of any type
     "device": "cpu",
-    # In bfloat16 the number of rows of a step decides some of the tokens.
+    # In bfloat16 some tokens depend on the number of rows of a step.
     "dtype": "float32",
     "num_threads": 1,
     "show_progress": False,
     "max_model_len": 512,
-    # A busy machine refuses nothing.
+    # Enough for a busy machine.
     "structure_compile_s": 20.0,
 }
 CHOICES = ["north", "north east", "south"]
@@ -54,7 +54,7 @@ def is_balanced(text: str) -> bool:
 
 
 def holds(structure: Structure, text: str) -> bool:
-    """Whether a text is what a structure asks for, by means that are not ours."""
+    """Return whether a text matches a structure, by independent checks."""
     match structure.kind:
         case "json_schema":
             jsonschema.validate(json.loads(text), json.loads(structure.text))
@@ -97,7 +97,7 @@ def completions(generations: list[Generation]) -> list[Completion]:
 
 
 def check(structure: Structure, completion: Completion) -> bool:
-    """Check a continuation; return whether it came to its end."""
+    """Check a continuation; return whether it finished."""
     assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     if completion.finish_reason is FinishReason.LENGTH:
         return False
@@ -106,7 +106,7 @@ def check(structure: Structure, completion: Completion) -> bool:
 
 
 def check_all(llm: LLM, **changes: Any) -> list[Completion]:  # Any: any sampling parameter
-    """Generate for all structures with a neighbour that has none; return what came."""
+    """Generate for all structures and one request without; return the completions."""
     given = [*STRUCTURES, None]
     generations = llm.generate(
         [PROMPT] * len(given), [params_of(s, **changes) for s in given], show_progress=False
@@ -130,7 +130,7 @@ def test_a_stream_holds(llm: LLM) -> None:
     assert holds(STRUCTURES[0], text)
 
 
-def test_penalties_bias_and_logprobs_do_not_beat_a_mask(llm: LLM) -> None:
+def test_masks_override_penalties_bias_and_logprobs(llm: LLM) -> None:
     ids = range(300, 500)
     params = params_of(
         STRUCTURES[1],
@@ -145,24 +145,24 @@ def test_penalties_bias_and_logprobs_do_not_beat_a_mask(llm: LLM) -> None:
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
-def test_the_grammar_ends_before_min_tokens_where_it_must(llm: LLM) -> None:
+def test_a_grammar_may_end_before_min_tokens(llm: LLM) -> None:
     params = params_of(STRUCTURES[2], min_tokens=50)
     (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
     assert check(STRUCTURES[2], completion)
-    # Where it may go on it does.
+    # It continues where the grammar allows it.
     params = params_of(Structure(kind="regex", text="(?:ab)*"), min_tokens=50)
     (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
     assert len(completion.token_ids) > 50
 
 
-def test_a_finished_grammar_ends_what_ignores_the_end_of_sequence(llm: LLM) -> None:
+def test_a_finished_grammar_ends_a_sequence_with_ignore_eos(llm: LLM) -> None:
     params = params_of(Structure(kind="regex", text="a{7}"), ignore_eos=True)
     (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
     assert completion.text == "aaaaaaa"
     assert completion.finish_reason is FinishReason.STOP
 
 
-def test_neighbours_of_masked_sequences_get_the_tokens_they_would_have_got(llm: LLM) -> None:
+def test_masks_do_not_change_the_tokens_of_other_sequences(llm: LLM) -> None:
     plain = [params_of(None, seed=seed, temperature=t) for seed, t in [(1, 0.0), (2, 1.5)]]
     alone = llm.generate([PROMPT] * 2, plain, show_progress=False)
     mixed = llm.generate([PROMPT] * 7, [*map(params_of, STRUCTURES), *plain], show_progress=False)[
@@ -238,7 +238,7 @@ def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> Non
         Structure(kind="grammar", text="a" * 70000),
     ],
 )
-def test_a_bad_structure_is_refused(llm: LLM, structure: Structure) -> None:
+def test_an_invalid_structure_is_rejected(llm: LLM, structure: Structure) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate([PROMPT], params_of(structure), show_progress=False)
     assert caught.value.param == "structure"

@@ -7,6 +7,9 @@ in a grammar (lookaround, backreferences, word boundaries, flags, inner anchors)
 
 from __future__ import annotations
 
+import re
+import string
+
 from cluster.structured.grammar.compile_cost import (
     MAX_COST,
     MAX_OPTIONAL_RUN,
@@ -56,6 +59,7 @@ _NEGATED_CLASSES = {**_CLASSES, "s": _ALL_SPACES, "S": complement(_SPACES).range
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _ESCAPES = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _HEX_LENGTHS = {"x": 2, "u": 4}
+_REPEAT_COUNT = re.compile(r"\{([0-9]{1,7})(?:,([0-9]{0,7}))?\}")
 
 
 def read_regex(text: str) -> Expression:
@@ -145,19 +149,16 @@ class _RegexParser:
         return repeat
 
     def _count(self) -> tuple[int, int | None]:
-        end = self._text.find("}", self._at, self._end)
-        numbers = self._text[self._at + 1 : end].split(",") if end >= 0 else []
-        if not 1 <= len(numbers) <= 2 or not all(n.isascii() and len(n) < 8 for n in numbers):
+        found = _REPEAT_COUNT.match(self._text, self._at, self._end)
+        if found is None:
             raise self.error("{ without a repeat count")
-        if not numbers[0].isdigit() or not (numbers[-1].isdigit() or numbers[1:] == [""]):
-            raise self.error("{ without a repeat count")
-        minimum = int(numbers[0])
-        maximum = int(numbers[-1]) if numbers[-1] else None
+        minimum = int(found[1])
+        maximum = minimum if found[2] is None else int(found[2]) if found[2] else None
         if max(minimum, maximum or 0) > _MAX_COUNT:
             raise self.error(f"repeat count above the maximum of {_MAX_COUNT}")
         if maximum is not None and maximum < minimum:
             raise self.error("min repeat greater than max repeat")
-        self._at = end
+        self._at = found.end() - 1
         return minimum, maximum
 
     def _atom(self, depth: int) -> Expression:
@@ -235,7 +236,7 @@ class _RegexParser:
         if character in _HEX_LENGTHS:
             digits = self._text[self._at : min(self._at + _HEX_LENGTHS[character], self._end)]
             self._at += len(digits)
-            if len(digits) != _HEX_LENGTHS[character] or not _is_hex(digits):
+            if len(digits) != _HEX_LENGTHS[character] or not set(digits) <= set(string.hexdigits):
                 raise self.error(f"incomplete escape \\{character}")
             return _check_character(int(digits, 16))
         if not character or character.isalnum() or character == "_":
@@ -253,10 +254,6 @@ class _RegexParser:
 
 def _unsupported(problem: str) -> Exception:
     return invalid_structure(f"structure has an unsupported regular expression: {problem}.")
-
-
-def _is_hex(digits: str) -> bool:
-    return all(digit in "0123456789abcdefABCDEF" for digit in digits)
 
 
 def _check_character(code_point: int) -> int:

@@ -47,6 +47,14 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
 STANDALONE = frozenset(("$ref", "const", "enum", "anyOf", "oneOf", "allOf"))
 """Keywords that define a schema on their own and cannot be combined with others."""
 KNOWN = frozenset(("type",)).union(ANNOTATIONS, STANDALONE, *KEYWORDS.values())
+_TYPES_OF_VALUES: Mapping[type, set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 
 def fail(path: str, what: str) -> NoReturn:
@@ -83,21 +91,10 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...] | None:
 
 
 def types_of_value(value: object) -> set[str]:
-    """Return the JSON Schema types of a value."""
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-    return {"object"}
+    """Return the JSON Schema types of a value from JSON."""
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    return _TYPES_OF_VALUES[type(value)]
 
 
 def escaped_pointer(name: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from cluster.structured.processes.mask_messages import MaskQuery, MatcherStart
+from cluster.structured.processes.messages import MaskQuery, MatcherStart
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -21,17 +21,12 @@ Outcome = bytes | FinishReason
 
 
 class MaskSource(Protocol):
-    """Makes the masks of grammars."""
+    """The client that makes the masks of grammars."""
 
-    @property
-    def num_mask_bytes(self) -> int:
-        """Bytes of a mask."""
+    num_mask_bytes: int
 
-    def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle:
-        """Return a matcher at the start of a continuation of the request."""
-
-    def masks(self, asked: Sequence[tuple[MatcherHandle, Sequence[int]]]) -> list[Outcome]:
-        """Return the mask, or how the sequence ends, for each matcher and its tokens."""
+    def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle: ...
+    def masks(self, asked: Sequence[tuple[MatcherHandle, Sequence[int]]]) -> list[Outcome]: ...
 
 
 class CompiledGrammar:
@@ -60,7 +55,6 @@ class CompiledGrammar:
 
     @property
     def num_mask_bytes(self) -> int:
-        """Bytes of a mask."""
         return self._source.num_mask_bytes
 
     def matcher(self, request: Request) -> MatcherHandle:

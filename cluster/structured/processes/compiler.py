@@ -15,9 +15,9 @@ from cluster.structured.grammar.expressions import invalid_structure
 from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler_client import CompilerClient
-from cluster.structured.processes.compiler_messages import CompileLimits, Died, Refused
 from cluster.structured.processes.fair_thread_pool import FairThreadPool
 from cluster.structured.processes.mask_client import MaskClient
+from cluster.structured.processes.messages import CompileLimits, Died, Refused
 from pagedray.errors import EngineError, OverloadedError, ShuttingDownError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.structured.processes.compiler_messages import (
+from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.messages import (
     COMPILE,
     MAKE_MASKS,
     Compiled,
@@ -21,7 +22,6 @@ from cluster.structured.processes.compiler_messages import (
     Died,
     Refused,
 )
-from cluster.structured.processes.frames import read_frame, write_frame
 from pagedray.errors import EngineError, ShuttingDownError
 
 if TYPE_CHECKING:

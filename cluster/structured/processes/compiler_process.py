@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.processes.compiler_messages import (
-    MAKE_MASKS,
-    Compiled,
-    CompileLimits,
-    CompilerStart,
-    Died,
-    Refused,
-)
 from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.mask_process import serve_masks
 from cluster.structured.processes.memory_limit import (
     is_out_of_memory,
     lift_memory_limit,
     limit_memory,
+)
+from cluster.structured.processes.messages import (
+    MAKE_MASKS,
+    Compiled,
+    CompileLimits,
+    CompilerStart,
+    Died,
+    Refused,
 )
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError

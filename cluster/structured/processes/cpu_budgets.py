@@ -71,7 +71,6 @@ class TenantCpuBudgets:
         self._tenants: dict[int, str] = {}
 
     def __len__(self) -> int:
-        """Return the number of budgets."""
         return len(self._budgets)
 
     def add_sequence(self, sequence_id: int, tenant: str) -> None:

@@ -28,9 +28,9 @@ class FairThreadPool:
         """A tenant may use `max_running` threads and have `max_open` tasks that have not ended."""
         assert max_running < num_threads
         self._num_threads = num_threads
-        self._most_running = max_running
-        self._most_open = max_open
-        self._most_open_of_all = max_open_total
+        self._max_running = max_running
+        self._max_open = max_open
+        self._max_open_total = max_open_total
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-grammars")
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
@@ -66,12 +66,12 @@ class FairThreadPool:
     def _check_room(self, tenant: str) -> None:
         num_open = self._running[tenant] + len(self._waiting.get(tenant, ()))
         num_total = self._running.total() + sum(map(len, self._waiting.values()))
-        if num_open >= self._most_open:
+        if num_open >= self._max_open:
             raise OverloadedError(
                 f"{num_open} structures of this tenant are being compiled, the maximum; retry "
                 "later."
             )
-        if num_total >= self._most_open_of_all:
+        if num_total >= self._max_open_total:
             raise OverloadedError(
                 f"{num_total} structures are being compiled, the maximum; retry later."
             )
@@ -79,7 +79,7 @@ class FairThreadPool:
     def _start_tasks(self) -> None:
         """Start the tasks that may run. Called under the lock."""
         while self._running.total() < self._num_threads:
-            allowed = [one for one in self._waiting if self._running[one] < self._most_running]
+            allowed = [one for one in self._waiting if self._running[one] < self._max_running]
             if not allowed:
                 return
             tenant = min(allowed, key=self._running.__getitem__)

@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.structured.processes.mask_messages import StepReply
 from cluster.structured.processes.memory_limit import is_out_of_memory
+from cluster.structured.processes.messages import StepReply
 from cluster.structured.processes.sequence_matcher import BASE_CPU_S, allowed_cpu_s
 from pagedray.request import FinishReason
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cluster.structured.processes.mask_messages import MaskQuery
+    from cluster.structured.processes.messages import MaskQuery
     from cluster.structured.processes.sequence_matcher import SequenceMatcher
 
 __all__ = ["CHECK_INTERVAL_S", "LATE_MASK_S", "MaskBatch"]

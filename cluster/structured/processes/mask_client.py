@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cluster.structured.processes.compiled_grammar import Outcome
-    from cluster.structured.processes.mask_messages import StepReply
+    from cluster.structured.processes.messages import StepReply
     from pagedray.request import Request
 
 __all__ = ["MaskClient"]

@@ -6,13 +6,13 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from cluster.structured.processes.frames import read_frame, write_frame
-from cluster.structured.processes.mask_messages import (
+from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
@@ -22,10 +22,10 @@ from cluster.structured.processes.mask_messages import (
 from pagedray.errors import EngineError, OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
-    from cluster.structured.processes.mask_messages import MaskQuery
+    from cluster.structured.processes.messages import MaskQuery
 
 __all__ = ["MaskConnection", "MaskProcess", "MaskProcessDiedError"]
 
@@ -51,16 +51,16 @@ class MaskProcess(NamedTuple):
     grammars: socket.socket
 
 
-class _Connect(Protocol):
-    def __call__(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process; return its sockets for masks and for grammars. Raises EngineError."""
-
-
 class MaskConnection:
     """Starts the process when it is needed. One thread at a time exchanges queries."""
 
-    def __init__(self, connect: _Connect, *, max_tenant_bytes: int) -> None:
-        """The grammars of one tenant may take `max_tenant_bytes`."""
+    def __init__(
+        self, connect: Callable[[], tuple[socket.socket, socket.socket]], *, max_tenant_bytes: int
+    ) -> None:
+        """`connect` starts a process and returns its sockets for masks and for grammars.
+
+        It raises EngineError. The grammars of one tenant may take `max_tenant_bytes`.
+        """
         self._connect = connect
         self._max_tenant_bytes = max_tenant_bytes
         self.ended_sequence_ids: deque[int] = deque()

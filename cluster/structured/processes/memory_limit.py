@@ -14,10 +14,10 @@ _DATA = 5
 def limit_memory(num_bytes: int) -> None:
     """Limit this process to `num_bytes` more memory than it has."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[_DATA])
-    most = num_pages * resource.getpagesize() + num_bytes
+    maximum = num_pages * resource.getpagesize() + num_bytes
     # RLIMIT_DATA instead of RLIMIT_AS: each thread reserves far more addresses than it uses.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 

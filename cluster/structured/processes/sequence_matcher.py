@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.structured.processes.cpu_budgets import CpuBudget
-    from cluster.structured.processes.mask_messages import MaskQuery, MatcherStart
+    from cluster.structured.processes.messages import MaskQuery, MatcherStart
     from cluster.structured.processes.xgrammar_library import GrammarMatcher
 
 __all__ = ["BASE_CPU_S", "SequenceMatcher", "allowed_cpu_s"]

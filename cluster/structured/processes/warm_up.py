@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import write_ebnf
-from cluster.structured.grammar.json_strings import limited_string
+from cluster.structured.grammar.schema_strings import limited_string
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from cluster.structured.processes.cpu_budgets import CpuBudget
 from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.mask_batch import MaskBatch
 from cluster.structured.processes.mask_client import MaskClient
-from cluster.structured.processes.mask_messages import (
+from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadGrammar,
     MaskQuery,

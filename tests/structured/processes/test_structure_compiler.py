@@ -16,7 +16,7 @@ from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH, grammar_tex
 from cluster.structured.processes.compiled_grammar import CompiledGrammar
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.compiler_client import CompilerClient
-from cluster.structured.processes.compiler_messages import CompileLimits
+from cluster.structured.processes.messages import CompileLimits
 from pagedray.errors import (
     EngineError,
     InvalidRequestError,
