@@ -62,7 +62,6 @@ class EmbeddingCall:
         self.fail(EngineError("The call was aborted."))
 
     def fail(self, error: PagedRayError) -> None:
-        """End the call with an error."""
         self._running.cancel()
         if not self._answer.done():
             self._answer.set_exception(error)

@@ -105,7 +105,6 @@ class EngineClient:
 
     @property
     def is_attached(self) -> bool:
-        """Whether an engine is attached."""
         return self._engine is not None
 
     @property

@@ -121,7 +121,6 @@ class Servicer:
             self.validator.warm_up()
 
     def set_ready(self) -> None:
-        """Accept requests."""
         if self._phase is _Phase.STARTING:
             self._phase = _Phase.READY
 

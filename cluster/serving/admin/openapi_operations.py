@@ -16,9 +16,9 @@ class ApiOperation:
     """The documentation of one endpoint."""
 
     id: str
-    method: str
+    method: str = "GET"
     path: str
-    tag: str
+    tag: str = "Server"
     summary: str
     response_text: str
     contents: tuple[tuple[str, str], ...]
@@ -65,7 +65,6 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="listModels",
-        method="GET",
         path="/v1/models",
         tag="OpenAI",
         summary="List the served models.",
@@ -74,7 +73,6 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="retrieveModel",
-        method="GET",
         path="/v1/models/{model}",
         tag="OpenAI",
         summary="Retrieve one model.",
@@ -107,9 +105,7 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="getHealth",
-        method="GET",
         path="/health",
-        tag="Server",
         summary="Check liveness: the server responds and its engine has not failed permanently.",
         response_text="The server is alive.",
         contents=((_JSON, "Status"),),
@@ -118,9 +114,7 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="getReady",
-        method="GET",
         path="/ready",
-        tag="Server",
         summary="Check readiness: requests are accepted and make progress. The server is not "
         "ready while it loads the model, replaces ranks or drains.",
         response_text="The server is ready.",
@@ -130,18 +124,14 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="getMetrics",
-        method="GET",
         path="/metrics",
-        tag="Server",
         summary="Return Prometheus metrics. Requires the API key of an admin.",
         response_text="The metrics in Prometheus text format.",
         contents=(("text/plain", ""),),
     ),
     ApiOperation(
         id="getLoads",
-        method="GET",
         path="/loads",
-        tag="Server",
         summary="Return the current loads and the tenant's running calls. Sums over all tenants "
         "are 0 without the API key of an admin.",
         response_text="The current loads.",
@@ -150,18 +140,14 @@ OPERATIONS = (
     ),
     ApiOperation(
         id="getOpenapi",
-        method="GET",
         path="/openapi.json",
-        tag="Server",
         summary="Return this document.",
         response_text="The document.",
         contents=((_JSON, "Anything"),),
     ),
     ApiOperation(
         id="getDocs",
-        method="GET",
         path="/docs",
-        tag="Server",
         summary="Return this document as an HTML page.",
         response_text="The page, without scripts or external resources.",
         contents=(("text/html", ""),),

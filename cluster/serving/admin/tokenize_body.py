@@ -37,7 +37,6 @@ class TokenizeBody(Body):
     tools: Any = tools_field()
 
     def check_fields(self) -> None:
-        """Raise InvalidRequestError if parameters cannot be used together."""
         has_messages = "messages" in self.model_fields_set
         if (self.prompt is not None) is has_messages:
             raise InvalidRequestError(

@@ -49,7 +49,6 @@ class HttpCall:
 
     @property
     def origin(self) -> CallOrigin:
-        """The frontend and the client's trace."""
         headers = self.request.headers
         return CallOrigin(
             frontend="http",

@@ -65,11 +65,9 @@ class ChatBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of top log-probabilities for each token; None disables log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequestError if parameters cannot be used together."""
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(

@@ -30,7 +30,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of top log-probabilities for each token; None disables log-probabilities."""
         return self.logprobs
 
     def to_input(self, client_id: str | None) -> GenerationInput:

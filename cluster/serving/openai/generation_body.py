@@ -187,7 +187,6 @@ class GenerationBody(Body):
         """Number of top log-probabilities for each token; None disables log-probabilities."""
 
     def check_fields(self) -> None:
-        """Raise InvalidRequestError if parameters cannot be used together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options requires stream = true.", param="stream_options"
