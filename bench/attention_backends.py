@@ -119,14 +119,14 @@ class Bench:
         """Measure decodes."""
         batch = self._batch(0, NUM_DECODES, 1, SEQ_LEN)
         builder = self._graph_builder()
-        rows = builder.build(batch).prepare_step().decodes
-        assert rows is not None
+        sub_batch = builder.build(batch).prepare_step().decodes
+        assert sub_batch is not None
         query, key, value, out = _tokens(NUM_DECODES)
 
         def attend() -> None:
             for i in range(NUM_LAYERS):
                 builder.layer(i)[1].decode(
-                    rows, _heads(query), builder.layer_cache(i, self._cache), _heads(out)
+                    sub_batch, _heads(query), builder.layer_cache(i, self._cache), _heads(out)
                 )
 
         attention_us = self._timed(_captured(attend))
@@ -148,8 +148,8 @@ class Bench:
         builder = self._backend.make_metadata_builder(self._spec)
         assert isinstance(builder, GpuMetadataBuilder)
         metadata = builder.build(batch)
-        rows = metadata.prepare_step().prefills
-        assert rows is not None
+        sub_batch = metadata.prepare_step().prefills
+        assert sub_batch is not None
         query, key, value, out = _tokens(NUM_PREFILLS * SEQ_LEN)
 
         def attend() -> None:
@@ -157,11 +157,11 @@ class Bench:
                 kernels = builder.layer(i)[1]
                 if has_no_context:
                     kernels.prefill_ragged(
-                        rows, _heads(query), _heads(key), _heads(value), _heads(out)
+                        sub_batch, _heads(query), _heads(key), _heads(value), _heads(out)
                     )
                 else:
                     cache = builder.layer_cache(i, self._cache)
-                    kernels.prefill(rows, _heads(query), cache, _heads(out))
+                    kernels.prefill(sub_batch, _heads(query), cache, _heads(out))
 
         def forward() -> None:
             for layer in self._layers:
