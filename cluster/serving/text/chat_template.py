@@ -1,6 +1,6 @@
-"""The chat template of a checkpoint: messages to prompt text.
+"""The chat template of a checkpoint, which renders messages to the prompt's text.
 
-A template is the checkpoint's, never a request's. It runs in a sandbox.
+Templates come from checkpoints, never from requests, and run in a sandbox.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_REASON_LENGTH = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageToolCall:
-    """A call that an assistant has made in an earlier turn."""
+    """A tool call of an earlier turn of the assistant."""
 
     id: str
     name: str
@@ -45,15 +45,15 @@ class ChatMessage:
     role: str
     content: str
     tool_calls: tuple[MessageToolCall, ...] = ()
-    """What an assistant's turn has called."""
+    """The tool calls of an assistant's turn."""
     tool_call_id: str | None = None
-    """Which call a tool's turn answers."""
+    """In a tool's turn, the id of its call."""
     name: str | None = None
-    """Which tool a tool's turn is of."""
+    """In a tool's turn, the name of the tool."""
 
 
 class _GenerationBlock(Extension):
-    """The tag that marks what an assistant says, which matters in training only."""
+    """The tag around the assistant's output, which is used in training only and has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads a plain set
 
@@ -63,10 +63,10 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled template and the names of the special tokens that it may use."""
+    """A compiled template and its special tokens."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str) -> None:
-        """Raises CheckpointError, naming `origin`, if the source is no template."""
+        """Raises CheckpointError that names `origin` if the source is invalid."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -78,10 +78,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"{origin} has a broken chat template: {error}.") from error
+            raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
         self._special_tokens = dict(special_tokens)
         self.source = source
-        """The template as the checkpoint writes it."""
+        """The template's source."""
 
     def render(
         self,
@@ -91,9 +91,9 @@ class ChatTemplate:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
     ) -> str:
-        """Return the prompt that asks for the next turn, or for the rest of the last one.
+        """Return the prompt for the next turn, or for the rest of the last one.
 
-        Raises InvalidRequestError if the template refuses the messages.
+        Raises InvalidRequestError if the template rejects the messages.
         """
         written = [_for_template(message) for message in messages]
         mark = secrets.token_hex(16) if continues_final_message and written else None
@@ -105,8 +105,7 @@ class ChatTemplate:
         end = text.find(mark)
         if end < 0:
             raise InvalidRequestError(
-                "The model's chat template does not write the last message, so that it cannot be "
-                "continued.",
+                "The model's chat template omits the final message, so it cannot be continued.",
                 param="messages",
             )
         return text[:end]
@@ -129,11 +128,11 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
             raise InvalidRequestError(
-                f"The model's chat template refuses the messages: {reason}", param="messages"
+                f"The model's chat template rejected the messages: {reason}", param="messages"
             ) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
-                "The model's chat template cannot write these messages.", param="messages"
+                "The model's chat template cannot render these messages.", param="messages"
             ) from error
 
 

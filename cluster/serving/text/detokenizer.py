@@ -1,4 +1,4 @@
-"""From tokens to text, token by token."""
+"""Incremental detokenization, token by token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["IncrementalDetokenizer"]
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence; no piece of it ever splits a character.
+    """Returns the text of one sequence in pieces that never split a character.
 
-    The pieces together are what the tokenizer gives for the whole list. Special tokens
-    have no text unless they are wanted.
+    Together the pieces equal the tokenizer's text of the whole list.
     """
 
     def __init__(
@@ -25,24 +24,24 @@ class IncrementalDetokenizer:
         is_continuation: bool,
         skips_special_tokens: bool = True,
     ) -> None:
-        """`is_continuation` says that text stands before it, which keeps its leading space."""
+        """`is_continuation` means that text precedes it, so a leading space is kept."""
         self._token_bytes = token_bytes
         self._skips_special_tokens = skips_special_tokens
         self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
 
     def add_token(self, token_id: int) -> str:
-        """Return the text that is certain with this token, often that of the token."""
+        """Return the complete characters up to this token that were not returned before."""
         if self._skips_special_tokens and self._token_bytes.is_special(token_id):
             return ""
         known = self._held + self._token_bytes.bytes_of(token_id)
         text, num_taken = utf_8_decode(known, "replace", False)
-        # The start of a character.
+        # The bytes of an incomplete character.
         self._held = known[num_taken:]
         return self._stripped(text) if self._num_stripped else text
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD if a character is incomplete."""
+        """Return the rest of the text: U+FFFD if a character is incomplete."""
         held, self._held = self._held, b""
         return held.decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Matches stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ __all__ = ["StopMatcher"]
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is complete first.
+    """Cuts a text before the first stop string, by the Knuth-Morris-Pratt algorithm.
 
-    Where pieces begin and end makes no difference. Of stop strings that are complete at
-    the same character the longest counts. The work per character does not grow with the
-    text.
+    The result does not depend on the pieces. Of stop strings that end at the same character, the
+    longest is found. The work per character is constant.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -25,9 +24,9 @@ class StopMatcher:
         self._held = ""
 
     def match_text(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is certain, and the stop string that was found, if any.
+        """Return the text before a stop string, and the stop string if one was found.
 
-        The start of what may become a stop string is held back.
+        A suffix that may begin a stop string is held back.
         """
         if not self._stops:
             return text, None
@@ -41,7 +40,7 @@ class StopMatcher:
         return seen[: len(seen) - num_held], None
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -60,7 +59,7 @@ class StopMatcher:
 
 
 def _fallbacks_of(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix, the length of its longest proper prefix that also ends it."""
+    """Return, for each prefix, the length of its longest proper prefix that is also a suffix."""
     fallbacks = [0] * len(stop)
     matched = 0
     for position in range(1, len(stop)):

@@ -1,4 +1,4 @@
-"""A few threads for texts that are too long for the event loop, with a bounded queue."""
+"""Threads with a bounded queue, for texts too long to tokenize on the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_WAITING = 64
 
 
 class TextPool:
-    """Runs work in its threads; used from one event loop."""
+    """Runs functions in threads; used from one event loop."""
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, max_waiting: int = _MAX_WAITING) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-text")
@@ -36,10 +36,10 @@ class TextPool:
     async def run_in_thread(
         self, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
-        """Return what `work` returns. Raises OverloadedError if too much waits already."""
+        """Return the result of `work`. Raises OverloadedError if the queue is full."""
         if self._num_waiting >= self._max_waiting:
             raise OverloadedError(
-                f"{self._num_waiting} long texts wait to be tokenized, which is all that may wait."
+                f"The queue of {self._num_waiting} long texts to tokenize is full."
             )
         self._num_waiting += 1
         try:
@@ -54,7 +54,7 @@ class TextPool:
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Take no more work, and end the threads once they are done with theirs."""
+        """Reject new work, wait for the running work and end the threads."""
         self._is_closed = True
         for _ in range(self._num_threads):
             await self._free.acquire()
@@ -63,7 +63,7 @@ class TextPool:
         self._threads.shutdown()
 
     def _release_after(self, future: Future[Result]) -> None:
-        # A thread is free when its work ends, which may be long after the caller has gone.
+        # A thread is free when its work ends, not when its caller is cancelled.
         loop = asyncio.get_running_loop()
 
         def release(_: Future[Result]) -> None:

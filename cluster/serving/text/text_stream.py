@@ -1,4 +1,4 @@
-"""From the tokens of one sequence to its text: detokenizing, stop strings, the end."""
+"""Converts the tokens of one sequence to text: detokenization, stop strings, finish reason."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["SequenceOutput", "TextStream"]
 
 
-# One is made for every token, and holds nothing that could lead back to it.
+# One is created for every token; gc=False is safe, because it is in no reference cycle.
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one sequence gained since the last output."""
+    """The new tokens of one sequence since its last output."""
 
     prompt_index: int = 0
-    """Which of the call's prompts it continues."""
+    """Index of the prompt in its call."""
     index: int
-    """Which of the prompt's sequences it is."""
+    """Index of the sequence in its prompt."""
     text: str
-    """Certain text; it may lag behind the tokens."""
+    """Complete text; it may lag behind the tokens."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Empty, or one for each token."""
+    """One for each token, or empty."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or the client's stop token that ended it."""
+    """The stop string, or the client's stop token, that ended it."""
 
 
 class TextStream:
-    """The text of one sequence, as its events come in."""
+    """Converts the events of one sequence to outputs."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class TextStream:
         skips_special_tokens: bool = True,
         includes_stop: bool = False,
     ) -> None:
-        """`includes_stop` makes a stop string, or a stop token of the client, part of the text."""
+        """`includes_stop` keeps the stop string or the client's stop token in the text."""
         sampling = request.sampling
-        # Only a decoder that strips leading spaces cares for what stands before.
+        # Only decoders that strip leading spaces depend on the text before.
         is_continuation = token_bytes.num_stripped > 0 and not all(
             token_bytes.is_special(token_id) for token_id in request.prompt_token_ids
         )
@@ -73,11 +73,11 @@ class TextStream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its last output was returned."""
+        """Whether its last output has been returned."""
         return self._is_finished
 
     def add_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
-        """Return what the events add. None may be pushed after the end."""
+        """Return the output of the next events."""
         assert not self._is_finished
         pieces: list[str] = []
         token_ids: list[int] = []
@@ -93,16 +93,15 @@ class TextStream:
         return self._output(pieces, token_ids, logprobs, None, None)
 
     def _push_tokens(self, event: TokenEvent, pieces: list[str]) -> tuple[int, str | None]:
-        # The token that ended the sequence is no part of its text, unless the client wants it.
-        is_wanted = self._includes_stop and event.stop_token_id in self._client_stop_ids
-        num_silent = 0 if event.stop_token_id is None or is_wanted else 1
-        num_heard = len(event.token_ids) - num_silent
-        for position, token_id in enumerate(event.token_ids[:num_heard]):
+        # The stop token is not part of the text, unless the client asked for it.
+        is_included = self._includes_stop and event.stop_token_id in self._client_stop_ids
+        num_hidden = 0 if event.stop_token_id is None or is_included else 1
+        for position, token_id in enumerate(event.token_ids[: len(event.token_ids) - num_hidden]):
             self._num_tokens += 1
             stop = self._push_text(self._detokenizer.add_token(token_id), pieces)
             if stop is not None:
                 return position + 1, stop
-        self._num_tokens += num_silent
+        self._num_tokens += num_hidden
         return len(event.token_ids), None
 
     def _push_text(self, text: str, pieces: list[str]) -> str | None:

@@ -1,8 +1,8 @@
-"""The bytes that each token stands for, whatever the checkpoint's decoder calls them.
+"""The bytes of each token.
 
-A tokenizer's own decoder turns whole lists into text; a stream needs token by token what
-the list would have given. This module knows the decoders of language models: byte-level
-ones, and those with a word-border sign and byte fallback.
+A tokenizer's decoder converts whole lists to text, but a stream needs the bytes token by token.
+This module supports the decoders of language models: byte-level ones, and those with a word
+boundary character and byte fallback.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SUPPORTED = "ByteLevel, Metaspace, or Replace, ByteFallback, Fuse and Strip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """What a decoder does to the tokens of a list."""
+    """The operations of a decoder."""
 
     is_byte_level: bool = False
     has_byte_fallback: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     num_stripped: int = 0
-    """Spaces taken from the start of a text."""
+    """Spaces stripped from the start of a text."""
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens, looked up once each."""
+    """The bytes of a tokenizer's tokens, cached."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Raises CheckpointError for a decoder that is not supported."""
@@ -50,22 +50,22 @@ class TokenBytes:
 
     @property
     def num_stripped(self) -> int:
-        """Spaces that the decoder takes from the start of a text."""
+        """Spaces that the decoder strips from the start of a text."""
         return self._rules.num_stripped
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is control, not text."""
+        """Whether the token is special, such as an end-of-sequence token."""
         return token_id in self._special_ids
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not; none for an id without a token."""
+        """Return the bytes of a token; empty for an id without a token."""
         found = self._cache.get(token_id)
         if found is None:
             found = self._cache[token_id] = self._read(token_id)
         return found
 
     def text_of(self, token_id: int) -> str:
-        """Return the token as text, with U+FFFD where its bytes are a part of a character."""
+        """Return the token as text, with U+FFFD for incomplete characters."""
         return self.bytes_of(token_id).decode(errors="replace")
 
     def _read(self, token_id: int) -> bytes:
@@ -76,7 +76,7 @@ class TokenBytes:
             try:
                 return bytes(_BYTE_OF[character] for character in token)
             except KeyError:
-                # Added tokens are written as they are.
+                # Added tokens are plain text.
                 return token.encode()
         if self._rules.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes((int(match[1], 16),))
@@ -126,13 +126,13 @@ def _flattened(tree: object) -> list[dict[str, object]]:
 
 def _unsupported(kind: str) -> CheckpointError:
     return CheckpointError(
-        f"tokenizer.json has the decoder {kind}, which is not supported; use {_SUPPORTED}."
+        f"Unsupported decoder {kind} in tokenizer.json; supported are {_SUPPORTED}."
     )
 
 
 def _byte_alphabet() -> dict[str, int]:
-    # Byte-level tokenizers write printable Latin-1 bytes as themselves and the others, in
-    # order, as the characters from U+0100 on.
+    # The byte alphabet of GPT-2: printable Latin-1 bytes are themselves, and the others, in order,
+    # the characters from U+0100 on.
     alphabet: dict[str, int] = {}
     num_shifted = 0
     for byte in range(256):

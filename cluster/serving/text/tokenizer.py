@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids, messages to text, token ids to text."""
+"""A checkpoint's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; any thread may use it."""
+    """The tokenizer of one checkpoint; thread-safe."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Tokenizer:
     ) -> None:
         """`special_tokens` maps names such as `eos_token` to tokens.
 
-        An encoder's tokens never stream as text, so that its decoder may be of any kind.
+        An encoder's tokens are never streamed as text, so any decoder is supported.
         """
         self._tokenizer = tokenizer
         self._template = template
         self._token_bytes = None if is_encoder else TokenBytes(tokenizer)
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
-        """The tokens that the tokenizer itself calls the end of a sequence."""
+        """End-of-sequence tokens according to the tokenizer."""
         self.max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters of the longest token."""
 
@@ -59,7 +59,7 @@ class Tokenizer:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What each token of a decoder stands for."""
+        """The bytes of tokens; only for decoder models."""
         assert self._token_bytes is not None
         return self._token_bytes
 
@@ -69,22 +69,22 @@ class Tokenizer:
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def disable_cache(self) -> None:
-        """Keep no words of the texts that are encoded: the time of a text must not tell of others.
+        """Disable the cache of words, whose timing would reveal other tenants' texts.
 
-        Natural text takes some more time then: a fifth, for a vocabulary of 3072 tokens.
+        Natural text then takes a fifth more time, for a vocabulary of 3072 tokens.
         """
-        # Models that keep words have this method, and the library has no other way.
+        # Models with a cache have this private method; the library has no public one.
         resize = getattr(self._tokenizer.model, "_resize_cache", None)
         if resize is not None:
             resize(0)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with what the model wants around a prompt."""
+        """Return the token ids of a text, by default with special tokens such as a leading BOS."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_without_gil(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return what `encode` does, and let other threads run meanwhile."""
-        # Only the batch call lets go of the interpreter's lock while it works.
+        """Return the result of `encode`, without holding the interpreter's lock."""
+        # Only the batch method releases the lock.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
@@ -100,13 +100,13 @@ class Tokenizer:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
     ) -> str:
-        """Return the prompt text of a conversation, special tokens written out.
+        """Return the prompt of a conversation, with special tokens as text.
 
         Raises InvalidRequestError.
         """
         if self._template is None:
             raise InvalidRequestError(
-                "The model has no chat template; use completions.", param="messages"
+                "The model has no chat template; use the completions API.", param="messages"
             )
         return self._template.render(
             messages,
@@ -117,23 +117,23 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """The chat template as the checkpoint writes it; nothing if it has none."""
+        """The source of the chat template; empty without one."""
         return "" if self._template is None else self._template.source
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a checkpoint, which neither cuts nor pads.
+    """Return the library's tokenizer of a checkpoint, without truncation and padding.
 
     Raises CheckpointError.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; a checkpoint needs its tokenizer.")
+        raise CheckpointError(f"{path} is missing; the checkpoint needs a tokenizer.")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    # The library raises nothing more exact.
+    # The library raises no more specific error.
     except Exception as error:
-        raise CheckpointError(f"{path} is not a tokenizer: {_one_line(error)}.") from error
+        raise CheckpointError(f"{path} is not a valid tokenizer: {_one_line(error)}.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -145,7 +145,7 @@ def _read_settings(path: Path) -> dict[str, object]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {_one_line(error)}.") from error
+        raise CheckpointError(f"{path} is not valid JSON: {_one_line(error)}.") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")
     return settings
@@ -170,7 +170,7 @@ def _read_template(
         try:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text.") from error
+            raise CheckpointError(f"{path} is not valid UTF-8.") from error
         return ChatTemplate(source, special_tokens, origin=str(path))
     found = settings.get("chat_template")
     if isinstance(found, list):

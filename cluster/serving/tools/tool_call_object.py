@@ -1,4 +1,4 @@
-"""One tool call that a model writes as a JSON object, read while it grows."""
+"""An incremental parser of a tool call that the model writes as a JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ToolCallObject"]
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 _MAX_HEAD_LENGTH = 4096
-"""Characters of an object that may come before its tool is known."""
+"""The most characters of an object before its name."""
 
 
 class _Where(Enum):
@@ -24,20 +24,19 @@ class _Where(Enum):
 
 
 class ToolCallObject:
-    """Reads `{"name": ..., "arguments": {...}}`, its keys in any order.
+    """Reads `{"name": ..., "arguments": {...}}`, with keys in any order.
 
-    The arguments are handed on as they are written; what is between their brackets is checked by
-    nobody.
+    The arguments are passed on as written; inside their brackets they are not validated.
     """
 
     def __init__(self) -> None:
         self.raw = ""
-        """All that was read."""
+        """The text read so far."""
         self.name: str | None = None
-        """The tool, once it is known."""
+        """The tool, once its name has been read."""
         self.is_done = False
         self.is_broken = False
-        """Whether it is no such object; nothing more is read then."""
+        """Whether the text is not such an object; then no more is read."""
         self._where = _Where.START
         self._depth = 0
         self._is_in_string = False
@@ -48,7 +47,7 @@ class ToolCallObject:
         self._has_arguments = False
 
     def read_object(self, text: str) -> int:
-        """Read on, and return how many characters belong to the object."""
+        """Read text and return how many of its characters belong to the object."""
         length = self._length_of(text)
         self.raw += text[:length]
         if self.name is None and len(self.raw) > _MAX_HEAD_LENGTH:
@@ -56,7 +55,7 @@ class ToolCallObject:
         return length
 
     def take_arguments(self) -> str:
-        """Return what the arguments gained since the last time; `{}` at the end for none."""
+        """Return the new text of the arguments; `{}` at the end of a call without arguments."""
         if self.is_done and not self._has_arguments:
             self._has_arguments = True
             return "{}"
@@ -139,7 +138,7 @@ class ToolCallObject:
 
     def _take(self, character: str) -> None:
         if self._where is _Where.VALUE and self._key in _ARGUMENTS:
-            # Arguments that are written as a string are only known at its end.
+            # Arguments that are a JSON string can only be decoded at its end.
             if not self._token:
                 self._token = character
             elif self._token[0] == '"':

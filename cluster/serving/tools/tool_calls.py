@@ -1,7 +1,7 @@
-"""The text of an assistant's turn as content and tool calls, while it grows.
+"""Incremental parsers of an assistant's turn into content and tool calls.
 
-How a model writes its calls is a matter of its chat template; a reader knows one way. No protocol
-is known here.
+The format of tool calls depends on the chat template; each reader knows one. This module knows no
+protocol.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MAX_NAME_LENGTH = 128
 
 
 def detect_format(template: str) -> ToolCallFormat | None:
-    """Return how a chat template has its model write tool calls; None if that is not known."""
+    """Return the format of a chat template's tool calls; None if it is unknown."""
     if "tools" not in template:
         return None
     if _MISTRAL_BEGIN in template:
         return "mistral"
     if _HERMES_BEGIN in template:
-        # Some write their calls in a kind of XML instead of JSON.
+        # Some templates use XML instead of JSON inside the tag.
         return None if "<function=" in template else "hermes"
     if _LLAMA_BEGIN in template or '"parameters": dictionary' in template:
         return "llama3_json"
@@ -53,7 +53,7 @@ def detect_format(template: str) -> ToolCallFormat | None:
 def turn_reader(
     tool_format: ToolCallFormat, names: Collection[str], *, is_parallel: bool
 ) -> TurnReader:
-    """Return what reads a turn in which the model may call the named tools.
+    """Return the reader of a turn in which the model may call the named tools.
 
     Unless `is_parallel`, all calls but the first are dropped.
     """
@@ -68,17 +68,17 @@ def turn_reader(
 
 
 def list_reader(names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> TurnReader:
-    """Return what reads a turn that is a JSON list of calls."""
+    """Return the reader of a turn that is a JSON list of calls."""
     return _ListReader(names, is_parallel=is_parallel, has_short_ids=has_short_ids)
 
 
 def named_reader(name: str, *, has_short_ids: bool) -> TurnReader:
-    """Return what reads a turn that is the arguments of the named tool."""
+    """Return the reader of a turn that is the arguments of the named tool."""
     return _NamedReader((name,), is_parallel=False, has_short_ids=has_short_ids)
 
 
 class _ObjectsReader(TurnReader):
-    """What the formats share that write calls as JSON objects."""
+    """Base of the formats that write calls as JSON objects."""
 
     def __init__(self, names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> None:
         super().__init__(names, is_parallel=is_parallel, has_short_ids=has_short_ids)
@@ -86,9 +86,9 @@ class _ObjectsReader(TurnReader):
         self._has_begun = False
 
     def _step_object(self, *, is_end: bool) -> Literal["open", "call", "content"]:
-        """Read on in an object, and return what it is: not at its end, a call, or content.
+        """Read an object and return whether it is open, a call, or content.
 
-        The text of what is content waits in front of the buffer.
+        The text of content is put back into the buffer.
         """
         if self._object is None:
             self._object = ToolCallObject()
@@ -130,7 +130,7 @@ class _HermesReader(_ObjectsReader):
             return found != "open" and bool(self._buffer)
         before, mark, after = self._buffer.partition(_HERMES_END)
         if mark:
-            # What is between a call and its end mark is a call that broke off, and no content.
+            # Text between a call and its end tag is dropped: it is not content.
             self._buffer = after
             self._where = "content"
             return True
@@ -139,7 +139,7 @@ class _HermesReader(_ObjectsReader):
 
 
 class _LlamaReader(_ObjectsReader):
-    """`{"name": ..., "parameters": ...}`, several by semicolons, and nothing else."""
+    """`{"name": ..., "parameters": ...}` alone, or several separated by semicolons."""
 
     _where: Literal["start", "call", "between", "content"] = "start"
 
@@ -217,7 +217,7 @@ class _MistralReader(TurnReader):
     def __init__(self, names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> None:
         super().__init__(names, is_parallel=is_parallel, has_short_ids=has_short_ids)
         self._list = _ListReader(names, is_parallel=is_parallel, has_short_ids=has_short_ids)
-        self._arguments = _Balance()
+        self._arguments = _ObjectEnd()
 
     def _step(self, *, is_end: bool) -> bool:
         match self._where:
@@ -262,7 +262,7 @@ class _MistralReader(TurnReader):
             self._where = "content"
             return True
         self._begin_call(name)
-        self._arguments = _Balance()
+        self._arguments = _ObjectEnd()
         self._where = "arguments"
         return True
 
@@ -275,7 +275,7 @@ class _MistralReader(TurnReader):
 
 
 class _NamedReader(TurnReader):
-    """The arguments of the one tool that is to be called."""
+    """The arguments of a tool that must be called."""
 
     def _step(self, *, is_end: bool) -> bool:
         if not self.num_calls:
@@ -285,8 +285,8 @@ class _NamedReader(TurnReader):
         return False
 
 
-class _Balance:
-    """Knows when a JSON object is closed."""
+class _ObjectEnd:
+    """Finds the end of a JSON object."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -295,7 +295,7 @@ class _Balance:
         self._is_escaped = False
 
     def read_object(self, text: str) -> int:
-        """Read on, and return how many characters belong to the object."""
+        """Read text and return how many of its characters belong to the object."""
         for position, character in enumerate(text):
             if self._is_in_string:
                 if self._is_escaped:

@@ -1,4 +1,4 @@
-"""What the tools of a call mean for its prompt, for what may be written, for how it is read."""
+"""The tools of a request: their part of the prompt, the structure they force, and the reader."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Mapping[str, object] | None = None
-    """The JSON schema of its arguments; None is that of an object without properties."""
+    """The JSON schema of its arguments; None for no arguments."""
 
     def check_limits(self, param: str) -> None:
-        """Raise InvalidRequestError for a name or a size that is not allowed."""
+        """Raise InvalidRequestError for an invalid name or a tool that is too large."""
         if _NAME.fullmatch(self.name) is None:
             raise InvalidRequestError(
-                f"{param}.name must have 1 to 64 letters, digits, underscores and dashes.",
+                f"{param}.name must be 1 to 64 letters, digits, underscores or dashes.",
                 param=f"{param}.name",
             )
         size = len(_to_json(self.for_template(), param).encode())
         if size > MAX_TOOL_BYTES:
             raise InvalidRequestError(
-                f"{param} may have {MAX_TOOL_BYTES} bytes as JSON, not {size}.", param=param
+                f"{param} may have at most {MAX_TOOL_BYTES} bytes of JSON, not {size}.", param=param
             )
 
     def for_template(self) -> dict[str, object]:
-        """Return the tool as chat templates take it."""
+        """Return the tool in the form that chat templates expect."""
         function: dict[str, object] = {"name": self.name, "description": self.description or ""}
         function["parameters"] = self.schema()
         return {"type": "function", "function": function}
@@ -62,17 +62,17 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether a tool is to be called, and which."""
+    """Whether and which tools may or must be called."""
 
     kind: Literal["none", "auto", "required", "named"] = "auto"
     name: str = ""
-    """Which tool, for `named`."""
+    """The tool, if the kind is `named`."""
     is_parallel: bool = True
-    """Whether a turn may hold several calls."""
+    """Whether a turn may contain several calls."""
 
 
 class ToolUse:
-    """The tools of one call under its choice."""
+    """The tools of one request with its tool choice."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class ToolUse:
         tool_format: ToolCallFormat | None,
         param: str = "tools",
     ) -> None:
-        """Raises InvalidRequestError, naming `param` and what is below it."""
+        """Raises InvalidRequestError that names `param` or a field of it."""
         _check_tools(tools, param)
         self._tools = tuple(tools) if choice.kind != "none" else ()
         self._choice = choice
         self._tool_format = tool_format
         self._names = tuple(tool.name for tool in self._tools)
         self.structure: Structure | None = None
-        """What the turn must look like; None is anything."""
+        """The structure that the choice forces; None if it forces none."""
         if choice.kind == "named":
             self._check_named()
             self.structure = _structure(self._schema_of(choice.name), param)
@@ -98,33 +98,33 @@ class ToolUse:
             self.structure = _structure(self._schema_of_list(param), param)
         elif self._tools and tool_format is None:
             raise InvalidRequestError(
-                "The model's chat template tells of no way to call tools that is known here; "
-                "name the function in tool_choice, or have the server told --tool-call-format.",
+                "The model's chat template has no known format of tool calls; name the function in "
+                "tool_choice, or start the server with --tool-call-format.",
                 param=param,
             )
 
     @property
     def for_template(self) -> tuple[Mapping[str, object], ...]:
-        """The tools as the chat template takes them."""
+        """The tools in the form that chat templates expect."""
         return tuple(tool.for_template() for tool in self._tools)
 
     @property
     def is_forced(self) -> bool:
-        """Whether the turn is calls and nothing else."""
+        """Whether the turn must consist of tool calls."""
         return self.structure is not None
 
     @property
     def is_read(self) -> bool:
-        """Whether the turn's text is read for calls."""
+        """Whether the turn's text is parsed for tool calls."""
         return bool(self._tools)
 
     @property
     def ends_as_text(self) -> bool:
-        """Whether a turn with calls is said to have stopped, as OpenAI says of named tools."""
+        """Whether a turn with calls has the finish reason `stop`, as OpenAI's for named tools."""
         return self._choice.kind == "named"
 
     def reader(self) -> TurnReader:
-        """Return what reads one turn."""
+        """Return a reader of one turn."""
         assert self.is_read
         has_short_ids = self._tool_format == "mistral"
         is_parallel = self._choice.is_parallel
@@ -138,13 +138,13 @@ class ToolUse:
     def _check_named(self) -> None:
         if self._choice.name not in self._names:
             raise InvalidRequestError(
-                f"tool_choice names {self._choice.name[:64]!r}, which is none of the tools.",
+                f"tool_choice names {self._choice.name[:64]!r}, which is not in tools.",
                 param="tool_choice",
             )
 
     def _check_any(self, param: str) -> None:
         if not self._tools:
-            raise InvalidRequestError("tool_choice needs tools.", param=param)
+            raise InvalidRequestError("tool_choice requires tools.", param=param)
 
     def _schema_of(self, name: str) -> Mapping[str, object]:
         return next(tool.schema() for tool in self._tools if tool.name == name)
@@ -182,7 +182,7 @@ def _check_tools(tools: Sequence[Tool], param: str) -> None:
         tool.check_limits(f"{param}.{position}.function")
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
-        raise InvalidRequestError(f"{param} must have names that differ.", param=param)
+        raise InvalidRequestError(f"{param} must have unique names.", param=param)
 
 
 def _structure(schema: Mapping[str, object], param: str) -> Structure:
@@ -194,12 +194,12 @@ def _to_json(value: object, param: str) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise InvalidRequestError(
-            f"{param} holds a number that is too large for JSON.", param=param
+            f"{param} contains a number that JSON cannot represent.", param=param
         ) from error
 
 
 def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
-    """Return a tool's schema for use inside another one, its definitions moved out of it."""
+    """Return a tool's schema for use in another, with its definitions moved to `definitions`."""
     prefixes = {
         f"#/{keyword}/": f"#/$defs/{tool.name}.{keyword.strip('$')}." for keyword in _DEFINITIONS
     }
@@ -217,7 +217,9 @@ def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
 
 def _referring(value: object, prefixes: Mapping[str, str], param: str, depth: int) -> object:
     if depth == 0:
-        raise InvalidRequestError(f"{param} may be nested {_MAX_DEPTH} deep.", param=param)
+        raise InvalidRequestError(
+            f"{param} may be nested at most {_MAX_DEPTH} levels deep.", param=param
+        )
     if isinstance(value, list):
         return [_referring(one, prefixes, param, depth - 1) for one in value]
     if not isinstance(value, Mapping):
@@ -235,5 +237,6 @@ def _reference(given: str, prefixes: Mapping[str, str], param: str) -> str:
         if given.startswith(old):
             return new + given[len(old) :]
     raise InvalidRequestError(
-        f"{param} has the $ref {given[:64]!r}, but only #/$defs/ is supported here.", param=param
+        f"{param} has the unsupported $ref {given[:64]!r}; it must begin with #/$defs/.",
+        param=param,
     )

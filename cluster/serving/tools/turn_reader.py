@@ -1,4 +1,4 @@
-"""The text of an assistant's turn as content and tool calls: what all readers share."""
+"""The base of readers that split an assistant's turn into content and tool calls."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """What one tool call gained."""
+    """The new text of one tool call."""
 
     index: int
-    """Which of the turn's calls it is."""
+    """Index of the call in its turn."""
     id: str | None = None
-    """Told once, with the name, before any arguments."""
+    """Set once, with the name, before any arguments."""
     name: str | None = None
     arguments: str = ""
-    """More of the JSON text."""
+    """New text of the JSON arguments."""
 
 
 @dataclass(slots=True)
 class TurnDelta:
-    """What a turn gained."""
+    """The new content and tool calls of a turn."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class TurnReader(ABC):
-    """Reads one turn; what it cannot read as a call of a known tool is content."""
+    """Reads one turn; text that is not a call of a known tool is content."""
 
     def __init__(self, names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> None:
         self.num_calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self._names = frozenset(names)
         self._is_parallel = is_parallel
         self._has_short_ids = has_short_ids
@@ -51,17 +51,17 @@ class TurnReader(ABC):
         self._delta = TurnDelta()
 
     def read_piece(self, text: str) -> TurnDelta:
-        """Return what is certain with this text."""
+        """Return the content and tool calls that the text completes."""
         self._buffer += text
         return self._read(is_end=False)
 
     def flush(self) -> TurnDelta:
-        """Return the rest at the end of the turn."""
+        """Return the rest of the turn."""
         return self._read(is_end=True)
 
     def _read(self, *, is_end: bool) -> TurnDelta:
         self._delta = TurnDelta()
-        # Each step takes from the buffer or is the last.
+        # Each step consumes some of the buffer or is the last.
         while self._step(is_end=is_end):
             pass
         if is_end and not self.num_calls:
@@ -70,7 +70,7 @@ class TurnReader(ABC):
 
     @abstractmethod
     def _step(self, *, is_end: bool) -> bool:
-        """Take from the buffer; return whether there is more to take."""
+        """Consume some of the buffer; return whether to continue."""
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]
@@ -80,7 +80,7 @@ class TurnReader(ABC):
         self._buffer = self._buffer.lstrip()
 
     def _write(self, content: str) -> None:
-        """Write content; space around calls is none."""
+        """Add content, without the space around calls."""
         kept = content.rstrip()
         if not kept:
             self._held_space += content
@@ -91,7 +91,7 @@ class TurnReader(ABC):
         self._held_space = content[len(kept) :]
 
     def _write_until(self, mark: str, *, is_end: bool) -> bool:
-        """Write content until a mark, which is taken; return whether it is there."""
+        """Add content up to a mark and consume the mark; return whether it was found."""
         before, found, after = self._buffer.partition(mark)
         if found:
             self._write(before)
@@ -117,13 +117,13 @@ class TurnReader(ABC):
         return self.num_calls > 1 and not self._is_parallel
 
     def _new_id(self) -> str:
-        # The templates of Mistral's models take no other ids.
+        # The templates of Mistral's models reject other ids.
         if self._has_short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many of the last characters may begin the mark."""
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`."""
     most = min(len(text), len(mark) - 1)
     return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)

@@ -163,7 +163,8 @@ def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
         (pb.ChatRequest(messages=[pb.ChatMessage(content="x")]), "messages.0.role must be one of"),
         (pb.ChatRequest(messages=[USER] * 5000),
          "messages may have at most 4096 entries, not 5000."),
-        (pb.ChatRequest(messages=[USER], tools=[TOOL]), "The model's chat template tells of no"),
+        (pb.ChatRequest(messages=[USER], tools=[TOOL]),
+         "The model's chat template has no known format"),
         (pb.ChatRequest(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=[
             pb.ToolCall(name="x", arguments="nonsense")])]),
          "messages.0.tool_calls.0.arguments must be a JSON object"),
