@@ -72,7 +72,7 @@ def read_regex(text: str) -> Expression:
     if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2:
         end -= 1
     parser = _RegexParser(text, start, end)
-    expression = parser.choice(depth=0)
+    expression = parser.parse_alternatives(depth=0)
     if not parser.is_at_end:
         raise parser.error("unbalanced parenthesis")
     if (cost := cost_of(expression)) > MAX_COST:
@@ -101,7 +101,7 @@ class _RegexParser:
         """Return the error for a problem at the current position."""
         return _unsupported(f"{problem} at position {self._at}")
 
-    def choice(self, depth: int) -> Expression:
+    def parse_alternatives(self, depth: int) -> Expression:
         """Parse alternatives, up to a closing parenthesis or the end."""
         if depth > _MAX_DEPTH:
             raise self.error(f"more than {_MAX_DEPTH} nested groups")
@@ -185,7 +185,7 @@ class _RegexParser:
             if self._text[self._at : self._at + 2] != "?:":
                 raise self.error("group other than (...) and (?:...)")
             self._at += 2
-        inside = self.choice(depth + 1)
+        inside = self.parse_alternatives(depth + 1)
         if self._take() != ")":
             raise self.error("missing ), unterminated group")
         return inside

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["CHECK_INTERVAL_S", "LATE_MASK_S", "MaskBatch"]
 
 CHECK_INTERVAL_S = 0.05
-"""Time between two calls of `check`."""
+"""Time between two calls of `check_timeouts`."""
 LATE_MASK_S = 0.1
 """CPU time that a mask may take in a late step; in any other, it is `BASE_CPU_S`."""
 _LATE_S = 1.0
@@ -70,7 +70,7 @@ class MaskBatch:
         self._cpu_s = [0.0] * len(queries)
         self._num_checks = 0
 
-    def run(self, threads: ThreadPoolExecutor, num_threads: int) -> StepReply:
+    def make_masks(self, threads: ThreadPoolExecutor, num_threads: int) -> StepReply:
         """Return the reply. Raises MemoryError if memory ran out and the cause is unknown."""
         try:
             if len(self._queries) > _MAX_INLINE:
@@ -88,7 +88,7 @@ class MaskBatch:
             return self._reply({0: "its mask ran out of memory"})
         return self._reply({})
 
-    def check(self) -> StepReply | None:
+    def check_timeouts(self) -> StepReply | None:
         """Return the reply so far if a sequence takes too long to wait for.
 
         Called every `CHECK_INTERVAL_S`, by one other thread.
@@ -98,7 +98,7 @@ class MaskBatch:
         is_late = self._num_checks * CHECK_INTERVAL_S >= _LATE_S
         offenders = {}
         for row, timer in self._timers.copy().items():
-            timer.check()
+            timer.check_sleep()
             if timer.is_over(is_late=is_late):
                 offenders[row] = (
                     f"its mask took {timer.cpu_s():.2f} s of CPU time while the step waited"
@@ -159,7 +159,7 @@ class _MaskTimer:
         """Return the CPU time taken so far."""
         return time.clock_gettime(self._clock) - self._began_s
 
-    def check(self) -> None:
+    def check_sleep(self) -> None:
         """Count whether the thread sleeps. Called every `CHECK_INTERVAL_S`."""
         # A thread that is ready to run but has no processor is not to blame.
         self._num_asleep += not _is_runnable(self._thread_id)

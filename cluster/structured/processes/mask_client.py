@@ -66,14 +66,14 @@ class MaskClient:
         note_end = self._connection.ended_grammar_ids.append
         grammar = CompiledGrammar(self, next(self._ids), text, tenant, note_end)
         try:
-            num_bytes = self._connection.load(grammar)
+            num_bytes = self._connection.load_grammar(grammar)
         except MaskProcessDiedError:
             # Another grammar may have been the cause.
             try:
-                num_bytes = self._connection.load(grammar)
+                num_bytes = self._connection.load_grammar(grammar)
             except MaskProcessDiedError as error:
                 raise EngineError(f"Failed to load a compiled grammar. {error}") from error
-        self._connection.count(grammar, num_bytes)
+        self._connection.count_memory(grammar, num_bytes)
         return grammar, num_bytes
 
     def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle:

@@ -77,7 +77,7 @@ class MaskConnection:
         """Sockets for masks of dead processes, to be closed by the thread that reads them."""
         self._num_incarnations = 0
 
-    def load(self, grammar: CompiledGrammar) -> int:
+    def load_grammar(self, grammar: CompiledGrammar) -> int:
         """Load a grammar into the process; return its size in bytes.
 
         Raises EngineError, OverloadedError if it does not fit in memory, or MaskProcessDiedError.
@@ -104,7 +104,7 @@ class MaskConnection:
             grammar.incarnation = process.incarnation
             return reply.num_bytes
 
-    def count(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+    def count_memory(self, grammar: CompiledGrammar, num_bytes: int) -> None:
         """Count a grammar against its tenant's memory. Raises OverloadedError if that is full."""
         with self._lock:
             same = [one for one in self._grammars.values() if one.tenant == grammar.tenant]
@@ -128,7 +128,7 @@ class MaskConnection:
                 return process
             try:
                 for grammar in missing:
-                    self.load(grammar)
+                    self.load_grammar(grammar)
             except (EngineError, OverloadedError, OSError) as error:
                 # No process could be started, or it cannot load what an earlier one could.
                 raise MaskProcessDiedError(str(error)) from error

@@ -121,7 +121,7 @@ class _MaskServer:
         words = self._words[:num_queries]
         words[:] = 0
         batch = self._batch = MaskBatch(step.queries, words, self._matcher_of, self._cost_of)
-        reply = batch.run(self._threads, self._num_threads)
+        reply = batch.make_masks(self._threads, self._num_threads)
         with self._reply_lock:
             self._batch = None
             self._send(reply)
@@ -132,7 +132,7 @@ class _MaskServer:
             while True:
                 time.sleep(CHECK_INTERVAL_S)
                 with self._reply_lock:
-                    reply = None if self._batch is None else self._batch.check()
+                    reply = None if self._batch is None else self._batch.check_timeouts()
                     if reply is not None:
                         self._send(reply)
         finally:

@@ -368,13 +368,13 @@ def test_a_mask_that_only_sleeps_is_not_waited_for(slow: MaskQuery) -> None:
     matcher_of: Any = lambda query: SleepingMatcher(end if query.sequence_id == 1 else None)  # noqa: E731
     batch = MaskBatch(queries, np.zeros((3, 1), np.int32), matcher_of, lambda _: 0.0)
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(batch.run, threads, 1)
+        running = threads.submit(batch.make_masks, threads, 1)
         wait_for(lambda: 1 in batch._timers)
         answers: list[StepReply | None] = []
         while len(answers) < 2000 and (not answers or answers[-1] is None):
             # Time to fall asleep.
             time.sleep(0.001)
-            answers.append(batch.check())
+            answers.append(batch.check_timeouts())
         end.set()
     found = [index for index, answer in enumerate(answers) if answer is not None]
     # Three seconds, of which each check counts a twentieth; it is asleep after the first.
@@ -407,7 +407,7 @@ def test_a_mask_that_waits_for_a_processor_is_not_to_blame() -> None:
         [MaskQuery(1, [1] * 1000)], np.zeros((1, 1), np.int32), matcher_of, lambda _: 0.0
     )
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(batch.run, threads, 1)
+        running = threads.submit(batch.make_masks, threads, 1)
         wait_for(lambda: 0 in batch._timers)
-        assert [batch.check() for _ in range(2000)] == [None] * 2000
+        assert [batch.check_timeouts() for _ in range(2000)] == [None] * 2000
     assert running.result().offenders == []
