@@ -147,7 +147,7 @@ class UnknownModelError(RequestError):
     outcome = "unknown_model"
 
     def __init__(self, given: str, served: str) -> None:
-        super().__init__(f"The model {given!r} is not served here; served is {served!r}.")
+        super().__init__(f"The model {given!r} does not exist; this server serves {served!r}.")
         self.param = "model"
 
 

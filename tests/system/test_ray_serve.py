@@ -173,7 +173,7 @@ def test_every_frontend_refuses_with_the_same_words(
 def test_an_unknown_model_is_not_found(
     cluster: ServeCluster, stub: pagedray_pb2_grpc.GenerationServiceStub
 ) -> None:
-    text = "The model 'other' is not served here; served is 'tiny-llama'."
+    text = "The model 'other' does not exist; this server serves 'tiny-llama'."
     with pytest.raises(grpc.RpcError) as refused:
         list(stub.Generate(pb.GenerateRequest(text="x", model="other")))
     assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.NOT_FOUND, text)

@@ -261,7 +261,7 @@ def test_models(openai_client: openai.OpenAI, http: httpx.Client) -> None:
 
 
 def test_unknown_model_is_not_found(openai_client: openai.OpenAI, engine: FakeEngine) -> None:
-    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
         openai_client.completions.create(model="other", prompt="x")
     assert engine.log.submitted == []
 

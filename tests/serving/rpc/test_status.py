@@ -83,7 +83,7 @@ def test_bad_field_is_named_by_its_path(
 def test_unknown_model_is_not_found(stub: Stub) -> None:
     code, status = _refused(stub.Generate(pb.GenerateRequest(text="x", model="other")))
     assert code is grpc.StatusCode.NOT_FOUND
-    assert status.message == "The model 'other' is not served here; served is 'tiny'."
+    assert status.message == "The model 'other' does not exist; this server serves 'tiny'."
     info = _details(status)["ErrorInfo"]
     assert (info.reason, info.metadata["field"]) == ("UNKNOWN_MODEL", "model")
     sampling = pb.SamplingParams(max_tokens=1)
