@@ -57,7 +57,6 @@ class Collector:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every completion has ended."""
         return all(stream.is_finished for stream in self._streams)
 
     def push_event(self, event: TokenEvent) -> SequenceOutput:
@@ -71,7 +70,6 @@ class Collector:
         return output
 
     def generation(self) -> Generation:
-        """Return the result."""
         return Generation(
             prompt_token_ids=self._request.prompt_token_ids,
             completions=tuple(

@@ -94,7 +94,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
 

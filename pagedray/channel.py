@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -22,7 +22,6 @@ from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 __all__ = [
     "ChannelClosedError",
@@ -201,17 +200,6 @@ class StepListener:
             connection.close()
         else:
             channels[rank] = StepChannel(connection, WorkerMessage)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> WorkerChannel:

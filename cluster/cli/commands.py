@@ -24,7 +24,6 @@ _RAY_DEATH = "^A worker died or was killed while executing a task"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     parsed = make_parser().parse_args(arguments)
     # The engine logs the death of a rank in one line; Ray's paragraph of guesses is filtered out.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATH)

@@ -127,7 +127,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, executor: str | None) -
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:
-    """Return the options that the flags state."""
     given = {field.name: getattr(parsed, field.name) for field in fields(EngineOptions)}
     if given["executor"] is None:
         given["executor"] = "local" if given["tensor_parallel_size"] == 1 else "ray"
@@ -143,7 +142,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> N
 
 
 def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters that the flags state."""
     return SamplingParams(**{flag.field: getattr(parsed, flag.field) for flag in _SAMPLING})
 
 

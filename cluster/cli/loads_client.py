@@ -78,7 +78,6 @@ class LoadsClient:
             ) from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

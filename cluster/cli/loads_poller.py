@@ -44,7 +44,6 @@ class LoadsPoller:
             return None
 
     def close(self) -> None:
-        """Stop polling."""
         self._is_closed.set()
 
     def _poll(self) -> None:

@@ -118,7 +118,6 @@ class Controller(StepLoop):
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the counters."""
         with self._wake:
             return EngineStats(
                 scheduler=self._scheduler.stats(),
@@ -264,7 +263,6 @@ class _Outlet:
         self._has_failed = False
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
-        """Publish events, if there are any."""
         if not events:
             return
         with self._lock:
@@ -272,7 +270,6 @@ class _Outlet:
                 self._sink.publish(events)
 
     def fail_all(self, error: EngineError) -> None:
-        """End every open request."""
         with self._lock:
             self._has_failed = True
             self._sink.fail_all(error)

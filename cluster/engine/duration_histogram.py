@@ -32,12 +32,10 @@ class DurationHistogram:
         self._total_s = 0.0
 
     def record(self, duration_s: float) -> None:
-        """Count one duration."""
         self._counts[bisect_left(self._bounds_s, duration_s)] += 1
         self._total_s += duration_s
 
     def snapshot(self) -> HistogramSnapshot:
-        """Return the counts so far."""
         return HistogramSnapshot(
             bounds_s=self._bounds_s, counts=tuple(self._counts), total_s=self._total_s
         )

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import Executor
-    from pagedray.batch import EmbedOutput
     from pagedray.config import EngineConfig
 
 __all__ = ["Embedder"]
@@ -220,16 +219,13 @@ class Embedder(StepLoop):
 
     def _run(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
         began_s = time.perf_counter()
-        output = self._launch(batch)
-        self._count_step(time.perf_counter() - began_s)
-        return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._hidden_size)
-
-    def _launch(self, batch: list[tuple[EmbeddingJob, int]]) -> EmbedOutput:
         pooling, is_normalized = batch[0][0].kind
         token_ids = [list(job.request.texts[index]) for job, index in batch]
         plan = EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
         self._next_step += 1
-        return self._executor.embed_texts(plan)
+        output = self._executor.embed_texts(plan)
+        self._count_step(time.perf_counter() - began_s)
+        return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._hidden_size)
 
     def _end_requests(self, error: EngineError) -> None:
         with self._wake:

@@ -37,7 +37,6 @@ class EmbeddingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
         return sum(map(len, self.texts))
 
 

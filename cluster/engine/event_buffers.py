@@ -29,7 +29,6 @@ class EventBuffer:
         self._has_news = threading.Condition()
 
     def put_event(self, event: TokenEvent) -> None:
-        """Append an event."""
         with self._has_news:
             self._events.append(event)
             if self._is_watched or event.finish_reason is not None:

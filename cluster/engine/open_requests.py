@@ -39,7 +39,6 @@ class OpenRequests:
         return len(self._entries)
 
     def add_request(self, request: Request) -> None:
-        """Add an accepted request."""
         self._entries[request.id] = _Entry(request.sampling.n)
 
     def note_event(self, event: TokenEvent) -> None:
@@ -70,5 +69,4 @@ class OpenRequests:
         ]
 
     def clear(self) -> None:
-        """Forget every request."""
         self._entries.clear()

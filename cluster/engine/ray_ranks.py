@@ -11,6 +11,7 @@ import secrets
 import select
 import time
 from collections import deque
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -196,7 +197,7 @@ class RayRanks:
 
     def _connect(self, endpoint: str) -> None:
         secret = secrets.token_bytes(32)
-        with StepListener(endpoint) as listener:
+        with closing(StepListener(endpoint)) as listener:
             self._running = [
                 actor.serve_controller.remote(listener.endpoint, secret) for actor in self._actors
             ]

@@ -42,7 +42,6 @@ class StepLoop(ABC):
         self._thread = threading.Thread(target=self._loop, name="pagedray-steps", daemon=True)
 
     def start_steps(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop_steps(self, *, timeout_s: float = 5.0) -> None:

@@ -28,7 +28,6 @@ class _Rate:
         """None before the first window with a backlog."""
 
     def add(self, count: int) -> None:
-        """Add to the current window."""
         self._count += count
 
     def end_window(self, elapsed_s: float, *, is_valid: bool) -> None:
@@ -96,13 +95,11 @@ class Backlog:
             )
 
     def add_request(self, tenant: str, num_tokens: int) -> None:
-        """Count a waiting request."""
         self._num_of_tenants[tenant] += 1
         self.num_requests += 1
         self.num_tokens += num_tokens
 
     def start_request(self, tenant: str, num_tokens: int) -> None:
-        """Count a request as started."""
         self.drop_request(tenant, num_tokens)
         self._request_rate.add(1)
         self._token_rate.add(num_tokens)

@@ -74,7 +74,6 @@ class FairQueue(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """The next item."""
         if len(self._backlogged) == 1:
             return self._backlogged[0].waiting[0]
         return min(self._backlogged, key=_turn).waiting[0]
@@ -103,7 +102,6 @@ class FairQueue(Generic[Item]):
         self._last = share
 
     def insert(self, item: Item) -> None:
-        """Insert an item by its order."""
         share = item.share
         if not share.waiting:
             share.time = max(share.time, self._now())
@@ -111,7 +109,6 @@ class FairQueue(Generic[Item]):
         insort(share.waiting, item, key=_order)
 
     def remove(self, item: Item) -> None:
-        """Remove an item."""
         waiting = item.share.waiting
         index = bisect_left(waiting, item.order, key=_order)
         assert waiting[index] is item

@@ -83,7 +83,6 @@ class PlanDraft:
             (self.chunk_samples if num_tokens > 1 else self.single_samples).append(sequence)
 
     def build_plan(self) -> StepPlan:
-        """Return the plan."""
         return StepPlan(
             self.step,
             self.chunks + self.singles,

@@ -35,7 +35,7 @@ class Planner:
         self.num_swap_preemptions = 0
         self.num_recompute_preemptions = 0
 
-    def plan_step(self, step: int, *, acknowledged_step: int) -> PlanDraft:
+    def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return the draft of `step`, which may be empty."""
         draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
         for sequence in self._plan_decodes(draft):

@@ -44,11 +44,9 @@ class SequenceQueue:
         return self._sequences[index]
 
     def insert(self, sequence: Sequence) -> None:
-        """Insert a sequence by its order."""
         insort(self._sequences, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
         index = bisect_left(self._sequences, sequence.order, key=_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]

@@ -66,12 +66,10 @@ class PrefixCache:
         return True
 
     def forget_block(self, block: int) -> None:
-        """Remove a block, if present."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
 
     def clear(self) -> None:
-        """Remove every block."""
         self._block_of.clear()
         self._key_of.clear()

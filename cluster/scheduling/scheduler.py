@@ -163,7 +163,7 @@ class Scheduler:
         """
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             return None
-        draft = self._planner.plan_step(self._step, acknowledged_step=self._acknowledged_step)
+        draft = self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
             return None
         plan = draft.build_plan()
@@ -229,7 +229,6 @@ class Scheduler:
         self._table.reset_sequences()
 
     def stats(self) -> SchedulerStats:
-        """Return a snapshot of the gauges and counters."""
         pool, cpu_pool = self._kv.pool, self._kv.cpu_pool
         return SchedulerStats(
             num_running=self.num_running,

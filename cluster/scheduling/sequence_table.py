@@ -47,7 +47,6 @@ class SequenceTable:
 
     @property
     def has_free_row(self) -> bool:
-        """Whether a row is free for a sequence to start in."""
         return bool(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:

@@ -58,7 +58,6 @@ class _MovingRate:
         return self._amount / self._seconds if self._seconds else 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Record a measurement; ignored if it took no time."""
         if seconds > 0.0:
             self._amount = _KEPT * self._amount + amount
             self._seconds = _KEPT * self._seconds + seconds

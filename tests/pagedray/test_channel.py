@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,7 +41,7 @@ SECRET = b"s" * 32
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StepListener]:
     endpoint = f"unix:{tmp_path / 's'}" if request.param == "unix" else "tcp:127.0.0.1:0"
-    with StepListener(endpoint) as listening:
+    with closing(StepListener(endpoint)) as listening:
         yield listening
 
 
