@@ -26,20 +26,20 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text, or vectors of texts, with the one model that a server holds.
+    """Generates text, or embeddings of texts, with the model of a server.
 
-    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
-    Requests, their ids and the prefixes that they share belong to the tenant of the key.
+    If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
+    Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
-    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
-    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
-    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
-    where a later try may succeed.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
+    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
+    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
+    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
+    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
 
-    A message with a field that is not written here is refused, never understood in part. One of more
-    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
+    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     def __init__(self, channel):
@@ -96,20 +96,20 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text, or vectors of texts, with the one model that a server holds.
+    """Generates text, or embeddings of texts, with the model of a server.
 
-    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
-    Requests, their ids and the prefixes that they share belong to the tenant of the key.
+    If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
+    Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
-    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
-    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
-    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
-    where a later try may succeed.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
+    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
+    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
+    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
+    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
 
-    A message with a field that is not written here is refused, never understood in part. One of more
-    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
+    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     def Generate(self, request, context):
@@ -129,8 +129,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns the vectors of texts. Only a server of an encoder model has them; others answer
-        INVALID_ARGUMENT, as an encoder does to Generate and Chat.
+        """Returns the embeddings of texts. Only encoder models support it; others return INVALID_ARGUMENT, as
+        encoders do for Generate and Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,8 +151,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests before they are finished. Aborting twice, or aborting an unknown or finished
-        request, is no error.
+        """Aborts requests. Aborting a request twice, or an unknown or finished request, is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,14 +165,14 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Returns what the server runs and how much it can hold: what does not change while it runs.
+        """Returns the model, its configuration and the capacity of the server, which are constant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Returns what the server has to do at this moment.
+        """Returns the current load of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,20 +235,20 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text, or vectors of texts, with the one model that a server holds.
+    """Generates text, or embeddings of texts, with the model of a server.
 
-    Where the server asks for keys, every call carries the metadata "authorization: Bearer KEY".
-    Requests, their ids and the prefixes that they share belong to the tenant of the key.
+    If the server requires API keys, every call must have the metadata "authorization: Bearer KEY".
+    Requests, their ids and shared prefixes belong to the tenant of the key.
 
-    Errors are gRPC status codes: INVALID_ARGUMENT for a request that can never be served as it is,
-    NOT_FOUND for a model that is not served here, RESOURCE_EXHAUSTED when there is no room at present,
-    DEADLINE_EXCEEDED when the deadline passed, UNAUTHENTICATED and PERMISSION_DENIED for credentials,
-    UNAVAILABLE while the server starts or drains and when its engine failed. Each has the details of
-    google.rpc.Status: ErrorInfo always, BadRequest with the path of a field at fault, RetryInfo
-    where a later try may succeed.
+    Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
+    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
+    PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
+    drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
+    BadRequest with the path of an invalid field, RetryInfo if the call may be retried.
 
-    A message with a field that is not written here is refused, never understood in part. One of more
-    than 4 MiB is refused too: INVALID_ARGUMENT, or beyond 6 MiB RESOURCE_EXHAUSTED without details.
+    A message with an unknown field is rejected with INVALID_ARGUMENT, and so is a message of more than
+    4 MiB; above 6 MiB it is rejected with RESOURCE_EXHAUSTED without details.
     """
 
     @staticmethod
