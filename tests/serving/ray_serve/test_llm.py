@@ -18,8 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cluster.serving.ray_serve.llm import LLMAnswers, PagedRayLLM, post
+from cluster.serving.ray_serve.llm import LLMAnswers, post
 from cluster.serving.ray_serve.pace import Pace
+from pagedray import PagedRayLLM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
