@@ -92,7 +92,7 @@ class Frontends:
         """
         try:
             if self._grpc is not None:
-                await self._grpc.start()
+                await self._grpc.start_server()
             if self._http is not None:
                 await self._http.start_server()
         except BaseException:
@@ -125,7 +125,7 @@ class Frontends:
 
     async def _close(self) -> None:
         if self._grpc is not None:
-            await self._grpc.stop(_CLOSE_GRACE_S)
+            await self._grpc.stop_server(_CLOSE_GRACE_S)
         if self._http is not None:
             await self._http.stop_server()
 

@@ -60,13 +60,13 @@ async def grpc_frontend(
     client.attach_generation_engine(engine)
     servicer = Servicer(client, tokenizer, engine_config(), authenticator=authenticator)
     server = GrpcServer(servicer, host="127.0.0.1", port=0, certificates=certificates)
-    await server.start()
+    await server.start_server()
     servicer.set_ready()
     await server.set_serving(True)
     try:
         yield GrpcFrontend(server.port, servicer, engine)
     finally:
-        await server.stop(0)
+        await server.stop_server(0)
         await servicer.close()
         engine.stop()
 

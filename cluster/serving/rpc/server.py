@@ -63,7 +63,7 @@ class GrpcServer:
         self.port = 0
         """The bound port; 0 before the server has started."""
 
-    async def start(self) -> None:
+    async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
         server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
@@ -86,7 +86,7 @@ class GrpcServer:
         """Set the status that grpc.health.v1 reports."""
         await self._health.set_serving(is_serving)
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop_server(self, grace_s: float) -> None:
         """Reject new calls and cancel those that still run after `grace_s`."""
         if self._server is not None:
             server, self._server = self._server, None

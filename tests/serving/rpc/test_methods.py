@@ -155,11 +155,11 @@ async def encoder_stub(tokenizer: Tokenizer, encoder: FakeEncoder) -> AsyncItera
     config = replace(config, model=replace(config.model, is_encoder=True))
     servicer = Servicer(client, tokenizer, config)
     server = GrpcServer(servicer, host="127.0.0.1", port=0)
-    await server.start()
+    await server.start_server()
     servicer.set_ready()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Stub(channel)
-    await server.stop(0)
+    await server.stop_server(0)
     await servicer.close()
 
 
