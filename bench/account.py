@@ -1,10 +1,10 @@
 """Where the time of a steady decode step goes: every kernel, the gaps between them, the host.
 
-    python bench/account.py --case 1 --case 256 --case 256-top_p --output account.json
+    python -m bench.account --case 1 --case 256 --case 256-top_p --output account.json
 
 The engine has dummy weights at the shape of Llama 3 8B and its rank runs in a thread of this
 process, so that the profiler sees it. A marker kernel of about two microseconds starts each step;
-it is not counted as busy. Bytes and FLOP of the products are computed from their shapes; the share
+it is not counted as busy. Bytes and FLOP of the GEMMs are computed from their shapes; the share
 of the roof is the larger of both shares. Gaps are named by the kernels before and after them.
 Host times are of the rank's thread, measured without the profiler.
 """
@@ -12,8 +12,6 @@ Host times are of the rank's thread, measured without the profiler.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import re
 import statistics
@@ -23,8 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from functools import partialmethod, wraps
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine import MAX_TOKEN_ID, SHAPES, save_model
-from pagedray import LLM, SamplingParams, __version__
+from bench.engine import MAX_TOKEN_ID, SHAPES, save_model, write_results
+from pagedray import LLM, SamplingParams
 from workers.runner.cuda_graphs import DecodeGraphs
 from workers.runner.input_batch import InputBatch
 from workers.runner.model_runner import ModelRunner
@@ -47,8 +44,8 @@ if TYPE_CHECKING:
 READ_BYTES_PER_S = 4.19e12
 FLOP_PER_S = 792e12
 MARKER = "spin_kernel"
-PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
-NO_PRODUCT = re.compile(r"reduce|flash|attention|prefill|decode", re.IGNORECASE)
+GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+NOT_GEMM = re.compile(r"reduce|flash|attention|prefill|decode", re.IGNORECASE)
 NUM_PROMPT_TOKENS = 128
 NUM_WARM_UP_STEPS = 60
 NUM_TIMED_STEPS = 100
@@ -249,7 +246,7 @@ def main() -> int:
                 accounts.append(take_account(name, llm, clock, shape, options))
                 print_account(accounts[-1])
                 if options.output is not None:
-                    write(options.output, options.shape, accounts)
+                    write_results(options.output, options.shape, accounts=accounts)
     return 0
 
 
@@ -305,7 +302,7 @@ def take_account(
     thread.join()
     if errors:
         raise errors[0]
-    products = product_shapes(shape, case.batch_size)
+    gemms = gemm_shapes(shape, case.batch_size)
     steps = split_steps(launches)
     span = sum(step[-1].start - step[0].start for step in steps)
     marker = sum(step[0].end - step[0].start for step in steps)
@@ -324,7 +321,7 @@ def take_account(
         mean_context=mean_context,
         host_us=host_us,
         clocks=clocks,
-        kernels=kernel_rows(steps, products, shape["num_hidden_layers"]),
+        kernels=kernel_rows(steps, gemms, shape["num_hidden_layers"]),
         gaps=gaps,
     )
 
@@ -335,11 +332,11 @@ def split_steps(launches: list[Launch]) -> list[list[Launch]]:
     return [launches[a : b + 1] for a, b in pairwise(marks)]
 
 
-def product_shapes(
+def gemm_shapes(
     shape: dict[str, Any],  # Any: JSON values
     num_rows: int,
 ) -> dict[str, tuple[int, int, int]]:
-    """Return rows, columns in and columns out of each product, in the order of a step."""
+    """Return rows, columns in and columns out of each GEMM, in the order of a step."""
     hidden, head_size = shape["hidden_size"], shape["head_dim"]
     query = shape["num_attention_heads"] * head_size
     qkv = query + 2 * shape["num_key_value_heads"] * head_size
@@ -353,20 +350,20 @@ def product_shapes(
 
 
 def kernel_rows(
-    steps: list[list[Launch]], products: dict[str, tuple[int, int, int]], num_layers: int
+    steps: list[list[Launch]], gemms: dict[str, tuple[int, int, int]], num_layers: int
 ) -> list[KernelRow]:
     """Return a row for each kernel, those of the largest share first."""
     times: dict[tuple[str, str], int] = Counter()
     counts: dict[tuple[str, str], int] = Counter()
-    layer_products = list(products)[:4]
+    layer_gemms = list(gemms)[:4]
     for step in steps:
         inside = step[1:-1]
-        multiplied = [one for one in inside if _is_product(one.name)]
-        labels = [*layer_products * num_layers, "head"]
+        multiplied = [one for one in inside if _is_gemm(one.name)]
+        labels = [*layer_gemms * num_layers, "head"]
         is_known = len(multiplied) == len(labels)
         labelled = iter(labels)
         for one in inside:
-            label = next(labelled) if is_known and _is_product(one.name) else ""
+            label = next(labelled) if is_known and _is_gemm(one.name) else ""
             times[label, one.name] += one.end - one.start
             counts[label, one.name] += 1
     rows = []
@@ -375,7 +372,7 @@ def kernel_rows(
         us_each = time_ns / count / 1e3
         row: dict[str, Any] = {}  # Any: fields of a row
         if label:
-            rows_in, size_in, size_out = products[label]
+            rows_in, size_in, size_out = gemms[label]
             num_bytes = 2 * (size_in * size_out + rows_in * (size_in + size_out))
             flop = 2 * rows_in * size_in * size_out
             floor_us = max(num_bytes / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6
@@ -451,23 +448,8 @@ def print_account(account: Account) -> None:
     sys.stdout.flush()
 
 
-def write(path: Path, shape: str, accounts: list[Account]) -> None:
-    """Write the accounts with where they were taken."""
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "pagedray": __version__,
-        "torch": torch.__version__,
-        "shape": shape,
-        "accounts": [asdict(account) for account in accounts],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _is_product(name: str) -> bool:
-    return PRODUCT.search(name) is not None and NO_PRODUCT.search(name) is None
+def _is_gemm(name: str) -> bool:
+    return GEMM.search(name) is not None and NOT_GEMM.search(name) is None
 
 
 def _launches(profiler: Any) -> Iterator[Launch]:  # Any: torch's profiler has no types here

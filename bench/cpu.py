@@ -38,6 +38,10 @@ from tokenizers.models import WordLevel
 
 from pagedray import LLM, SamplingParams
 
+# `python bench/cpu.py` has only the modules of its own folder on its path.
+sys.path.append(str(Path(__file__).parents[1]))
+from bench.machine import cpu_name
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -308,7 +312,7 @@ def _write(path: Path, rows: list[Row]) -> None:
     results = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {
             "python": platform.python_version(),
@@ -318,13 +322,6 @@ def _write(path: Path, rows: list[Row]) -> None:
         "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ from attention.layer import Attention
 from attention.params import storage_dtype
 from attention.selector import select_backend
 
+# `python bench/cpu_decode.py` has only the modules of its own folder on its path.
+sys.path.append(str(Path(__file__).parents[1]))
+from bench.machine import cpu_and_cores
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -170,18 +174,11 @@ def _write(path: Path, rows: list[Row]) -> None:
     result = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": cpu_and_cores(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

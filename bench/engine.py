@@ -32,7 +32,7 @@ import torch
 from pagedray import LLM, SamplingParams, __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "examples" / "tiny-llama"
 MAX_TOKEN_ID = 3000
@@ -146,7 +146,7 @@ def main() -> int:
         finally:
             process.join()
         if options.output is not None:
-            _write(options.output, options.shape, rows)
+            write_results(options.output, options.shape, rows=rows)
     return 0
 
 
@@ -225,7 +225,8 @@ def _print(row: Row) -> None:
     )
 
 
-def _write(path: Path, shape: str, rows: list[Row]) -> None:
+def write_results(path: Path, shape: str, **results: Sequence[Any]) -> None:  # Any: dataclasses
+    """Write the results by their names, with the device and the versions that gave them."""
     record = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -233,8 +234,7 @@ def _write(path: Path, shape: str, rows: list[Row]) -> None:
         "pagedray": __version__,
         "torch": torch.__version__,
         "shape": shape,
-        "rows": [asdict(row) for row in rows],
-    }
+    } | {name: [asdict(one) for one in found] for name, found in results.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 

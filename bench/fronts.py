@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from bench.frontend_server import MODEL_NAME, TOKEN_TEXT
+from bench.machine import cpu_and_cores
 from bench.ray_serve import ServeCluster
 from bench.stream_clients import EventClients, GrpcClients
 from bench.token_counter import TokenCounter
@@ -285,7 +286,7 @@ def _write(path: Path, rows: list[Row]) -> None:
     report = {
         "command": " ".join(["python -m bench.fronts", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": cpu_and_cores(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("grpcio", "protobuf", "ray", "uvicorn")},
@@ -293,13 +294,6 @@ def _write(path: Path, rows: list[Row]) -> None:
         "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

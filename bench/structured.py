@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.controller import SimulatedRanks, simulated_config
+from bench.machine import cpu_name
 from cluster.engine.controller import Controller
 from cluster.engine.options import EngineOptions, engine_config
 from cluster.serving.inputs import GenerationInput
@@ -182,7 +183,7 @@ def main() -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "xgrammar": version("xgrammar"),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "vocab_size": options.vocab_size,
         "num_sequences": _NUM_SEQUENCES,
@@ -213,13 +214,6 @@ def _vocabulary(size: int) -> Vocabulary:
     while len(tokens) < size - 261:
         tokens[generator.choice(known[261:]) + generator.choice(known[261:])] = None
     return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(_EOS,))
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _first_request(*, is_warm: bool) -> dict[str, Any]:

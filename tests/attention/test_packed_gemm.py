@@ -47,14 +47,14 @@ def _kernels(
 
 @pytest.fixture(autouse=True)
 def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: a product knows no decodes."""
+    """Replace the fixture that runs each test twice: a GEMM has no decodes."""
     torch.manual_seed(0)
 
 
 def _made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedGemm:
-    product = PackedGemm.make(weight, bias)
-    assert product is not None
-    return product
+    gemm = PackedGemm.make(weight, bias)
+    assert gemm is not None
+    return gemm
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -82,13 +82,13 @@ def test_gated_is_silu_of_one_half_times_the_other(
     dtype: torch.dtype, size: tuple[int, int], tolerance: float
 ) -> None:
     weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
-    product = _made(weight, bias)
+    gemm = _made(weight, bias)
     for num_rows in MANY_ROWS:
         x = torch.randn(num_rows, size[1]).to(dtype)
         gate, other = (x.double() @ weight.double().t() + bias.double()).chunk(2, dim=1)
         # Halves that share a tile are rounded before they are multiplied.
         exact = functional.silu(gate) * other
-        assert _error(product.gated(x), exact) < tolerance * TOLERANCE[dtype]
+        assert _error(gemm.gated(x), exact) < tolerance * TOLERANCE[dtype]
 
 
 def test_gate_holds_at_extremes() -> None:
@@ -101,26 +101,26 @@ def test_gate_holds_at_extremes() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    product, x = _made(torch.randn(128, 1300).to(dtype)), torch.randn(300, 1300).to(dtype)
-    alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
-    gated_alone = torch.cat([product.gated(x[i : i + 1]) for i in range(len(x))])
+    gemm, x = _made(torch.randn(128, 1300).to(dtype)), torch.randn(300, 1300).to(dtype)
+    alone = torch.cat([gemm(x[i : i + 1]) for i in range(len(x))])
+    gated_alone = torch.cat([gemm.gated(x[i : i + 1]) for i in range(len(x))])
     for num_rows in MANY_ROWS:
-        assert torch.equal(product(x[:num_rows]), alone[:num_rows])
-        assert torch.equal(product.gated(x[:num_rows]), gated_alone[:num_rows])
+        assert torch.equal(gemm(x[:num_rows]), alone[:num_rows])
+        assert torch.equal(gemm.gated(x[:num_rows]), gated_alone[:num_rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_result_does_not_depend_on_the_number_of_threads(
     dtype: torch.dtype,
 ) -> None:
-    product = _made(torch.randn(70, 90).to(dtype))
+    gemm = _made(torch.randn(70, 90).to(dtype))
     for num_rows in (1, 5, 40, 300):
         x = torch.randn(num_rows, 90).to(dtype)
         results = []
         # Seven threads are more than there are tiles.
         for count in (1, 2, 7):
             torch.set_num_threads(count)
-            results.append(product(x))
+            results.append(gemm(x))
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
 
@@ -137,10 +137,10 @@ def test_no_rows_are_multiplied_to_no_rows() -> None:
 
 def test_weight_is_copied() -> None:
     weight, x = torch.randn(32, 1), torch.randn(2, 1)
-    product = _made(weight)
-    before = product(x)
+    gemm = _made(weight)
+    before = gemm(x)
     weight.zero_()
-    assert torch.equal(product(x), before)
+    assert torch.equal(gemm(x), before)
 
 
 def test_what_does_not_serve_is_refused() -> None:

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.machine import cpu_name
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -27,7 +29,7 @@ class Report:
         self._found: dict[str, object] = {
             "command": " ".join(["python -m", f"tests.load.{name}", *_arguments()]),
             "date": datetime.now(UTC).date().isoformat(),
-            "cpu": _cpu_model(),
+            "cpu": cpu_name(),
             "python": platform.python_version(),
             "packages": {package: version(package) for package in _PACKAGES},
         }
@@ -66,9 +68,3 @@ def _arguments() -> list[str]:
         place = given.index("--output")
         del given[place : place + 2]
     return given
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

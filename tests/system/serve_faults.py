@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from bench.machine import cpu_name
 from tests.system.serve_cancels import cancel_many, lose_some
 from tests.system.serve_cluster import ServeCluster
 from tests.system.serve_streams import Streams, summary
@@ -151,20 +152,13 @@ def _keep(path: Path, part: str, found: dict[str, object]) -> None:
     kept[part] = {
         "command": " ".join(["python -m tests.system.serve_faults", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("grpcio", "ray", "torch", "uvicorn")},
         "found": found,
     }
     path.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 from tests.system.test_rank_death import ranks
-from tests.workers.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
+from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -115,7 +115,7 @@ class PagedCase:
         return layer * torch.tensor([self.shape.k_scale, self.shape.v_scale])[:, None, None, None]
 
     def query(self, num_tokens: int) -> torch.Tensor:
-        """Return queries that are a part of wider rows, as after one product for q, k and v."""
+        """Return queries that are a part of wider rows, as after one GEMM for q, k and v."""
         shape = self.shape
         size = shape.num_heads * shape.head_size
         rows = torch.randn(num_tokens, size + 3 * shape.head_size).to(shape.dtype).to(self.device)

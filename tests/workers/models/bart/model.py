@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.abstract import AttentionSpec, AttentionType
-from tests.workers.bart.layers import (
+from tests.workers.models.bart.layers import (
     BartDecoderLayer,
     BartEncoderLayer,
     Placement,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
-    from tests.workers.bart.config import BartConfig
+    from tests.workers.models.bart.config import BartConfig
     from workers.parallel.group import ParallelGroup
 
 # The first rows of the tables of positions were meant for padding.

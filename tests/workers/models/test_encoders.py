@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from tests.attention.dense_reference import relative_error
-from tests.workers.encoder_reference import (
+from tests.workers.models.encoder_reference import (
     CPU,
     BartRun,
     bart_reference,

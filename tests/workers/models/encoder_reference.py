@@ -17,8 +17,8 @@ from transformers import (
 from attention.abstract import AttentionBatch, EncoderBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
-from tests.workers.bart.config import read_bart_config
-from tests.workers.bart.model import Bart, bart_spec
+from tests.workers.models.bart.config import read_bart_config
+from tests.workers.models.bart.model import Bart, bart_spec
 from workers.models.bert import Bert, encoder_spec
 from workers.models.registry import read_model_config
 from workers.weights.checkpoint import Checkpoint

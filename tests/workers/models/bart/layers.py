@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from attention.abstract import AttentionParams, AttentionType
-from tests.workers.bart.cross_attention import CrossAttention
+from tests.workers.models.bart.cross_attention import CrossAttention
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
 from workers.layers.weight import CompositeLayer
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from attention.abstract import AttentionBackend, AttentionMetadata
-    from tests.workers.bart.config import BartConfig
+    from tests.workers.models.bart.config import BartConfig
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 

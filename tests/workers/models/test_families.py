@@ -9,7 +9,7 @@ import pytest
 
 from pagedray.config import RopeConfig
 from pagedray.errors import CheckpointError
-from tests.workers.config_json import BLOOM, GEMMA2, GEMMA3, MPT, PHI3, read_config, written
+from tests.workers.models.config_json import BLOOM, GEMMA2, GEMMA3, MPT, PHI3, read_config, written
 from workers.models.alibi import alibi_slopes
 from workers.models.registry import read_model_config
 

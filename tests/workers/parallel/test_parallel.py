@@ -27,7 +27,7 @@ from workers.parallel.open_group import open_group
 from workers.parallel.process_group import _choose_nccl_interface
 from workers.parallel.rendezvous import LOOPBACK
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _free_port() -> int:
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks computed, all cases in one start."""
     port = str(_free_port())
-    command = [sys.executable, "-m", "tests.workers.rank_process"]
+    command = [sys.executable, "-m", "tests.workers.parallel.rank_process"]
     processes = [
         subprocess.Popen(
             [*command, str(rank), "2", port, str(folder), *TWO_RANK_CASES],
