@@ -47,7 +47,7 @@ def test_backend_leaves_nothing_abstract() -> None:
     assert not inspect.isabstract(TorchSDPABackend.get_builder_cls())
 
 
-def test_backend_with_a_gap_is_refused_when_it_is_defined() -> None:
+def test_incomplete_backend_is_rejected_when_it_is_defined() -> None:
     with pytest.raises(TypeError, match=r"Gappy does not define _refusals, get_builder_cls"):
 
         class Gappy(AttentionBackend):
@@ -103,7 +103,7 @@ def test_backend_without_graphs_says_so() -> None:
         state.graph_clone(4)
 
 
-def test_sound_configuration_is_accepted() -> None:
+def test_valid_configuration_is_accepted() -> None:
     assert TorchSDPABackend.check(SPEC) == ()
     assert TorchSDPABackend.check(replace(SPEC, dtype=torch.bfloat16)) == ()
 
@@ -163,7 +163,7 @@ def test_selector_finds_the_backend(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "flashinfer", "xformers"])
-def test_selector_names_what_would_do_instead(name: str) -> None:
+def test_selector_suggests_a_backend_that_supports_the_device(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' refuses: .*must be cuda.* torch_sdpa\."):
         select_backend(name, SPEC)
 

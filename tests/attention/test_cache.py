@@ -103,7 +103,7 @@ def test_caches_of_different_blocks_are_refused() -> None:
         TorchSDPABackend.swap_blocks(numbered_cache(), torch.zeros(6, 3, 2, 4, 2, 4), [(0, 0)])
 
 
-def test_blocks_that_lie_apart_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattered_blocks_are_copied_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = pytest.importorskip("attention.kernels.triton.copy_blocks")
     launch, launched = kernel.copy_blocks, []
 

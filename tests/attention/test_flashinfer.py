@@ -90,7 +90,7 @@ def test_shared_kernels_serve_what_the_library_lacks(
     assert reason is None or reason in str(given)
 
 
-def test_plans_are_told_of_the_layers() -> None:
+def test_plans_have_the_parameters_of_the_layers() -> None:
     params = params_of(8, 2, 128, sliding_window=5, soft_cap=2.0, scale=0.3)
     arguments = plan_arguments(params, SPEC, torch.float8_e4m3fn)
     assert arguments == {
@@ -113,7 +113,7 @@ def test_pages_leave_padding_out() -> None:
     assert pages.graph is None
 
 
-def test_pages_are_made_once_for_all_groups() -> None:
+def test_pages_are_made_once_per_batch() -> None:
     uploader = PageUploader(CPU, 4, is_graph=False)
     prefills, decodes = rows_of([5], [[7, 3]]), rows_of([4], [[2, 9]])
     first, second = uploader.pages_of(prefills), uploader.pages_of(decodes)

@@ -65,7 +65,7 @@ def test_kernels_for_hopper_serve_encoders() -> None:
     run_steps(rig_of(*layers, dtype=torch.bfloat16))
 
 
-def test_auto_has_prompts_by_this_library() -> None:
+def test_auto_selects_this_library_for_prompts() -> None:
     assert select_backend("auto", rig_of(FEATURES["plain"], dtype=torch.float16).spec) is (
         HybridBackend
     )

@@ -99,7 +99,7 @@ def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.Monk
 
 
 @over_backends
-def test_layers_of_all_kinds_take_turns(backend: type[GpuBackend]) -> None:
+def test_layers_of_all_kinds_alternate(backend: type[GpuBackend]) -> None:
     kinds = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
     layers = [replace(FEATURES["plain"], attention_type=kind) for kind in kinds]
     layers += [FEATURES["window+cap"], FEATURES["alibi"], FEATURES["plain"]]
@@ -137,7 +137,7 @@ def test_kernels_name_their_providers() -> None:
     assert [kernels.providers["decode"] for kernels in builder.kernels] == ["flashinfer", "shared"]
 
 
-def test_hybrid_says_who_serves_and_why() -> None:
+def test_hybrid_names_its_providers_and_the_reasons() -> None:
     builder = rig_of(FEATURES["plain"], FEATURES["alibi"], backend=HybridBackend).builder
     assert builder.provider_sentences() == [
         "flashinfer kernels compute prefill, prefill_ragged of layers [0].",

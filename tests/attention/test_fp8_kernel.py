@@ -59,7 +59,7 @@ def test_every_byte_is_widened_as_torch_does(name: str, flag: str, tmp_path: Pat
 
 @TYPES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_kernel_gives_a_lone_value_as_it_is(name: str, dtype: torch.dtype) -> None:
+def test_attention_to_a_single_key_returns_its_value(name: str, dtype: torch.dtype) -> None:
     params = params_of(2, 1, 256, fp8=name)
     spec = Rig.spec_of(params, dtype=dtype, block_size=4, device="cpu")
     kernel = PagedDecode.make(params, spec)

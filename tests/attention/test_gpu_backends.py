@@ -287,12 +287,12 @@ def test_encoder_alone(case: Case) -> None:
 
 
 @over(_of_features("window", "plain", "window+cap", "plain", "alibi"))
-def test_layers_with_and_without_window_take_turns(case: Case) -> None:
+def test_layers_with_and_without_window_alternate(case: Case) -> None:
     run_steps(case.rig())
 
 
 @over(_of_features("plain"))
-def test_large_prompts_and_small_ones_take_turns(case: Case) -> None:
+def test_large_and_small_prompts_alternate(case: Case) -> None:
     rig = replace(case, layers=(params_of(32, 8, 128),), block_size=64).rig()
     a, b = rig.sequence(), rig.sequence()
     for _ in range(2):
@@ -301,7 +301,7 @@ def test_large_prompts_and_small_ones_take_turns(case: Case) -> None:
 
 
 @over(_of_features("plain", "window"))
-def test_ragged_ends_of_rows_do_not_let_poison_in(case: Case) -> None:
+def test_nan_beyond_the_ragged_ends_of_rows_does_not_spread(case: Case) -> None:
     rig = replace(case, block_size=64).rig()
     sequences = [rig.sequence() for _ in range(7)]
     rig.step(prefills=[(s, 1 + 11 * i) for i, s in enumerate(sequences)])
@@ -338,7 +338,7 @@ def test_sequence_survives_a_swap_to_other_blocks(case: Case) -> None:
 
 
 @over(_of_features("plain", "window"))
-def test_sequence_survives_a_copy_to_blocks_that_lie_apart(case: Case) -> None:
+def test_sequence_survives_a_copy_to_scattered_blocks(case: Case) -> None:
     rig = case.rig()
     sequence = rig.sequence()
     rig.step(prefills=[(sequence, 45)])
@@ -378,7 +378,7 @@ def test_replays_of_cross_attention_equal_eager_steps(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @over(_unwaiting)
-def test_a_step_waits_for_nothing(case: Case) -> None:
+def test_a_step_does_not_synchronize_with_the_gpu(case: Case) -> None:
     check_waits_for_nothing(case.backend, *case.layers, dtype=case.dtype)
 
 

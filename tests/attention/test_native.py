@@ -43,7 +43,7 @@ def test_changed_source_is_compiled_again(source: Path) -> None:
 
 
 @needs_compiler
-def test_source_that_does_not_compile_is_done_without(
+def test_source_that_does_not_compile_falls_back(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source.write_text("this is no C\n")
@@ -51,7 +51,7 @@ def test_source_that_does_not_compile_is_done_without(
     assert "slower path" in caplog.text
 
 
-def test_no_compiler_is_done_without(
+def test_missing_compiler_falls_back(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -67,7 +67,7 @@ def test_cache_folder_that_others_can_write_is_not_trusted(source: Path, tmp_pat
     assert load_kernels(source) is None
 
 
-def test_one_openmp_serves_torch_and_the_kernels() -> None:
+def test_torch_and_the_kernels_share_one_openmp() -> None:
     torch.ones(2, 2).matmul(torch.ones(2, 2))
     maps = Path("/proc/self/maps").read_text().splitlines()
     libraries = {line.split()[-1] for line in maps if "gomp" in line}

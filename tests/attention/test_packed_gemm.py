@@ -63,7 +63,7 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_is_that_of_torch_for_any_number_of_rows(
+def test_gemm_equals_torch_for_any_number_of_rows(
     dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
     weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
@@ -143,12 +143,12 @@ def test_weight_is_copied() -> None:
     assert torch.equal(gemm(x), before)
 
 
-def test_what_does_not_serve_is_refused() -> None:
+def test_unsupported_weights_are_rejected() -> None:
     assert PackedGemm.make(torch.randn(4, 4).half(), None) is None
     assert PackedGemm.make(torch.empty(1, 2**18 + 1), None) is None
 
 
-def test_bias_that_does_not_fit_is_not_served() -> None:
+def test_unsupported_biases_are_rejected() -> None:
     weight = torch.randn(64, 64)
     assert PackedGemm.make(weight, torch.randn(3)) is None
     assert PackedGemm.make(weight.bfloat16(), torch.randn(64)) is None

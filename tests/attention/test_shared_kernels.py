@@ -128,7 +128,7 @@ def test_graph_inputs_follow_each_step_at_their_addresses() -> None:
         a.length, b.length = a.length + 1, b.length + 1
 
 
-def test_buffers_of_someone_else_are_filled() -> None:
+def test_buffers_of_the_caller_are_filled() -> None:
     rig = rig_of(params_of())
     a = rig.sequence()
     rig.step(prefills=[(a, 5)])
@@ -216,7 +216,7 @@ def test_sequence_beyond_the_graph_is_refused() -> None:
         clone.prepare_graph_input_buffers(buffers, rig.builder.build(rig.batch([], [a])))
 
 
-def test_builder_tells_who_serves_its_layers() -> None:
+def test_builder_names_the_providers_of_its_layers() -> None:
     layers = params_of(), params_of(soft_cap=2.0), params_of()
     spec = Rig.spec_of(*layers, dtype=torch.float32, block_size=4, device="cpu")
     providers = SharedBackend.make_metadata_builder(spec).providers()

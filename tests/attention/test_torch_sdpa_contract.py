@@ -39,7 +39,7 @@ def test_decode_equals_the_last_row_of_a_prefill(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("chunks", [(23,), (1, 22), (4, 4, 15), (7, 9, 7), (1,) * 23])
-def test_chunks_of_a_prompt_do_not_show(chunks: tuple[int, ...], window: int | None) -> None:
+def test_chunked_prompt_equals_the_whole(chunks: tuple[int, ...], window: int | None) -> None:
     rig = Rig(params_of(sliding_window=window), params_of(has_alibi=True))
     tokens = rig.tokens(23)
     whole, parts = rig.sequence(), rig.sequence()
@@ -78,7 +78,7 @@ def test_prompts_of_equal_length_need_not_be_neighbours() -> None:
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 257])
-def test_tiles_of_a_prompt_do_not_show(length: int) -> None:
+def test_tiled_prompt_equals_the_whole(length: int) -> None:
     layers = params_of(has_alibi=True), params_of(soft_cap=2.0), params_of(sliding_window=130)
     rig = Rig(*layers, num_blocks=160)
     a, b = rig.sequence(), rig.sequence()
@@ -208,7 +208,7 @@ def test_step_of_padding_alone_gives_zeros() -> None:
     assert rig.cache.isnan().all()
 
 
-def test_output_goes_where_the_caller_wants_it() -> None:
+def test_output_is_written_to_the_given_tensor() -> None:
     rig = Rig(params_of())
     a = rig.sequence()
     metadata = rig.builder.build(rig.batch([(a, 5)], [], num_padding=1))
@@ -291,7 +291,7 @@ def test_parts_of_metadata_compute_parts_of_the_step() -> None:
     assert whole.decode_metadata.prefill_metadata is None
 
 
-def test_metadata_travels_as_a_dictionary() -> None:
+def test_metadata_is_rebuilt_from_a_dictionary() -> None:
     rig = Rig(params_of())
     a = rig.sequence()
     metadata = rig.builder.build(rig.batch([(a, 6)], []))
@@ -338,7 +338,7 @@ def test_cache_of_another_shape_is_refused() -> None:
         rig.builder.views.views_of(rig.cache.flatten(0, 1))
 
 
-def test_builder_tells_who_serves_its_layers() -> None:
+def test_builder_names_the_providers_of_its_layers() -> None:
     rig = Rig(params_of(), params_of(sliding_window=3))
     providers = rig.builder.providers()
     assert providers["prefill"] == {"torch": 2}

@@ -30,7 +30,7 @@ def test_window_of_an_encoder_is_exact_on_both_sides(window: int) -> None:
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 257])
-def test_tiles_of_an_encoder_do_not_show(length: int) -> None:
+def test_tiled_encoder_equals_the_whole(length: int) -> None:
     kind = AttentionType.ENCODER_ONLY
     features = (
         params_of(has_alibi=True),

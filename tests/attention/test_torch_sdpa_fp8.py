@@ -36,7 +36,7 @@ def test_every_byte_survives_the_models_dtype(name: str, model_dtype: torch.dtyp
 
 @TYPES
 @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_pairs_that_are_looked_up_are_those_of_torch(name: str, model_dtype: torch.dtype) -> None:
+def test_table_of_pairs_equals_the_conversion_of_torch(name: str, model_dtype: torch.dtype) -> None:
     dtype = KV_CACHE_DTYPES[name]
     assert dtype is not None
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
@@ -65,7 +65,9 @@ def test_overflow_of_a_layer_stays_finite(name: str) -> None:
 
 @TYPES
 @pytest.mark.parametrize("chunks", [(23,), (1, 22), (4, 4, 15), (1,) * 23])
-def test_chunks_of_a_prompt_do_not_show_in_an_fp8_cache(chunks: tuple[int, ...], name: str) -> None:
+def test_chunked_prompt_equals_the_whole_in_an_fp8_cache(
+    chunks: tuple[int, ...], name: str
+) -> None:
     rig = Rig(params_of(fp8=name), params_of(fp8=name, sliding_window=6))
     tokens = rig.tokens(23)
     whole, parts = rig.sequence(), rig.sequence()

@@ -106,7 +106,7 @@ class FakeKernels(SimpleNamespace):
         )
 
 
-def test_builder_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builder_names_its_providers_and_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(XFormersMetadataBuilder, "_make_kernels", staticmethod(FakeKernels))
     encoder = replace(PLAIN, soft_cap=2.0, attention_type=AttentionType.ENCODER)
     layers = PLAIN, replace(PLAIN, soft_cap=2.0), replace(PLAIN, k_scale=0.5), encoder

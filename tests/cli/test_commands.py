@@ -79,19 +79,19 @@ def test_flags_are_read() -> None:
     assert (options.load_seed, options.enforce_eager) == (7, True)
 
 
-def test_serve_is_told_how_the_model_writes_tool_calls() -> None:
+def test_serve_accepts_a_tool_call_format() -> None:
     assert parsed("serve", "m", "--tool-call-format=llama3_json").tool_call_format == "llama3_json"
     assert parsed("serve", "m").tool_call_format is None
 
 
-def test_more_than_one_rank_needs_ray_unless_told_otherwise() -> None:
+def test_more_than_one_rank_uses_ray_by_default() -> None:
     assert engine_options(parsed("chat", "m", "--tensor-parallel-size=2")).executor == "ray"
     given = parsed("chat", "m", "--tensor-parallel-size=2", "--executor=local")
     assert engine_options(given).executor == "local"
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_seed_is_that_ofsampling_params(command: str) -> None:
+def test_seed_is_passed_to_sampling_params(command: str) -> None:
     text = ["x"] if command == "generate" else []
     given = parsed(command, "folder", *text, "--seed=5")
     assert sampling_params(given).seed == 5

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_new_key_is_let_in_by_the_lines_beside_it(
+def test_a_new_key_is_accepted_with_its_printed_entry(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys", "new", "--tenant=research.a-1"]) == 0
@@ -29,7 +29,7 @@ def test_a_new_key_is_let_in_by_the_lines_beside_it(
 
 
 @pytest.mark.parametrize("tenant", ["", 'a"b', "a\nb", "x" * 65])
-def test_a_name_that_no_tenant_may_have_is_refused(
+def test_an_invalid_tenant_name_is_rejected(
     tenant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["keys", "new", f"--tenant={tenant}"]) == 2

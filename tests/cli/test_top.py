@@ -30,7 +30,7 @@ def drawn(view: TopView, *, width: int = 100, height: int = 24) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_picture_shows_requests_blocks_and_speed() -> None:
+def test_view_shows_requests_blocks_and_speed() -> None:
     text = "\n".join(drawn(TopView("http://x", LATER, LOADS, history=(1.0, 125.0))))
     for words in (
         *("running 3", "waiting 2", "swapped 1", "queued 2 (700 tokens)"),
@@ -41,7 +41,7 @@ def test_picture_shows_requests_blocks_and_speed() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 16), (40, 8), (200, 60), (20, 4)])
-def test_picture_is_as_large_as_the_terminal(width: int, height: int) -> None:
+def test_view_is_as_large_as_the_terminal(width: int, height: int) -> None:
     lines = drawn(TopView("http://x", LATER, LOADS), width=width, height=height)
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
@@ -54,7 +54,7 @@ def test_ids_and_errors_cannot_steer_the_terminal() -> None:
     assert "a?[2J?b" in "".join(drawn(view))
 
 
-def test_rates_of_a_server_that_was_started_anew_are_none() -> None:
+def test_rates_are_none_after_a_restart_of_the_server() -> None:
     assert rates_of(LATER, LOADS) == (125.0, 5.0, 0.0)
     assert rates_of(LOADS, LATER) == (0.0, 0.0, 0.0)
     assert rates_of(LOADS, None) == (0.0, 0.0, 0.0)
@@ -77,7 +77,7 @@ def test_client_reads_what_a_server_writes() -> None:
         (b"\xff", 200, "not that of a PagedRay server of this version"),
     ],
 )
-def test_client_says_why_it_has_no_loads(body: bytes, status: int, text: str) -> None:
+def test_client_reports_why_it_has_no_loads(body: bytes, status: int, text: str) -> None:
     with serving(body, status) as (url, _):
         client = LoadsClient(url)
         with pytest.raises(EngineError, match=text):
@@ -87,7 +87,7 @@ def test_client_says_why_it_has_no_loads(body: bytes, status: int, text: str) ->
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999"])
-def test_url_that_is_none_is_refused(url: str) -> None:
+def test_invalid_url_is_rejected(url: str) -> None:
     with pytest.raises(StartupError, match="--url"):
         LoadsClient(url)
 

@@ -124,7 +124,7 @@ def test_it_fits_the_terminal_and_ends_with_q(url: str) -> None:
         assert LEAVE_OWN_SCREEN in terminal.written
 
 
-def test_a_server_that_hangs_holds_nobody_up() -> None:
+def test_a_hanging_server_does_not_block_the_keyboard() -> None:
     is_released = threading.Event()
     with (
         serving(msgspec.json.encode(LOADS), until=is_released) as (url, _),
@@ -139,7 +139,7 @@ def test_a_server_that_hangs_holds_nobody_up() -> None:
             is_released.set()
 
 
-def test_a_server_that_is_not_there_is_told_and_ctrl_c_ends_it() -> None:
+def test_an_unreachable_server_is_reported_and_ctrl_c_quits() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"

@@ -113,7 +113,7 @@ def test_request_ends_at_its_deadline(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("where", ["submit_failures", "step_failures"])
-def test_requests_go_on_after_the_death_of_a_rank(rig: Rig, where: str) -> None:
+def test_requests_continue_after_the_death_of_a_rank(rig: Rig, where: str) -> None:
     getattr(rig.executor, where).append(WorkerError("A rank died."))
     rig.submit("a", n=2)
     rig.submit("b")
@@ -134,7 +134,7 @@ def test_replacement_that_dies_is_replaced_again(rig: Rig) -> None:
     assert rig.controller.is_healthy
 
 
-def test_engine_gives_up_when_no_replacement_lives(
+def test_engine_gives_up_when_every_replacement_dies(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.executor.step_failures.append(WorkerError("A rank died."))
@@ -228,7 +228,7 @@ def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixtu
     assert "ERROR" not in [record.levelname for record in caplog.records]
 
 
-def test_replacement_is_told_in_two_lines(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_replacement_is_logged_in_two_lines(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "cluster")
     rig.executor.step_failures.append(WorkerError("A rank died."))
     rig.submit("a")

@@ -186,7 +186,7 @@ def test_texts_go_to_new_ranks_when_the_old_ones_die(opened: Callable[..., Embed
     assert [plan.step for plan in executor.plans] == [0, 0]
 
 
-def test_texts_that_end_two_groups_are_given_up(opened: Callable[..., Embedder]) -> None:
+def test_texts_that_kill_two_groups_fail(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor(num_failures=2)
     embedder = opened(executor)
     with pytest.raises(EngineError, match="could not be embedded: A rank died"):
@@ -222,7 +222,7 @@ def test_late_and_cancelled_texts_never_run(opened: Callable[..., Embedder]) -> 
     assert embedder.stats().scheduler.num_queued_tokens == 0
 
 
-def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
+def test_texts_beyond_the_queue_limit_are_rejected(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor, max_queued_requests=2, max_queued_tokens=5)
     held(embedder, executor)
@@ -234,7 +234,7 @@ def test_more_than_may_wait_is_refused(opened: Callable[..., Embedder]) -> None:
         embedder.check_room("", 0)
 
 
-def test_the_end_of_the_engine_ends_what_waits(opened: Callable[..., Embedder]) -> None:
+def test_the_end_of_the_engine_ends_waiting_texts(opened: Callable[..., Embedder]) -> None:
     executor = CountingExecutor(is_open=False)
     embedder = opened(executor)
     held(embedder, executor)

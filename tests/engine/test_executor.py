@@ -25,7 +25,7 @@ def config() -> EngineConfig:
     )
 
 
-def test_step_tells_what_its_swaps_and_the_rest_took() -> None:
+def test_step_reports_the_times_of_its_swaps_and_its_forward_pass() -> None:
     executor = LocalExecutor(config(), lambda what, fraction: None)
     start = SequenceStart(0, [5, 6, 7], 3, [1], SamplingParams(temperature=0.0), 0, 0)
     executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 3, True)], [start]))

@@ -16,6 +16,6 @@ def test_ids_of_the_vocabulary_pass(ids: list[int]) -> None:
 @pytest.mark.parametrize(
     "wrong", [-1, 10, 10**5000, True, 1.5, "a", None], ids=lambda one: type(one).__name__
 )
-def test_what_is_no_id_is_named(wrong: object) -> None:
+def test_invalid_ids_are_named(wrong: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt (must )?contains?"):
         check_token_ids([3, wrong], 10, "prompt")

@@ -34,7 +34,7 @@ def test_one_request_alone_may_be_longer_than_all_that_may_wait() -> None:
     Backlog(max_requests=9, max_tokens=25).check_room("", 1000)
 
 
-def test_client_comes_back_when_half_of_the_queue_has_gone() -> None:
+def test_retry_after_is_the_time_to_serve_half_of_the_queue() -> None:
     backlog = filled(100)
     assert refusal(backlog).retry_after_s == 1.0
     now_s = 0.0
@@ -48,7 +48,7 @@ def test_client_comes_back_when_half_of_the_queue_has_gone() -> None:
     assert refusal(backlog).retry_after_s == pytest.approx(50 / 20, rel=0.05)
 
 
-def test_a_queue_of_tokens_is_judged_by_the_rate_of_tokens() -> None:
+def test_retry_after_of_a_queue_of_tokens_uses_the_token_rate() -> None:
     backlog = filled(100, num_tokens=10, max_tokens=1000)
     for step in range(60):
         backlog.tick(step * 0.25)
@@ -77,7 +77,7 @@ def test_an_engine_that_starts_nothing_gives_a_minute() -> None:
     assert refusal(backlog).retry_after_s == 60.0
 
 
-def test_nobody_is_kept_out_by_another_tenant() -> None:
+def test_no_tenant_is_rejected_for_the_queue_of_another() -> None:
     backlog = filled(4, max_tokens=40)
     backlog.check_room("other", 1000)
     backlog.add_request("other", 1000)

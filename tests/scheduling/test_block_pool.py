@@ -59,7 +59,7 @@ def test_idle_block_that_is_shared_again_is_evicted_after_the_others() -> None:
     assert [pool.allocate(), pool.allocate()] == [second, first]
 
 
-def test_evicted_block_is_kept_no_longer() -> None:
+def test_evicted_block_is_free_after_its_release() -> None:
     pool = BlockPool(1, on_evict=None)
     kept_and_released(pool, 1)
     pool.release(pool.allocate())

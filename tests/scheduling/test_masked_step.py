@@ -84,7 +84,7 @@ def test_without_a_grammar_nothing_is_masked() -> None:
     assert one.masked_step() is None
 
 
-def test_what_ended_meanwhile_is_not_asked_for_and_may_sample_anything() -> None:
+def test_sequence_that_has_ended_gets_no_mask_and_may_sample_anything() -> None:
     one, grammar = scheduler(), LastTokenGrammar()
     for name in ("a", "b"):
         one.add_request(request(name, grammar))
@@ -97,7 +97,7 @@ def test_what_ended_meanwhile_is_not_asked_for_and_may_sample_anything() -> None
     assert ends == []
 
 
-def test_a_sequence_for_which_nothing_is_left_ends_without_a_token() -> None:
+def test_a_sequence_without_allowed_tokens_ends_without_a_token() -> None:
     one, grammar = scheduler(), LastTokenGrammar()
     one.add_request(request("a", grammar))
     for token_id in (1, 2, 3):

@@ -93,7 +93,7 @@ def test_other_requests_do_not_wait_for_held_siblings() -> None:
     assert [start.token_ids[0] for start in plan.starts] == [1, 2]
 
 
-def test_last_in_rank_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
+def test_last_in_order_is_swapped_out_and_loses_its_row_in_one_plan() -> None:
     harness = crowded("swap")
     plan = run_until_preemption(harness)
     victim = harness.sequences[1]

@@ -38,12 +38,12 @@ def test_removed_sequence_leaves_the_others_in_order() -> None:
     assert list(queue) == [first, third]
 
 
-def test_last_in_rank_makes_room() -> None:
+def test_last_in_order_makes_room() -> None:
     first, last = make_sequence(arrival=0), make_sequence(arrival=1)
     assert choose_victim(make_queue(first, last), first) is last
 
 
-def test_nobody_makes_room_for_one_behind() -> None:
+def test_no_sequence_makes_room_for_one_behind_it() -> None:
     first, last = make_sequence(arrival=0), make_sequence(arrival=1)
     assert choose_victim(make_queue(first, last), last) is None
 

@@ -61,5 +61,5 @@ def test_forgotten_block_is_not_found() -> None:
     assert len(cache) == 0
 
 
-def test_tenant_of_broken_text_has_a_root() -> None:
+def test_tenant_with_a_lone_surrogate_has_a_root() -> None:
     assert len(PrefixCache(KEY).root("\ud800")) == 32

@@ -109,12 +109,12 @@ def test_every_sequence_ends_as_if_it_had_been_alone(first_seed: int) -> None:
         live(seed)
 
 
-def test_equal_lives_give_equal_plans() -> None:
+def test_equal_runs_give_equal_plans() -> None:
     encode = msgspec.msgpack.encode
     assert encode(live(7).plans) == encode(live(7).plans)
 
 
-def test_random_lives_meet_every_case() -> None:
+def test_random_runs_cover_every_case() -> None:
     harnesses = [live(seed) for seed in range(20)]
     stats = [harness.scheduler.stats() for harness in harnesses]
     assert sum(one.num_swap_preemptions for one in stats) > 20

@@ -107,7 +107,7 @@ async def test_requests_are_refused_until_ready_and_when_draining(
     assert engine.log.submitted == []
 
 
-async def test_drain_lets_running_requests_end(
+async def test_drain_waits_for_running_requests(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     client.attach_generation_engine(engine)
@@ -125,7 +125,7 @@ async def test_drain_lets_running_requests_end(
     assert messages[-1].usage.num_generated_tokens == 40
 
 
-async def test_drain_ends_what_runs_too_long(
+async def test_drain_ends_requests_that_run_too_long(
     frontends: Frontends, client: EngineClient, engine: FakeEngine
 ) -> None:
     client.attach_generation_engine(engine)

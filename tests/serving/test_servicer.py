@@ -194,7 +194,7 @@ async def test_weights_reach_the_engine_and_an_unknown_tenant_does_not(opened: O
             await opened.servicer.start_generation(given(name))
 
 
-async def test_only_an_admin_may_overtake(servicer: Servicer) -> None:
+async def test_only_an_admin_may_set_a_negative_priority(servicer: Servicer) -> None:
     with pytest.raises(ForbiddenError, match="priority below 0"):
         await servicer.start_generation(given(priority=-1))
     (await servicer.start_generation(given(priority=1))).close()

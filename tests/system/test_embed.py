@@ -84,7 +84,7 @@ def test_texts_get_the_special_tokens_of_their_tokenizer(llm: LLM) -> None:
         ("w1 \ud800", "lone surrogate"),
     ],
 )
-def test_prompt_that_no_encoder_can_take_is_refused(
+def test_prompt_that_the_encoder_cannot_take_is_rejected(
     llm: LLM, prompt: str | list[int], part: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=part):
@@ -118,7 +118,7 @@ def test_two_ray_ranks_embed_like_transformers_and_so_do_their_successors(
     assert torch.equal(vectors, again)
 
 
-def test_checkpoint_says_how_it_pools(folder: Path, tmp_path: Path) -> None:
+def test_pooling_is_read_from_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "bert"
     shutil.copytree(folder, copy)
     settings = copy / "1_Pooling" / "config.json"
@@ -155,7 +155,7 @@ def test_served_encoder_gives_the_same_vectors_on_both_frontends(
     assert torch.allclose(over_http, cut / cut.norm(dim=1, keepdim=True), atol=1e-5)
 
 
-def test_served_encoder_generates_nothing_and_tells_of_itself(server: ServerProcess) -> None:
+def test_served_encoder_does_not_generate_and_describes_itself(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/ready").status_code == 200
         refused = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})

@@ -51,7 +51,7 @@ def kill_when_running(llm: LLM, num_tokens: int) -> int:
     return llm.stats().num_generated_tokens
 
 
-def test_streams_go_on_where_they_were(folder: Path, ray_cluster: None) -> None:
+def test_streams_continue_where_they_were(folder: Path, ray_cluster: None) -> None:
     with LLM(
         folder,
         tensor_parallel_size=2,
@@ -75,7 +75,7 @@ def test_streams_go_on_where_they_were(folder: Path, ray_cluster: None) -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_engine_that_cannot_come_back_says_so(folder: Path, ray_cluster: None) -> None:
+def test_engine_that_cannot_recover_reports_it(folder: Path, ray_cluster: None) -> None:
     with LLM(
         folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
     ) as llm:
@@ -87,7 +87,7 @@ def test_engine_that_cannot_come_back_says_so(folder: Path, ray_cluster: None) -
             tokens_of(llm)
 
 
-def test_death_during_a_replacement_is_mended_too(folder: Path, ray_cluster: None) -> None:
+def test_death_during_a_replacement_is_recovered_too(folder: Path, ray_cluster: None) -> None:
     with LLM(
         folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
     ) as llm:

@@ -184,7 +184,7 @@ def test_an_unknown_model_is_not_found(
     assert str(raised.value.cause) == text  # type: ignore[attr-defined]  # Ray puts it there
 
 
-def test_what_is_no_message_is_refused(cluster: ServeCluster) -> None:
+def test_malformed_messages_are_rejected(cluster: ServeCluster) -> None:
     with grpc.insecure_channel(cluster.grpc_target) as channel:
         generate = channel.unary_stream("/pagedray.v1.GenerationService/Generate")  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
         with pytest.raises(grpc.RpcError) as refused:
@@ -204,7 +204,7 @@ def test_a_deadline_reaches_the_engine(
     assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_what_begins_alike_goes_to_one_replica(
+async def test_prompts_with_a_common_prefix_go_to_one_replica(
     cluster: ServeCluster, client: openai.OpenAI
 ) -> None:
     before = {one.num_prompt_tokens for one in await cluster.loads()}
@@ -224,7 +224,7 @@ async def test_what_begins_alike_goes_to_one_replica(
     assert after & before
 
 
-async def test_abort_finds_its_call_in_whatever_replica(cluster: ServeCluster) -> None:
+async def test_abort_finds_its_call_on_any_replica(cluster: ServeCluster) -> None:
     async with grpc.aio.insecure_channel(cluster.grpc_target) as channel:
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
         sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True)
@@ -241,7 +241,7 @@ async def test_abort_finds_its_call_in_whatever_replica(cluster: ServeCluster) -
             assert sequences[-1].finish_reason == pb.FINISH_REASON_ABORTED
 
 
-async def test_a_stream_ends_when_nobody_reads_it(cluster: ServeCluster) -> None:
+async def test_an_unread_stream_ends(cluster: ServeCluster) -> None:
     # It is what a lost cancel and a caller that died look like to a replica.
     sampling = {"max_tokens": 900, "ignore_eos": True, "n": 24}
     generate: Any = cluster.handle.options(stream=True).generate  # Any: it has no type
@@ -268,7 +268,7 @@ async def collect(stream: Any) -> list[Any]:
     return [output async for output in stream]
 
 
-def test_what_replicas_measure_is_on_rays_port(cluster: ServeCluster) -> None:
+def test_metrics_of_replicas_are_on_rays_port(cluster: ServeCluster) -> None:
     over_handle(cluster)
     told = asyncio.run(cluster.loads())
     wanted = {float(one.num_generated_tokens) for one in told}
@@ -333,7 +333,7 @@ async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster)
     await until_whole(cluster, 2)
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line(cluster: ServeCluster) -> None:
+def test_a_missing_model_is_reported_in_one_line(cluster: ServeCluster) -> None:
     arguments = read_arguments({"model": "/nowhere", "executor": "local", "device": "cpu"})
     # All CPUs are taken by the replicas that run.
     options = deployment_options(arguments) | {"ray_actor_options": {"num_cpus": 0}}

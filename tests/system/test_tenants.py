@@ -140,7 +140,7 @@ def test_no_tenant_learns_from_the_cache_what_another_sent(server: ServerProcess
     assert num_cached_tokens(server, "ben") > 50
 
 
-def test_sums_over_tenants_are_told_to_admins(server: ServerProcess) -> None:
+def test_sums_over_tenants_are_for_admins(server: ServerProcess) -> None:
     num_cached_tokens(server, "ann")
     with httpx.Client(base_url=server.url) as http:
         for name in ("ben", "root"):
@@ -203,7 +203,7 @@ def test_changed_and_signalled_keys_are_read_again(server: ServerProcess, key_fi
         wait_until(lambda: status("ben") == 200)
 
 
-def test_sigterm_lets_running_calls_end_and_takes_no_more(server: ServerProcess) -> None:
+def test_sigterm_drains_running_calls_and_rejects_others(server: ServerProcess) -> None:
     service = stub(server)
     stream = service.Generate(unread_request(), metadata=metadata("ann"), timeout=TIMEOUT_S)
     next(stream)

@@ -41,7 +41,7 @@ def test_every_head_size_equals_the_reference(head_size: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [*HEADS, (71, 1), (130, 1)])
-def test_every_group_size_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
+def test_every_ratio_of_heads_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
     shape = Shape(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=64, dtype=torch.bfloat16
     )
@@ -129,7 +129,7 @@ def test_captured_decode_follows_other_lengths(num_splits: int) -> None:
         assert torch.equal(captured, decode())
 
 
-def test_blocks_may_lie_beyond_the_reach_of_32_bits() -> None:
+def test_offsets_of_blocks_may_exceed_32_bits() -> None:
     num_blocks, shape = 17000, (2, 64, 8, 128)
     content = torch.randn(4, *shape, dtype=torch.bfloat16, device="cuda")
     far = torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device="cuda")

@@ -27,7 +27,7 @@ def test_half_precision_equals_the_reference(feature: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_every_group_size_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
+def test_every_ratio_of_heads_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
     shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
     PagedCase(shape, [20, 7]).check_chunks([6, 7], FEATURES["ALiBi and window"])
 
@@ -74,7 +74,7 @@ def test_sequence_without_keys_gets_zeros() -> None:
     case.check_chunks([3, 2, 1], {}, SMALL)
 
 
-def test_sequence_without_queries_is_left_out() -> None:
+def test_sequence_without_queries_is_skipped() -> None:
     PagedCase(Shape(), [9, 12, 4]).check_chunks([2, 0, 4], {}, SMALL)
 
 

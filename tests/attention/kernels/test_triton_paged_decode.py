@@ -21,7 +21,7 @@ def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: i
 
 
 @pytest.mark.parametrize("min_split_keys", [1, 64, 100, 1000])
-def test_splits_take_their_least_number_of_keys(min_split_keys: int) -> None:
+def test_splits_have_a_minimum_number_of_keys(min_split_keys: int) -> None:
     case = PagedCase(Shape(num_heads=2, num_kv_heads=1), [300, 70])
     case.check_decode({}, num_splits=4, min_split_keys=min_split_keys)
 
@@ -33,7 +33,7 @@ def test_half_precision_equals_the_reference(feature: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_every_group_size_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
+def test_every_ratio_of_heads_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
     shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
     PagedCase(shape, [80, 7]).check_decode(FEATURES["ALiBi and window"])
 

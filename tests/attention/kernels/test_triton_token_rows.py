@@ -84,7 +84,7 @@ def test_each_head_is_normed_with_its_own_weight(head_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 128])
-def test_heads_are_turned_in_place_by_their_positions(head_size: int, dtype: torch.dtype) -> None:
+def test_heads_are_rotated_in_place_by_their_positions(head_size: int, dtype: torch.dtype) -> None:
     angles = torch.outer(torch.arange(9.0), torch.rand(head_size // 2))
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
     heads = strided(5, 11 * head_size, dtype).unflatten(1, (11, head_size))
@@ -107,7 +107,7 @@ def test_heads_are_turned_in_place_by_their_positions(head_size: int, dtype: tor
 )
 # The second half begins inside a tile, and what a tile has beyond the first is not written.
 @pytest.mark.parametrize("size", [24, 1500])
-def test_the_first_half_bends_the_second(
+def test_the_first_half_gates_the_second(
     size: int, kind: Gate, function: torch.nn.Module, dtype: torch.dtype
 ) -> None:
     columns = strided(3, 2 * size, dtype) * 3
@@ -115,7 +115,7 @@ def test_the_first_half_bends_the_second(
     assert_near(gated(columns, kind), function(gate) * other)
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_no_rows_launch_no_kernel() -> None:
     none = torch.empty(0, 64, device=DEVICE)
     weight = torch.ones(64, device=DEVICE)
     assert add_norm(none, none, weight, None, 1e-6, is_centred=False).shape == (0, 64)

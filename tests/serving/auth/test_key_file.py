@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     )
 
 
-def test_keys_say_who_calls_and_what_it_may_use(path: Path) -> None:
+def test_keys_identify_tenants_and_their_limits(path: Path) -> None:
     authenticator = Authenticator(path)
     tenant = authenticator.authenticate(f"Bearer {KEY}")
     assert (tenant.name, tenant.weight, tenant.is_admin) == ("alice", 2.0, False)
@@ -45,7 +45,7 @@ def test_keys_say_who_calls_and_what_it_may_use(path: Path) -> None:
     assert authenticator.tenant_named("alice") == tenant
 
 
-def test_new_keys_are_random_and_their_file_does_not_hold_them(path: Path) -> None:
+def test_new_keys_are_random_and_not_stored_in_the_file(path: Path) -> None:
     assert len({new_key() for _ in range(100)}) == 100
     assert len(new_key()) >= 43
     assert KEY not in path.read_text()
@@ -82,7 +82,7 @@ def test_call_for_an_unknown_tenant_is_refused(path: Path) -> None:
             Authenticator(path).tenant_named(name)
 
 
-def test_without_a_file_everybody_is_let_in() -> None:
+def test_without_a_file_every_call_is_accepted() -> None:
     authenticator = Authenticator()
     assert authenticator.authenticate(None) is ANONYMOUS
     assert authenticator.authenticate("Bearer whatever") is ANONYMOUS
@@ -134,7 +134,7 @@ def test_changed_file_is_read_again_and_a_broken_one_changes_nothing(
         ("\0", "Invalid key file"),
     ],
 )
-def test_broken_file_is_told_in_one_line(tmp_path: Path, text: str, part: str) -> None:
+def test_broken_file_is_reported_in_one_line(tmp_path: Path, text: str, part: str) -> None:
     path = written(tmp_path / "keys.toml", text)
     with pytest.raises(StartupError) as caught:
         KeyFile.from_file(path)
@@ -150,9 +150,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         Authenticator(tmp_path / "nothing")
 
 
-def test_file_that_everybody_may_read_is_warned_about(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_world_readable_file_logs_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         KeyFile.from_file(path)
         assert not caplog.records

@@ -40,7 +40,7 @@ def test_without_a_key_the_least_loaded_is_first(loads: dict[str, float]) -> Non
 
 
 @given(NAMES, st.text())
-def test_a_replica_that_goes_moves_its_own_keys_only(names: list[str], key: str) -> None:
+def test_removing_a_replica_moves_only_its_keys(names: list[str], key: str) -> None:
     loads = dict.fromkeys(names, 0.1)
     first = routing_order(key, loads, slack=1.25, calm=0.25)[0]
     for gone in names:
@@ -78,7 +78,7 @@ def test_later_turns_of_a_conversation_keep_its_key() -> None:
     assert prefix_key(ChatPrompt(messages)) == key
 
 
-def test_prompts_that_begin_alike_have_one_key() -> None:
+def test_prompts_with_a_common_prefix_have_one_key() -> None:
     assert prefix_key("x" * 2000) == prefix_key("x" * 1024 + "y")
     assert prefix_key("x" * 1023 + "y") != prefix_key("x" * 1024)
     assert prefix_key([7] * 300) == prefix_key((7,) * 400)

@@ -32,7 +32,7 @@ def wanted(loads: Sequence[ReplicaLoad], num_target: int, *, spare: float = 0.1)
 
 
 @given(LOADS, COUNTS)
-def test_the_work_fits_what_is_wanted(loads: list[ReplicaLoad], num_target: int) -> None:
+def test_the_load_fits_the_desired_replicas(loads: list[ReplicaLoad], num_target: int) -> None:
     number = wanted(loads, num_target)
     assert sum(one.tokens_in_flight for one in loads) <= number * 10_000 + 1e-6
     assert sum(one.kv_use for one in loads) <= number * 0.7 + 1e-9
@@ -48,7 +48,7 @@ def test_no_more_than_needed_are_added(loads: list[ReplicaLoad], num_target: int
 
 
 @given(LOADS, COUNTS)
-def test_what_is_wanted_is_still_wanted_once_it_is_there(
+def test_the_desired_number_is_stable_once_it_is_reached(
     loads: list[ReplicaLoad], num_target: int
 ) -> None:
     number = wanted(loads, num_target)
@@ -57,14 +57,14 @@ def test_what_is_wanted_is_still_wanted_once_it_is_there(
 
 
 @given(LOADS, st.integers(1, 40), st.floats(0, 1e5, allow_nan=False))
-def test_more_work_never_wants_fewer(
+def test_more_load_never_needs_fewer_replicas(
     loads: list[ReplicaLoad], num_target: int, more: float
 ) -> None:
     busier = [*loads, ReplicaLoad(tokens_in_flight=more, kv_use=0.0)]
     assert wanted(busier, num_target) >= wanted(loads, num_target)
 
 
-def test_a_load_at_the_border_changes_nothing() -> None:
+def test_a_load_at_the_threshold_changes_nothing() -> None:
     border = ReplicaLoad(tokens_in_flight=9_500, kv_use=0.1)
     assert wanted([border, border], 2) == 2
     # One replica would do for this, but with less than a tenth to spare.
@@ -92,7 +92,7 @@ def context(metrics: dict[str, dict[str, float]], *, current: int, target: int) 
     )
 
 
-def test_replicas_that_have_told_nothing_keep_the_number() -> None:
+def test_replicas_without_reports_keep_the_number() -> None:
     policy = TokensPolicy(target_tokens=10_000)
     told = {"tokens_in_flight": {"a": 100.0}, "kv_use": {"a": 0.01}}
     assert policy(context(told, current=1, target=3)) == (1, {})

@@ -90,7 +90,9 @@ def test_a_handle_refuses_with_the_same_words(server: Server, case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_proxy_is_told_of_refusals_and_nothing_is_raised(server: Server, case: Case) -> None:
+def test_the_proxy_gets_the_status_of_refusals_and_nothing_is_raised(
+    server: Server, case: Case
+) -> None:
     message = pb.GenerateRequest(
         request_id=case.client_id, sampling=pb.SamplingParams(**case.sampling)
     )
@@ -107,7 +109,7 @@ def test_the_proxy_is_told_of_refusals_and_nothing_is_raised(server: Server, cas
     assert server.engine.log.submitted == []
 
 
-def test_good_requests_give_what_they_give_elsewhere(server: Server) -> None:
+def test_valid_requests_give_the_results_of_other_frontends(server: Server) -> None:
     sampling = {"max_tokens": 30, "ignore_eos": True}
     outputs = generate(server, Case("", "", prompt="hello", sampling=sampling))
     request = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(**sampling))  # type: ignore[arg-type]  # the stubs are narrower than the library
@@ -121,7 +123,7 @@ def test_good_requests_give_what_they_give_elsewhere(server: Server) -> None:
     assert messages[-1].usage.num_generated_tokens == 30
 
 
-def test_the_proxy_hands_the_deadline_on(server: Server) -> None:
+def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
     server.engine.is_paused = True
     message = pb.GenerateRequest(text="hello")
     messages, context = stream(server, message, **{TIMEOUT_KEY: "50"})

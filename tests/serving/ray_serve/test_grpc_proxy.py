@@ -109,7 +109,7 @@ class Context:
         self.written.append(message)
 
 
-async def test_a_whole_stream_is_handed_on_and_nothing_cancelled() -> None:
+async def test_a_complete_stream_is_passed_on_and_nothing_is_cancelled() -> None:
     serve, context = Serve(5), Context(5)
     await serve.call(context)
     assert context.written == [b"message"] * 5
@@ -117,7 +117,7 @@ async def test_a_whole_stream_is_handed_on_and_nothing_cancelled() -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.0015, 0.01])
-async def test_a_cancel_at_any_moment_ends_the_replicas_part(delay_s: float) -> None:
+async def test_a_cancel_at_any_time_ends_the_replicas_part(delay_s: float) -> None:
     serve = Serve(1_000_000)
     call = serve.call(Context(1_000_000))
     await asyncio.sleep(delay_s + 0.001)
@@ -125,7 +125,7 @@ async def test_a_cancel_at_any_moment_ends_the_replicas_part(delay_s: float) -> 
     await serve.check_cancelled(call)
 
 
-async def test_a_cancel_in_the_midst_of_a_write_ends_the_replicas_part() -> None:
+async def test_a_cancel_during_a_write_ends_the_replicas_part() -> None:
     serve, context = Serve(10), Context(2)
     call = serve.call(context)
     await context.is_stuck.wait()
@@ -142,7 +142,7 @@ async def test_a_message_that_cannot_be_written_ends_the_replicas_part() -> None
 
 
 @pytest.mark.parametrize("num_turns", range(5))
-async def test_a_cancel_soon_behind_a_failed_write_does_not_keep_it_from_ending(
+async def test_a_cancel_right_after_a_failed_write_ends_the_replicas_part(
     num_turns: int,
 ) -> None:
     serve, context = Serve(10), Context(2, fails=True)

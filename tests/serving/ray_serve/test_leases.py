@@ -27,7 +27,7 @@ async def after(duration_s: float, every_step: Callable[[], None] = lambda: None
         await asyncio.sleep(duration_s / 10)
 
 
-async def test_a_call_that_is_renewed_no_more_ends() -> None:
+async def test_a_call_ends_when_its_lease_expires() -> None:
     leases = Leases(LEASE_S)
     kept, lost = (asyncio.create_task(run(leases, name)) for name in ("kept", "lost"))
     await after(1.5 * LEASE_S, lambda: leases.renew({"kept"}))
@@ -47,7 +47,7 @@ async def test_calls_of_one_id_are_renewed_together() -> None:
         call.cancel()
 
 
-async def test_where_nobody_ever_renews_calls_run_on() -> None:
+async def test_calls_continue_if_no_lease_was_ever_renewed() -> None:
     leases = Leases(LEASE_S)
     call = asyncio.create_task(run(leases, "old"))
     await after(1.5 * LEASE_S)
@@ -77,7 +77,7 @@ async def test_a_call_begins_with_a_whole_lease() -> None:
         await second
 
 
-async def test_what_is_no_call_has_no_lease() -> None:
+async def test_a_task_without_an_id_has_no_lease() -> None:
     leases = Leases(LEASE_S)
     leases.renew(())
     life = asyncio.create_task(run(leases, None))

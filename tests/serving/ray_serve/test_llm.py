@@ -41,7 +41,7 @@ async def echo(request: Request) -> Response:
 APP = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
 
 
-async def test_whole_answers_and_their_status_come_back() -> None:
+async def test_complete_responses_and_their_status_are_returned() -> None:
     body = json.dumps({"status": 429}).encode()
     parts = [part async for part in post(APP, "/echo", body, {})]
     assert parts == [(429, b'{"got":{"status":429}}')]
@@ -52,7 +52,7 @@ async def test_events_come_one_by_one() -> None:
     assert parts == [(200, b"data: 0\n\n"), (200, b"data: 1\n\n"), (200, b"data: 2\n\n")]
 
 
-async def test_whoever_leaves_ends_the_call() -> None:
+async def test_closing_a_stream_ends_the_call() -> None:
     ended = asyncio.Event()
 
     async def endless(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # ASGI
@@ -76,7 +76,7 @@ async def test_a_defect_of_the_application_is_raised() -> None:
         [part async for part in post(broken, "/", b"{}", {})]
 
 
-async def test_who_has_left_before_the_first_part_ends_the_call() -> None:
+async def test_closing_a_stream_before_its_first_part_ends_the_call() -> None:
     sent: list[int] = []
 
     async def deaf(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # ASGI
@@ -138,7 +138,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.serve.llm.openai_api_models", SimpleNamespace(**models))
 
 
-async def test_a_stream_is_paced_and_waits_for_who_reads_it() -> None:
+async def test_a_stream_is_paced_and_waits_for_its_reader() -> None:
     app = Numbers()
     # A message each thousand seconds.
     answers = LLMAnswers(app, Pace(1e-3)).chat(LibraryRequest(stream=True), None)
@@ -155,7 +155,7 @@ async def test_a_stream_is_paced_and_waits_for_who_reads_it() -> None:
     assert app.has_ended
 
 
-async def test_a_stream_that_is_left_ends_before_the_next_thing_happens() -> None:
+async def test_a_closed_stream_has_ended_when_close_returns() -> None:
     app = Numbers()
     pace = Pace(1e6)
     answers = LLMAnswers(app, pace).completions(LibraryRequest(stream=True), None)
@@ -172,7 +172,9 @@ async def test_a_stream_that_is_left_ends_before_the_next_thing_happens() -> Non
 @pytest.mark.parametrize(
     ("call", "kind"), [("chat", "ChatCompletionResponse"), ("completions", "CompletionResponse")]
 )
-async def test_whole_answers_and_refusals_are_the_librarys_own(call: str, kind: str) -> None:
+async def test_complete_responses_and_errors_have_the_types_of_the_library(
+    call: str, kind: str
+) -> None:
     async def answer(request: Request) -> Response:
         if (await request.json()).get("refused"):
             return JSONResponse({"error": {"message": "no", "type": "t"}}, status_code=429)
@@ -189,7 +191,7 @@ async def test_whole_answers_and_refusals_are_the_librarys_own(call: str, kind: 
         assert [one async for one in ask(request, None)] == [refused]
 
 
-async def test_keys_and_traces_come_along_and_what_tells_of_the_body_does_not() -> None:
+async def test_headers_of_keys_and_traces_are_forwarded_and_those_of_the_body_are_not() -> None:
     app = Numbers()
     given = {"Authorization": "Bearer k", "traceparent": "t", "Content-Length": "7", "Host": "h"}
     answers = LLMAnswers(app, Pace(1e6)).chat(

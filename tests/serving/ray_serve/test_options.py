@@ -12,7 +12,7 @@ from cluster.serving.ray_serve.options import ServeOptions, read_arguments
 from pagedray.errors import StartupError
 
 
-def test_texts_stand_for_numbers() -> None:
+def test_numbers_may_be_strings() -> None:
     given = {"model": "m", "num_replicas": "2", "num_blocks": "64", "enable_prefix_cache": "false"}
     arguments = read_arguments(given)
     assert arguments.model == "m"
@@ -25,7 +25,7 @@ def test_absent_arguments_are_the_defaults() -> None:
     assert (arguments.engine, arguments.serve) == (EngineOptions(), ServeOptions())
 
 
-def test_no_name_means_two_things() -> None:
+def test_option_names_are_unique() -> None:
     names = [field.name for kind in (EngineOptions, ServeOptions) for field in fields(kind)]
     assert len(set(names)) == len(names)
 
@@ -56,7 +56,9 @@ def test_no_name_means_two_things() -> None:
         ({"log_level": "loud"}, "Invalid value 'loud' of argument log_level: "),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line(given: dict[str, Any], text: str) -> None:  # Any: all
+def test_invalid_options_are_named_in_one_line(
+    given: dict[str, Any], text: str
+) -> None:  # Any: all
     with pytest.raises(StartupError) as caught:
         read_arguments({"model": "m"} | given)
     assert str(caught.value).startswith(text)

@@ -18,7 +18,7 @@ END = {"type": "http.response.body", "body": b"", "more_body": False}
 HEAD = {"type": "http.response.start", "status": 200, "headers": []}
 
 
-def test_streams_that_have_begun_share_the_messages_of_a_second() -> None:
+def test_streams_that_have_started_share_the_message_rate() -> None:
     pace = Pace(800.0)
     with pace.stream() as first, pace.stream():
         assert pace.pause_s(first) == pace.pause_s(first) == 1 / 800

@@ -33,7 +33,7 @@ def test_steps_are_progress(watch: ProgressWatch) -> None:
     assert all(look(watch, 50.0 * number, num_steps=number) is None for number in range(50))
 
 
-def test_an_idle_engine_may_rest(watch: ProgressWatch) -> None:
+def test_an_idle_engine_is_not_stuck(watch: ProgressWatch) -> None:
     assert look(watch, 0, has_work=False) is None
     assert look(watch, 10_000, has_work=False) is None
     # Its first request has just come.
@@ -41,7 +41,7 @@ def test_an_idle_engine_may_rest(watch: ProgressWatch) -> None:
     assert look(watch, 10_062) is not None
 
 
-def test_replacing_ranks_takes_its_time_but_not_for_ever(watch: ProgressWatch) -> None:
+def test_replacing_ranks_may_take_long_but_not_forever(watch: ProgressWatch) -> None:
     assert look(watch, 0) is None
     assert look(watch, 100, is_healthy=False) is None
     assert look(watch, 600, is_healthy=False) is None

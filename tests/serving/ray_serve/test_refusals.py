@@ -62,7 +62,7 @@ def counted(servicer: Servicer) -> dict[str, float]:
         ("Abort", b"", "wrong", "unauthenticated"),
     ],
 )
-async def test_what_serves_grpc_refuses_is_counted(
+async def test_refusals_of_serves_grpc_are_counted(
     servicer: Servicer,
     method: str,
     message: Any,  # Any: bytes or one of several messages
@@ -95,7 +95,7 @@ async def test_what_serves_grpc_refuses_is_counted(
         ({"model": "other"}, "unknown_model"),
     ],
 )
-async def test_what_a_handles_generate_refuses_is_counted(
+async def test_refusals_of_a_handles_generate_are_counted(
     servicer: Servicer,
     arguments: dict[str, Any],  # Any: arguments of all types
     reason: str,
@@ -118,7 +118,7 @@ async def test_what_a_handles_generate_refuses_is_counted(
         ({"timeout_s": -1}, "invalid"),
     ],
 )
-async def test_what_a_handles_embed_refuses_is_counted(
+async def test_refusals_of_a_handles_embed_are_counted(
     servicer: Servicer,
     arguments: dict[str, Any],  # Any: arguments of all types
     reason: str,
@@ -130,7 +130,7 @@ async def test_what_a_handles_embed_refuses_is_counted(
     assert counted(servicer) == {f"ray {reason}": 1}
 
 
-async def test_what_a_handle_asks_without_a_good_key_is_counted(servicer: Servicer) -> None:
+async def test_calls_of_a_handle_without_a_valid_key_are_counted(servicer: Servicer) -> None:
     handle = ServeHandle(servicer, Pace(1e6))
     for ask in (handle.loads, handle.tenant_name):
         with pytest.raises(AuthenticationError):

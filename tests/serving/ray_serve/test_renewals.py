@@ -65,7 +65,7 @@ def renewals() -> Any:  # Any: it is given stand-ins for what is Serve's
     return Renewals(period_s=PERIOD_S, idle_s=IDLE_S)
 
 
-async def test_what_is_read_is_renewed_at_its_own_replica() -> None:
+async def test_streams_that_are_read_are_renewed_at_their_replica() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     results = [Result(), Result()]
     open_streams.renew_stream(results[0], replicas[0], "a")
@@ -80,7 +80,7 @@ async def test_what_is_read_is_renewed_at_its_own_replica() -> None:
     assert {name for one in replicas[1].renewed for name in one} == {"b"}
 
 
-async def test_what_somebody_waits_for_is_renewed() -> None:
+async def test_streams_with_a_waiting_reader_are_renewed() -> None:
     open_streams, replica, result = renewals(), Replica(), Result(pause_s=10.0)
     open_streams.renew_stream(result, replica, "slow")
     waiting = asyncio.ensure_future(result.__anext__())
@@ -96,7 +96,7 @@ async def test_what_somebody_waits_for_is_renewed() -> None:
     assert len(replica.renewed) == before
 
 
-async def test_what_nobody_reads_is_renewed_no_more() -> None:
+async def test_unread_streams_are_not_renewed() -> None:
     open_streams, replica, read, dropped = renewals(), Replica(), Result(), Result()
     open_streams.renew_stream(read, replica, "read")
     open_streams.renew_stream(dropped, replica, "dropped")
@@ -109,7 +109,7 @@ async def test_what_nobody_reads_is_renewed_no_more() -> None:
     assert replica.renewed[-1] == {"read"}
 
 
-async def test_it_rests_when_all_streams_have_ended() -> None:
+async def test_renewals_stop_when_all_streams_have_ended() -> None:
     open_streams, replica, result = renewals(), Replica(), Result()
     open_streams.renew_stream(result, replica, "first")
     for callback in result.callbacks:
@@ -122,7 +122,7 @@ async def test_it_rests_when_all_streams_have_ended() -> None:
     assert replica.renewed[0] == {"second"}
 
 
-async def test_a_dead_replica_does_not_keep_others_from_being_told() -> None:
+async def test_a_dead_replica_does_not_block_renewals_at_others() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].is_dead = True
     for name, replica in zip("ab", replicas, strict=True):
@@ -131,7 +131,7 @@ async def test_a_dead_replica_does_not_keep_others_from_being_told() -> None:
     assert len(replicas[1].renewed) > 1
 
 
-async def test_a_replica_that_hangs_does_not_keep_others_from_being_told() -> None:
+async def test_a_hanging_replica_does_not_block_renewals_at_others() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].hangs = True
     results = [Result(), Result()]

@@ -85,7 +85,7 @@ def test_refusal_shows_its_details(server: Server, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_break_of_the_format_is_found(tmp_path: Path) -> None:
+def test_breaking_change_of_the_format_is_found(tmp_path: Path) -> None:
     # That the format as it is keeps the rules is said by scripts/check.
     shutil.copytree(PROTOS, tmp_path / "protos")
     file = tmp_path / "protos" / "pagedray" / "v1" / "pagedray.proto"

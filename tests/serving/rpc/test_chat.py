@@ -94,7 +94,7 @@ def test_named_tool_is_forced() -> None:
     assert parts[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
 
 
-def test_calls_are_read_out_of_the_text_as_it_grows() -> None:
+def test_calls_are_parsed_from_the_text_as_it_streams() -> None:
     chat = _chat(tools=[TOOL])
     text = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     outputs = [_output(character) for character in text] + [_output("", FinishReason.STOP)]
@@ -192,6 +192,6 @@ def test_bad_conversation_is_refused(
          Structure(kind="choice", text='["yes", "no"]')),
     ],
 )  # fmt: skip
-def test_structure_is_handed_on(structure: pb.Structure, wanted: Structure) -> None:
+def test_structure_is_passed_to_the_engine(structure: pb.Structure, wanted: Structure) -> None:
     given = _chat(sampling=pb.SamplingParams(structure=structure)).to_input(RpcCall(), ANONYMOUS)
     assert given.sampling == {"structure": wanted}

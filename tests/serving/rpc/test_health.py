@@ -50,7 +50,7 @@ async def status(one: Any) -> int:  # Any: grpc's call
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-async def test_check_tells_what_is_said(
+async def test_check_returns_the_current_status(
     health: Health, channel: grpc.aio.Channel, service: str
 ) -> None:
     assert await status(call(channel, "Check", asking_for(service))) == STATUS.NOT_SERVING
@@ -58,7 +58,7 @@ async def test_check_tells_what_is_said(
     assert await status(call(channel, "Check", asking_for(service))) == STATUS.SERVING
 
 
-async def test_watch_tells_each_change_once(health: Health, channel: grpc.aio.Channel) -> None:
+async def test_watch_sends_each_change_once(health: Health, channel: grpc.aio.Channel) -> None:
     watch = call(channel, "Watch", asking_for(SERVICE))
     assert await status(watch) == STATUS.NOT_SERVING
     await health.set_serving(False)
@@ -81,7 +81,7 @@ async def test_watch_tells_each_change_once(health: Health, channel: grpc.aio.Ch
     ],
     ids=["no message", "long", "very long"],
 )
-async def test_what_asks_for_no_service_is_refused_without_a_trace(
+async def test_malformed_checks_are_rejected_without_a_log_line(
     channel: grpc.aio.Channel,
     method: str,
     body: bytes,
@@ -100,7 +100,7 @@ async def test_check_of_an_unknown_service_is_not_found(channel: grpc.aio.Channe
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_message_that_does_not_come_is_not_waited_for(channel: grpc.aio.Channel) -> None:
+async def test_missing_message_times_out(channel: grpc.aio.Channel) -> None:
     # No message, and no end of messages either.
     silent: Any = channel.stream_stream(f"/{HEALTH}/Check")()  # type: ignore[call-arg]  # Any, ignore: see `call`
     with pytest.raises(grpc.aio.AioRpcError) as caught:

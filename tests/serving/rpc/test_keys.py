@@ -115,7 +115,7 @@ async def test_wrong_key_is_refused_with_details(
     assert KEYS["red"] not in status.message
 
 
-async def test_malformed_message_without_a_key_is_not_looked_at(
+async def test_malformed_message_without_a_key_is_not_parsed(
     channel: grpc.aio.Channel,
 ) -> None:
     path = "/pagedray.v1.GenerationService/Generate"

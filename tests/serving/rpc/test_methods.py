@@ -39,7 +39,7 @@ CONVERSATION = pb.Conversation(
 )
 
 
-def test_tokens_of_a_text_become_it_again(stub: Stub) -> None:
+def test_detokenize_inverts_tokenize(stub: Stub) -> None:
     ids = stub.Tokenize(pb.TokenizeRequest(text=TEXT)).token_ids
     assert stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text == TEXT
     with_special = pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
@@ -77,7 +77,7 @@ def test_conversation_is_tokenized_as_chat_reads_it(stub: Stub, server: Server) 
         ("Embed", pb.EmbedRequest(prompts=[pb.EmbedPrompt()] * 1_000_000), "prompts"),
     ],
 )  # fmt: skip
-def test_bad_message_is_refused_soon(stub: Stub, method: str, message: Any, field: str) -> None:
+def test_bad_message_is_rejected_quickly(stub: Stub, method: str, message: Any, field: str) -> None:
     # Any: a message of each method
     started_s = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
@@ -95,7 +95,7 @@ def test_abort_of_many_unknown_ids_is_no_error(stub: Stub) -> None:
         assert stub.Abort(pb.AbortRequest(request_ids=ids)) == pb.AbortResponse()
 
 
-async def test_loads_tell_of_running_calls(server: Server) -> None:
+async def test_loads_list_running_calls(server: Server) -> None:
     server.engine.is_paused = True
     async with grpc.aio.insecure_channel(server.grpc_target) as channel:
         stub: Any = Stub(channel)  # Any: the generated stub is not async to mypy
@@ -163,7 +163,7 @@ async def encoder_stub(tokenizer: Tokenizer, encoder: FakeEncoder) -> AsyncItera
     await servicer.close()
 
 
-async def test_texts_become_vectors(encoder_stub: Any, encoder: FakeEncoder) -> None:
+async def test_texts_are_embedded(encoder_stub: Any, encoder: FakeEncoder) -> None:
     message = pb.EmbedRequest(
         prompts=[pb.EmbedPrompt(text="hello"), pb.EmbedPrompt(token_ids=pb.TokenIds(ids=[5, 6]))],
         pooling=pb.POOLING_CLS,
@@ -196,7 +196,7 @@ async def test_timeout_of_embed_ends_the_wait(encoder_stub: Any) -> None:
     assert status_of_call(caught.value).message.startswith("The deadline passed")
 
 
-async def test_encoder_generates_nothing(encoder_stub: Any) -> None:
+async def test_encoder_does_not_generate(encoder_stub: Any) -> None:
     for call in (
         encoder_stub.Generate(pb.GenerateRequest(text="x")),
         encoder_stub.Chat(pb.ChatRequest(messages=CONVERSATION.messages)),

@@ -90,7 +90,7 @@ def test_unknown_model_is_not_found(stub: Stub) -> None:
     assert list(stub.Generate(pb.GenerateRequest(text="x", model="tiny", sampling=sampling)))
 
 
-def test_full_queue_says_when_to_come_again(stub: Stub, engine: FakeEngine) -> None:
+def test_full_queue_sends_a_retry_delay(stub: Stub, engine: FakeEngine) -> None:
     engine.refusal = errors.OverloadedError("The queue is full.", retry_after_s=2.5)
     code, status = _refused(stub.Generate(pb.GenerateRequest(text="x")))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -115,7 +115,7 @@ def test_every_error_has_a_code_and_a_reason() -> None:
     assert len(reasons) == 10
 
 
-def test_defect_has_no_words_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_defect_has_a_generic_message(caplog: pytest.LogCaptureFixture) -> None:
     status = status_of(KeyError("/home/secret"))
     assert code_of(status) is grpc.StatusCode.INTERNAL
     assert b"secret" not in status.SerializeToString()

@@ -56,7 +56,7 @@ async def logged(servicer: Servicer, form: LogFormat, **given: object) -> list[s
     return stream.getvalue().splitlines()
 
 
-async def test_json_line_says_what_a_call_was(servicer: Servicer) -> None:
+async def test_json_line_describes_the_call(servicer: Servicer) -> None:
     origin = CallOrigin(frontend="grpc", traceparent=f"00-{TRACE_ID}-00f067aa0ba902b7-01")
     (line,) = await logged(servicer, "json", origin=origin)
     found = json.loads(line)
@@ -105,7 +105,7 @@ def test_line_is_one_line_whatever_is_in_it(form: LogFormat) -> None:
     assert json.loads(_log("json", "call", id=NASTY))["id"] == NASTY
 
 
-def test_level_leaves_lines_out() -> None:
+def test_level_filters_lines() -> None:
     stream = io.StringIO()
     with logging_to(stream, level="warning"):
         logging.getLogger("cluster.test").info("quiet")
@@ -126,7 +126,7 @@ class _StuckStream(io.StringIO):
         return super().write(text)
 
 
-def test_stream_that_nobody_reads_holds_nothing_up() -> None:
+def test_unread_stream_blocks_no_caller() -> None:
     stream = _StuckStream()
     logger = logging.getLogger("cluster.test")
     with logging_to(stream):

@@ -135,7 +135,7 @@ async def test_refusals_are_counted_by_reason(servicer: Servicer) -> None:
     assert value(servicer, "pagedray_tokens_in_flight") == 0
 
 
-async def test_nothing_that_clients_send_makes_series(servicer: Servicer) -> None:
+async def test_input_of_clients_creates_no_series(servicer: Servicer) -> None:
     await run(servicer)
     await run(servicer, client_id="first")
     before = {(one.name, *sorted(one.labels.items())) for one in samples(servicer)}
@@ -159,7 +159,7 @@ async def test_tenants_beyond_a_bound_share_a_label(servicer: Servicer) -> None:
     assert value(servicer, "pagedray_tenant_requests_total", tenant="(other)") == 400 - 256
 
 
-async def test_routers_find_what_they_read(servicer: Servicer) -> None:
+async def test_metrics_that_routers_read_are_exported(servicer: Servicer) -> None:
     model = {"model_name": "tiny"}
     assert value(servicer, "vllm:num_requests_running", **model) == 0
     assert value(servicer, "vllm:num_requests_waiting", **model) == 0

@@ -124,7 +124,7 @@ async def test_refusal_is_an_error_of_its_kind(
 @pytest.mark.parametrize(
     "header", [None, "", "00-0-0-01", f"00-{'0' * 32}-{PARENT_ID}-01", "é" * 999]
 )
-async def test_header_that_is_none_begins_no_trace(
+async def test_invalid_header_starts_no_trace(
     servicer: Servicer, exporter: InMemorySpanExporter, header: str | None
 ) -> None:
     # The sampler only takes what a parent has taken.
@@ -211,7 +211,7 @@ def test_spans_reach_a_collector(collector: Collector) -> None:
 @pytest.mark.parametrize(
     "environment", [{}, {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}]
 )
-def test_nothing_is_traced_unless_asked_for(environment: dict[str, str]) -> None:
+def test_nothing_is_traced_by_default(environment: dict[str, str]) -> None:
     assert otlp_tracer(None, environment) is None
 
 

@@ -38,12 +38,12 @@ async def test_work_is_done_in_a_thread_of_the_pool(pool: TextPool) -> None:
     assert thread.name.startswith("pagedray-text")
 
 
-async def test_what_work_raises_is_raised(pool: TextPool) -> None:
+async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run_in_thread(lambda: 1 // 0)
 
 
-async def test_only_so_much_may_wait(pool: TextPool) -> None:
+async def test_waiting_work_is_bounded(pool: TextPool) -> None:
     gate = threading.Event()
     works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
@@ -68,7 +68,7 @@ async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> 
     assert await behind == "done"
 
 
-async def test_closed_pool_refuses_what_waits(pool: TextPool) -> None:
+async def test_closed_pool_rejects_waiting_work(pool: TextPool) -> None:
     gate = threading.Event()
     working = asyncio.create_task(pool.run_in_thread(gate.wait))
     waiting = asyncio.create_task(pool.run_in_thread(gate.wait))

@@ -63,7 +63,7 @@ def test_held_back_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_stop_token_is_no_text_but_is_named(tokenizer: Tokenizer) -> None:
+def test_stop_token_has_no_text_but_is_named(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("abx", add_special_tokens=False)
     stream = _stream(tokenizer, stop_token_ids=(token_ids[-1],))
     outputs = _feed(stream, token_ids, end=FinishReason.STOP, stop_id=token_ids[-1])
@@ -85,7 +85,9 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     assert _text(_feed(stream, token_ids, end=FinishReason.LENGTH)) == "aXb"
 
 
-def test_incomplete_character_at_the_end_becomes_a_sign(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_at_the_end_becomes_a_replacement_character(
+    tokenizer: Tokenizer,
+) -> None:
     token_ids = tokenizer.encode("a\u4f60", add_special_tokens=False)[:-1]
     assert _text(_feed(_stream(tokenizer), token_ids, end=FinishReason.LENGTH)) == "a\ufffd"
 

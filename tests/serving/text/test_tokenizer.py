@@ -22,18 +22,18 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-def test_encoding_adds_what_the_post_processor_says(tokenizer: Tokenizer) -> None:
+def test_encoding_applies_the_post_processor(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("The")[0] == 0
     assert 0 not in tokenizer.encode("The", add_special_tokens=False)
     assert tokenizer.eos_token_ids == (1,)
 
 
-def test_text_is_encoded_alike_while_other_threads_run(tokenizer: Tokenizer) -> None:
+def test_text_is_encoded_equally_while_other_threads_run(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * 1000
     assert tokenizer.encode_without_gil(text) == tokenizer.encode(text)
 
 
-def test_text_is_encoded_alike_by_what_keeps_no_words(tokenizer: Tokenizer, copy: Path) -> None:
+def test_text_is_encoded_equally_without_a_cache(tokenizer: Tokenizer, copy: Path) -> None:
     # That the times are alike as well is measured by tests.load.tenant_timing.
     forgetful = Tokenizer.from_folder(copy)
     forgetful.disable_cache()
@@ -50,7 +50,7 @@ def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
     assert times_s[1] < 5 * times_s[0] + 0.1
 
 
-def test_chat_is_written_by_the_checkpoints_template(tokenizer: Tokenizer) -> None:
+def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: Tokenizer) -> None:
     text = tokenizer.render_chat([ChatMessage("user", "hi")])
     assert text == "<s><|user|>hi</s><|assistant|>"
 

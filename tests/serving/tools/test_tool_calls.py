@@ -139,7 +139,7 @@ def test_list_and_named_calls_are_read(size: int) -> None:
     assert read(reader, '{"x": [1]}', size) == ("", [("add", '{"x": [1]}')])
 
 
-def test_only_the_first_call_is_told_unless_parallel() -> None:
+def test_only_the_first_call_is_returned_unless_parallel() -> None:
     _, text, _, calls = TURNS["hermes, two"]
     reader = turn_reader("hermes", NAMES, is_parallel=False)
     told = [*reader.read_piece(text).calls, *reader.flush().calls]
@@ -147,14 +147,14 @@ def test_only_the_first_call_is_told_unless_parallel() -> None:
     assert "".join(delta.arguments for delta in told) == calls[0][1]
 
 
-def test_arguments_are_told_as_they_are_written() -> None:
+def test_arguments_are_streamed_as_they_are_generated() -> None:
     reader = turn_reader("hermes", NAMES, is_parallel=True)
     reader.read_piece('<tool_call>{"name": "look", "arguments": {"where": "he')
     (delta,) = reader.read_piece("re and th").calls
     assert delta.arguments == "re and th"
 
 
-def test_mistral_has_ids_that_its_templates_take() -> None:
+def test_ids_of_mistral_are_accepted_by_its_templates() -> None:
     reader = turn_reader("mistral", NAMES, is_parallel=True)
     (begun, *_) = reader.read_piece('[TOOL_CALLS]add{"x":1}').calls
     assert begun.id is not None

@@ -26,7 +26,7 @@ def test_optional_parts_in_a_row_are_counted(text: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["a?" * 2000, "(?:a?){900}", "(?:a|)" * 600])
-def test_too_many_are_refused(text: str) -> None:
+def test_too_many_optional_parts_are_rejected(text: str) -> None:
     message = rf"\d+ optional parts in a row, more than the maximum of {MAX_OPTIONAL_RUN}\."
     with pytest.raises(InvalidRequestError, match=message):
         read_regex(text)

@@ -87,7 +87,7 @@ def test_texts_of_random_schemas_are_valid(
         ([1], "must be an object or true"),
     ],
 )
-def test_what_cannot_be_enforced_is_rejected_by_its_name(schema: object, place: str) -> None:
+def test_unenforceable_keywords_are_rejected_by_name(schema: object, place: str) -> None:
     with pytest.raises(InvalidRequestError, match=place) as caught:
         grammar_text(structure(schema))
     assert caught.value.param == "structure"

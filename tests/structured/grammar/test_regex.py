@@ -74,7 +74,7 @@ def test_classes_hold_no_more_than_in_python(pattern: str) -> None:
         *("(" * 100 + ")" * 100, "a" * 5000),
     ],
 )
-def test_what_is_not_supported_is_refused(pattern: str) -> None:
+def test_unsupported_expressions_are_rejected(pattern: str) -> None:
     with pytest.raises(
         InvalidRequestError, match="structure has an unsupported regular expression: "
     ) as caught:

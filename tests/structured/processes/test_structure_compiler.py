@@ -221,7 +221,7 @@ HOPELESS = [
 
 
 @pytest.mark.parametrize(("schema", "place"), HOPELESS)
-def test_hopeless_schemas_never_reach_the_compiler(schema: object, place: str) -> None:
+def test_unsupported_schemas_never_reach_the_compiler(schema: object, place: str) -> None:
     with pytest.raises(InvalidRequestError, match=place):
         grammar_text(Structure(kind="json_schema", text=json.dumps(schema)))
 

@@ -91,7 +91,7 @@ def test_a_linear_kernel_accepts_a_strided_weight(kind: type[LinearKernel]) -> N
 
 @pytest.mark.parametrize("kind", [PackedGemmLinear, DualLayoutLinear])
 @torch.inference_mode()
-def test_without_a_compiler_onednn_multiplies(
+def test_without_a_compiler_onednn_is_used(
     kind: type[LinearKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PackedGemm, "make", lambda weight, bias: None)
@@ -257,7 +257,7 @@ def test_the_norm_of_no_rows_is_no_rows() -> None:
 
 @pytest.mark.parametrize("has_kernel", [True, False])
 @torch.inference_mode()
-def test_rotation_turns_pairs_by_position_times_frequency(
+def test_rotation_rotates_pairs_by_position_times_frequency(
     has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_kernel:

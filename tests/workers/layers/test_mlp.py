@@ -43,7 +43,7 @@ def _filled(
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("names", [("gate", "up"), ("both",)])
 @torch.inference_mode()
-def test_a_gated_mlp_bends_the_gate(names: tuple[str, ...], activation: Activation) -> None:
+def test_a_gated_mlp_activates_the_gate(names: tuple[str, ...], activation: Activation) -> None:
     mlp, weights = _filled(GatedMLP, names, activation)
     gate, up = (tensor for name in names for tensor in weights[f"{name}.weight"])
     x = torch.randn(3, 12)
@@ -60,7 +60,7 @@ def test_a_plain_mlp_has_no_gate(activation: Activation) -> None:
     torch.testing.assert_close(mlp(x), functional.linear(bent, weights["down.weight"][0]))
 
 
-def test_the_functions_are_those_of_their_names() -> None:
+def test_activations_match_their_names() -> None:
     x = torch.linspace(-3.0, 3.0, 50)
     exact = 0.5 * x * (1.0 + torch.erf(x / 2**0.5))
     inner = (2.0 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)

@@ -33,7 +33,7 @@ def test_gemma2_has_caps_windows_and_tied_embeddings_by_default(tmp_path: Path) 
     assert (config.norm_kind, config.activation) == ("offset_rms", "gelu_tanh")
 
 
-def test_gemma2_goes_without_what_is_null(tmp_path: Path) -> None:
+def test_null_disables_features_of_gemma2(tmp_path: Path) -> None:
     config = read_config(
         tmp_path,
         GEMMA2,
@@ -81,7 +81,7 @@ def test_both_ropes_of_gemma3_are_read_in_both_spellings(
     assert config.rope_of(1) == RopeConfig(kind="linear", factor=8.0, theta=5e5)
 
 
-def test_bloom_says_its_sizes_in_three_ways(tmp_path: Path) -> None:
+def test_sizes_of_bloom_are_read_in_three_spellings(tmp_path: Path) -> None:
     config = read_config(tmp_path, BLOOM)
     assert config == read_config(tmp_path, BLOOM, n_embed=..., hidden_size=48)
     assert config == read_config(tmp_path, BLOOM, n_head=..., num_attention_heads=6)
@@ -102,17 +102,19 @@ def test_mpt_reads_its_attention_from_a_section(tmp_path: Path) -> None:
     assert config.max_positions == 512
 
 
-def test_a_clip_of_nought_clips_nothing(tmp_path: Path) -> None:
+def test_a_clip_of_zero_disables_clipping(tmp_path: Path) -> None:
     assert read_config(tmp_path, MPT, attn_config={"clip_qkv": 0}).qkv_limit is None
 
 
-def test_mpt_is_known_by_its_older_word(tmp_path: Path) -> None:
+def test_the_older_architecture_name_of_mpt_is_accepted(tmp_path: Path) -> None:
     config = read_config(tmp_path, MPT, architectures=["MPTForCausalLM"])
     assert config.architecture == "MptForCausalLM"
 
 
 @pytest.mark.parametrize("base", [MPT, PHI3])
-def test_code_is_left_alone_where_it_is_not_needed(base: dict[str, Any], tmp_path: Path) -> None:
+def test_code_of_the_checkpoint_is_ignored_where_it_is_not_needed(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     assert read_config(tmp_path, base, auto_map={"AutoConfig": "x.Y"}) == read_config(
         tmp_path, base
     )
@@ -146,7 +148,7 @@ def test_longrope_runs_up_to_the_first_length(word: str, tmp_path: Path) -> None
     )
 
 
-def test_longrope_of_a_model_that_was_never_made_longer_is_short(tmp_path: Path) -> None:
+def test_longrope_without_an_extended_context_has_no_magnitude(tmp_path: Path) -> None:
     config = read_config(tmp_path, PHI3, rope_scaling=LONGROPE)
     assert config.max_positions == 128
     assert config.rope is not None

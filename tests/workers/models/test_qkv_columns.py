@@ -35,6 +35,6 @@ def test_mpt_has_all_heads_of_each_kind_together(tmp_path: Path) -> None:
     assert _rows(config, rank=1, size=2) == [(24, 48), (72, 96), (120, 144)]
 
 
-def test_ranks_of_phi3_share_a_key_head_that_they_are_too_many_for(tmp_path: Path) -> None:
+def test_ranks_of_phi3_beyond_its_kv_heads_share_one(tmp_path: Path) -> None:
     config = read_config(tmp_path, PHI3, num_key_value_heads=3)
     assert _rows(config, rank=3, size=6) == [(24, 32), (56, 64), (80, 88)]

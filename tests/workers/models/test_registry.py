@@ -319,7 +319,7 @@ def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
         ({"intermediate_size": 95}, 3, "95 MLP columns (intermediate_size)"),
     ],
 )
-def test_a_model_that_cannot_be_spread_is_refused(
+def test_a_model_that_cannot_be_sharded_is_rejected(
     changes: dict[str, Any], num_ranks: int, part: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError) as caught:
@@ -328,7 +328,7 @@ def test_a_model_that_cannot_be_spread_is_refused(
 
 
 @pytest.mark.parametrize(("kv_heads", "num_ranks"), [(3, 1), (3, 3), (3, 6), (6, 2), (1, 6)])
-def test_a_model_that_can_be_spread_is_not_refused(
+def test_a_model_that_can_be_sharded_is_accepted(
     kv_heads: int, num_ranks: int, tmp_path: Path
 ) -> None:
     check_parallel(_read(tmp_path, num_key_value_heads=kv_heads), num_ranks)

@@ -92,7 +92,7 @@ def test_collectives_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
         assert torch.equal(results["gathered_strided"], torch.tensor([[1.0] * 3 + [2.0] * 3] * 2))
 
 
-def test_a_group_of_one_returns_what_it_gets() -> None:
+def test_collectives_of_a_group_of_one_return_their_input() -> None:
     tensor = torch.ones(2, 3)
     with open_group(0, 1, device=CPU) as group:
         assert isinstance(group, SoloGroup)
@@ -125,7 +125,7 @@ def test_ranks_listen_on_the_loopback_only() -> None:
             assert {host for host, _ in found - before} == {LOOPBACK}
 
 
-def test_a_rank_that_nobody_joins_gives_up_in_one_line() -> None:
+def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:
     with pytest.raises(DeviceError, match="Rank 0 of 2 could not join its group at 127") as caught:
         open_group(0, 2, device=CPU, address=(LOOPBACK, _free_port()), timeout_s=0.3)
     assert "\n" not in str(caught.value)

@@ -228,7 +228,7 @@ _ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (_with_length({"a": _ENTRY}, bytes(12)), "cannot be read"),
     ],
 )
-def test_a_lying_header_is_named(content: bytes, part: str, tmp_path: Path) -> None:
+def test_an_inconsistent_header_is_named(content: bytes, part: str, tmp_path: Path) -> None:
     save_checkpoint(CASE, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     message = _message(tmp_path)
