@@ -50,10 +50,14 @@ def open_engine(
     The caller closes it. Raises StartupError.
     """
     executor = make_executor(config, report_progress, placement)
-    engine: Controller | Embedder
-    if config.model.is_encoder:
-        engine = Embedder(config, executor)
-    else:
-        engine = Controller(config, executor, sink)
-    engine.start_steps()
+    try:
+        engine: Controller | Embedder
+        if config.model.is_encoder:
+            engine = Embedder(config, executor)
+        else:
+            engine = Controller(config, executor, sink)
+        engine.start_steps()
+    except BaseException:
+        executor.close()
+        raise
     return engine

@@ -295,7 +295,7 @@ def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanC
     sampling = {"max_tokens": 4, "ignore_eos": True}
     list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="told"))  # type: ignore[arg-type]  # the stubs are narrower than the library
     span = collector.span_with("gen_ai.response.id", "told", timeout_s=30.0)
-    assert (span["pagedray.frontend"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
+    assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
     node: Any = ray._private.worker._global_node  # Any: Ray's own
     (line,) = (
         json.loads(line)
