@@ -89,7 +89,7 @@ INLINE Layout layout_of(const Shape *shape, int64_t step, int64_t unit_bytes) {
 
 /*
  * Threads divide the tiles among themselves. They divide the rows instead where there are enough
- * for several passes, so that no row is copied twice, and also where threads outnumber tiles.
+ * for several passes, so that no row is copied twice, and both where threads outnumber tiles.
  */
 INLINE Share share_of(
     const Shape *shape, const Layout *layout, int64_t num_threads, int64_t thread) {

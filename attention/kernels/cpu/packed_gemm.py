@@ -24,7 +24,7 @@ _SLICE = 16
 _MOST_IN_SIZE = 2**18
 
 
-class _Shape(ctypes.Structure):
+class _GemmShape(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in ("num_rows", "in_size", "out_size", "x_stride", "is_gated")
@@ -85,7 +85,7 @@ class PackedGemm:
         assert in_size == self._in_size
         assert x.stride(1) == 1
         out = x.new_empty((num_rows, out_size))
-        shape = _Shape(num_rows, in_size, out_size, x.stride(0), is_gated)
+        shape = _GemmShape(num_rows, in_size, out_size, x.stride(0), is_gated)
         self._kernel(
             ctypes.addressof(shape),
             x.data_ptr(),

@@ -26,7 +26,7 @@ _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat"}
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
-class _Shape(ctypes.Structure):
+class _DecodeShape(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
@@ -80,7 +80,7 @@ class PagedDecode:
         self._layer_bytes = 2 * block_elements * spec.cache_dtype.itemsize
         self._scale = params.scale
         self._is_fp8 = spec.cache_dtype in _FORMATS
-        self._shape = _Shape(
+        self._shape = _DecodeShape(
             num_heads=params.num_heads,
             num_kv_heads=params.num_kv_heads,
             head_size=params.head_size,
