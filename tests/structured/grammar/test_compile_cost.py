@@ -32,13 +32,22 @@ def test_too_many_optional_parts_are_rejected(text: str) -> None:
         read_regex(text)
 
 
-@pytest.mark.parametrize(("num_required", "num_optional"), [(257, 0), (0, 129), (200, 57)])
-def test_objects_of_too_many_properties_are_refused(num_required: int, num_optional: int) -> None:
+@pytest.mark.parametrize(
+    ("num_required", "num_optional", "limit"),
+    [
+        (257, 0, r"256 properties\."),
+        (0, 129, r"128 properties that are not required\."),
+        (200, 57, r"256 properties\."),
+    ],
+)
+def test_objects_of_too_many_properties_are_refused(
+    num_required: int, num_optional: int, limit: str
+) -> None:
     names = [f"p{index}" for index in range(num_required + num_optional)]
     schema = {
         "type": "object",
         "properties": {key: {"type": "null"} for key in names},
         "required": names[:num_required],
     }
-    with pytest.raises(InvalidRequestError, match=r"must have at most \d+ properties"):
+    with pytest.raises(InvalidRequestError, match=f"#/properties must have at most {limit}"):
         read_json_schema(json.dumps(schema))
