@@ -6,8 +6,6 @@ So are optional parts in a row, since any of them may be followed by any later o
 grow with the square of their number.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cluster.structured.grammar.expressions import (
@@ -44,10 +42,8 @@ def cost_of(expression: Expression) -> int:
 
 def _is_wide(characters: Characters) -> bool:
     letters = (*range(0x41, 0x5B), *range(0x61, 0x7B))
-    return (
-        sum(any(low <= one <= high for low, high in characters.ranges) for one in letters)
-        >= _NUM_WIDE_LETTERS
-    )
+    found = sum(any(low <= one <= high for low, high in characters.ranges) for one in letters)
+    return found >= _NUM_WIDE_LETTERS
 
 
 def optional_run_of(expression: Expression) -> int:

@@ -1,7 +1,5 @@
 """Whether schemas are mutually exclusive, by a conservative check."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations

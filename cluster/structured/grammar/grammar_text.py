@@ -1,18 +1,13 @@
 """Converts a structure to a grammar in xgrammar's EBNF."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import Alternation, Text, invalid_structure, write_ebnf
 from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-
-if TYPE_CHECKING:
-    from pagedray.request import Structure
+from pagedray.request import Structure
 
 __all__ = ["MAX_TEXT_LENGTH", "grammar_text"]
 

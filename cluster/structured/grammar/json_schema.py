@@ -4,9 +4,8 @@ The converse does not hold: properties come in the order of the schema, without 
 ones beside them. A keyword that cannot be enforced is rejected by its name.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NoReturn, cast
 
@@ -21,9 +20,11 @@ from cluster.structured.grammar.expressions import (
     Rule,
     Text,
     invalid_structure,
+    optional,
     size_of,
 )
 from cluster.structured.grammar.json_text import SPACE, VALUE, separated, surrounded
+from cluster.structured.grammar.number_ranges import number_of
 from cluster.structured.grammar.schema_keywords import (
     ANNOTATIONS,
     KEYWORDS,
@@ -37,8 +38,6 @@ from cluster.structured.grammar.schema_keywords import (
     types_of,
     types_of_value,
 )
-from cluster.structured.grammar.schema_numbers import number_of
-from cluster.structured.grammar.schema_parts import key_of, leading_items, members_in_order
 from cluster.structured.grammar.schema_strings import SchemaStrings
 
 __all__ = ["read_json_schema"]
@@ -211,14 +210,14 @@ class _SchemaReader:
             for index, item in enumerate(prefix)
         ][:maximum]
         if len(first) == maximum:
-            return surrounded("[", leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
+            return surrounded("[", _leading_items(first, minimum, Repeat(SPACE, 0, 0)), "]")
         item = self.read(items, f"{path}/items", depth=depth + 1, unguarded=())
         if not first:
             return _checked(surrounded("[", separated(item, minimum, maximum), "]"), schema, path)
         following = Concat((Text(","), SPACE, item))
         num_left = None if maximum is None else maximum - len(first)
         more = Repeat(following, max(0, minimum - len(first)), num_left)
-        return _checked(surrounded("[", leading_items(first, minimum, more), "]"), schema, path)
+        return _checked(surrounded("[", _leading_items(first, minimum, more), "]"), schema, path)
 
     def _object(self, schema: Schema, path: str, depth: int) -> Expression:
         properties = schema.get("properties", {})
@@ -246,11 +245,11 @@ class _SchemaReader:
         for name, part in properties.items():
             if part is not False or name in required:
                 part_path = f"{path}/properties/{escaped_pointer(name)}"
-                key = key_of(name, path)
+                key = _key_of(name, path)
                 value = self.read(part, part_path, depth=depth + 1, unguarded=())
                 members.append(Concat((key, value)))
                 are_required.append(name in required)
-        return surrounded("{", members_in_order(members, are_required, self.rules), "}")
+        return surrounded("{", _members_in_order(members, are_required, self.rules), "}")
 
     def _map(
         self, schema: Schema, path: str, depth: int, minimum: int, maximum: int | None
@@ -266,6 +265,50 @@ class _SchemaReader:
         value = self.read(given, f"{path}/additionalProperties", depth=depth + 1, unguarded=())
         member = Concat((json_text.STRING, Text(":"), SPACE, value))
         return surrounded("{", separated(member, minimum, maximum), "}")
+
+
+def _members_in_order(
+    members: Sequence[Expression], are_required: Sequence[bool], rules: dict[str, Expression]
+) -> Expression:
+    """Return members in order, separated by commas; those not required may be omitted.
+
+    Each member has two rules, which are added to `rules`: `more` for it and those after it where
+    another member precedes it, and `from` where none does.
+    """
+    number = len(rules)
+    first_required = are_required.index(True) if True in are_required else len(members)
+    rest: Expression = Concat(())
+    alone: Expression = Concat(())
+    for index in range(len(members) - 1, -1, -1):
+        member, is_required = members[index], are_required[index]
+        with_comma = Concat((Text(","), SPACE, member))
+        if index <= first_required:
+            first = Concat((member, rest))
+            rules[f"from{number}x{index}"] = first if is_required else Alternation((first, alone))
+            alone = Rule(f"from{number}x{index}")
+        rest = Concat((with_comma if is_required else optional(with_comma), rest))
+        # As a rule, so that the rest is written once.
+        rules[f"more{number}x{index}"] = rest
+        rest = Rule(f"more{number}x{index}")
+    return alone
+
+
+def _leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:
+    """Return items in order, of which those after the first `minimum` are optional."""
+    following = more
+    for index in range(len(items) - 1, -1, -1):
+        comma = () if index == 0 else (Text(","), SPACE)
+        following = Concat((*comma, items[index], following))
+        if index >= minimum:
+            following = optional(following)
+    return following
+
+
+def _key_of(name: str, path: str) -> Expression:
+    """Return a property's name and the colon after it."""
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        fail(f"{path}/properties", "has a name with a lone surrogate")
+    return Concat((Text(json.dumps(name, ensure_ascii=False)), Text(":"), SPACE))
 
 
 def _checked(array: Expression, schema: Schema, path: str) -> Expression:

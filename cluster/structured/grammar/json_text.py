@@ -4,8 +4,6 @@ Strings contain no unnecessary escapes and so no half of a surrogate pair, numbe
 for every parser, and there is at most one line feed between two tokens of JSON.
 """
 
-from __future__ import annotations
-
 import json
 
 from cluster.structured.grammar.expressions import (
@@ -52,12 +50,8 @@ VALUE = Rule("value")
 
 _QUOTE = Text('"')
 _SPACES = Repeat(Characters(((0x09, 0x0A), (0x20, 0x20))), 0, None)
-STRING_END = Concat(
-    (
-        _QUOTE,
-        Lookahead(Concat((_SPACES, Characters(tuple((ord(c), ord(c)) for c in ",:]}"))))),
-    )
-)
+_AFTER_STRING = Characters(tuple((ord(c), ord(c)) for c in ",:]}"))
+STRING_END = Concat((_QUOTE, Lookahead(Concat((_SPACES, _AFTER_STRING)))))
 """The closing quote of a string."""
 _COMMA = Concat((Text(","), SPACE))
 _DIGIT = Characters(((0x30, 0x39),))

@@ -6,8 +6,6 @@ includes everything after the loop. Such rules are one automaton, for which xgra
 tokens when it compiles; a mask takes microseconds.
 """
 
-from __future__ import annotations
-
 from cluster.structured.grammar.expressions import (
     Alternation,
     Characters,

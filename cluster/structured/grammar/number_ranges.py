@@ -1,10 +1,10 @@
-"""Expressions for the digits of decimal numbers between two bounds."""
+"""The numbers that a JSON schema allows, as expressions for their digits."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from math import ceil, floor
-from typing import TYPE_CHECKING
 
+from cluster.structured.grammar import json_text
 from cluster.structured.grammar.expressions import (
     Alternation,
     Characters,
@@ -15,14 +15,44 @@ from cluster.structured.grammar.expressions import (
     invalid_structure,
     optional,
 )
+from cluster.structured.grammar.schema_keywords import KEYWORDS, Schema, fail
 
-if TYPE_CHECKING:
-    from fractions import Fraction
-
-__all__ = ["numbers_between"]
+__all__ = ["number_of", "numbers_between"]
 
 _NUM_INTEGER_DIGITS = 15
 _NUM_DECIMALS = 6
+
+
+def number_of(schema: Schema, path: str, *, is_integer: bool) -> Expression:
+    """Return the numbers that a schema allows. Raises InvalidRequestError."""
+    bounds: dict[str, Fraction] = {}
+    for keyword in KEYWORDS["number"].intersection(schema):
+        value = schema[keyword]
+        if isinstance(value, bool) or not isinstance(value, int | Fraction):
+            fail(f"{path}/{keyword}", "must be a number")
+        bound = Fraction(value)
+        if abs(bound) > 10**15 or bound.denominator > 10**15:
+            fail(f"{path}/{keyword}", "must have at most 15 digits before and after the point")
+        bounds[keyword] = bound
+    if not bounds:
+        return json_text.INTEGER if is_integer else json_text.NUMBER
+    low, is_low_open = _closest(bounds, "minimum", "exclusiveMinimum", max)
+    high, is_high_open = _closest(bounds, "maximum", "exclusiveMaximum", min)
+    return numbers_between(
+        low, high, is_low_open=is_low_open, is_high_open=is_high_open, is_integer=is_integer
+    )
+
+
+def _closest(
+    bounds: Mapping[str, Fraction],
+    closed: str,
+    opened: str,
+    pick: Callable[[list[Fraction]], Fraction],
+) -> tuple[Fraction | None, bool]:
+    """Return the tighter of two bounds, and whether it is open."""
+    found = [bounds[keyword] for keyword in (closed, opened) if keyword in bounds]
+    bound = pick(found) if found else None
+    return bound, bound is not None and bounds.get(opened) == bound
 
 
 def numbers_between(

@@ -5,8 +5,6 @@ match, `.` excludes line terminators, classes like `\\d` are ASCII. Features wit
 in a grammar (lookaround, backreferences, word boundaries, flags, inner anchors) are rejected.
 """
 
-from __future__ import annotations
-
 import re
 import string
 
@@ -133,7 +131,7 @@ class _RegexParser:
         if self._peek() == "?":
             # Lazy or greedy, the same texts match.
             self._at += 1
-        if self._peek() in ("*", "+", "?", "{") and self._peek():
+        if self._peek() in ("*", "+", "?", "{"):
             raise self.error("multiple repeat")
         if size_of(part) == 0:
             return part
@@ -210,9 +208,8 @@ class _RegexParser:
         self._at += 1
         if not ranges:
             raise self.error("empty character set")
-        if is_negated:
-            return complement(tuple(ranges))
-        return complement(complement(tuple(ranges)).ranges)
+        others = complement(tuple(ranges))
+        return others if is_negated else complement(others.ranges)
 
     def _member(self, classes: dict[str, Ranges]) -> int | Ranges:
         character = self._take()

@@ -1,7 +1,5 @@
 """The supported keywords of JSON Schema, and how the simplest of them are read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NoReturn, cast
 

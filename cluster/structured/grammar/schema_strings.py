@@ -1,9 +1,5 @@
 """The strings that a JSON schema allows, and what they cost to compile."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from cluster.structured.grammar import json_text
 from cluster.structured.grammar.compile_cost import MAX_COST, cost_of
 from cluster.structured.grammar.expressions import (
@@ -18,11 +14,8 @@ from cluster.structured.grammar.expressions import (
 from cluster.structured.grammar.json_text import CONTENT, PLAIN, STRING_END, as_json_string
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
-from cluster.structured.grammar.schema_keywords import count_limits_of, fail
+from cluster.structured.grammar.schema_keywords import Schema, count_limits_of, fail
 from pagedray.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from cluster.structured.grammar.schema_keywords import Schema
 
 __all__ = ["SchemaStrings", "limited_string"]
 

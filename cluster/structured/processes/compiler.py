@@ -81,7 +81,6 @@ class StructureCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Bytes of the cached grammars."""
         with self._lock:
             return sum(size for _, size in self._cache.values())
 
@@ -151,7 +150,7 @@ class StructureCompiler:
             sizes[tenant] -= size
 
     def _compile(self, tenant: str, structure: Structure) -> _Loaded:
-        answer = self._process.compile(structure)
+        answer = self._process.compile_structure(structure)
         if isinstance(answer, Refused):
             raise invalid_structure(answer.message)
         if isinstance(answer, Died):

@@ -69,7 +69,7 @@ class CompilerClient:
         with self._lock:
             self._running()
 
-    def compile(self, structure: Structure) -> Compiled | Refused | Died:
+    def compile_structure(self, structure: Structure) -> Compiled | Refused | Died:
         """Return the result for a structure. Raises EngineError."""
         try:
             return self._compiled(structure)

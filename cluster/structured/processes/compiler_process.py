@@ -159,8 +159,7 @@ def _try_out(library: XGrammarLibrary, text: str, limits: CompileLimits) -> None
         if not len(allowed):
             if index == 0 and not matcher.is_complete:
                 raise InvalidRequestError(
-                    "structure matches no text that the model's tokens can form.",
-                    param="structure",
+                    "structure matches no text that the model's tokens can form.", param="structure"
                 )
             return
         matcher.accept_token(int(allowed[generator.randrange(len(allowed))]))

@@ -4,15 +4,10 @@ All sequences of a step wait for the slowest mask. A limit for each sequence wou
 hundred of them, and a limit for each grammar could be evaded: a comment makes it another one.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 __all__ = ["CpuBudget", "TenantCpuBudgets"]
 

@@ -1,22 +1,18 @@
 """A thread pool that tenants share fairly."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pagedray.errors import OverloadedError, ShuttingDownError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["FairThreadPool"]
 
 Result = TypeVar("Result")
 # Any: tasks of any result.
-_Task = tuple[Future[Any], "Callable[[], Any]"]
+_Task = tuple[Future[Any], Callable[[], Any]]
 
 
 class FairThreadPool:
@@ -94,7 +90,10 @@ class FairThreadPool:
     def _run(self, tenant: str, future: Future[Result], task: Callable[[], Result]) -> None:
         try:
             if future.set_running_or_notify_cancel():
-                _settle(future, task)
+                future.set_result(task())
+        # Any error goes to the waiting thread, as in every executor.
+        except BaseException as error:
+            future.set_exception(error)
         finally:
             with self._lock:
                 self._running[tenant] -= 1
@@ -102,13 +101,3 @@ class FairThreadPool:
                     del self._running[tenant]
                 if not self._is_closed:
                     self._start_tasks()
-
-
-def _settle(future: Future[Result], task: Callable[[], Result]) -> None:
-    try:
-        result = task()
-    # Any error goes to the waiting thread, as in every executor.
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -1,12 +1,7 @@
 """Frames on a socket: a length of four bytes, followed by as many bytes."""
 
-from __future__ import annotations
-
+import socket
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import socket
 
 __all__ = ["read_frame", "write_frame"]
 

@@ -22,12 +22,7 @@ from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_frame, write_frame
 from cluster.structured.processes.mask_batch import CHECK_INTERVAL_S, MaskBatch
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
-from cluster.structured.processes.messages import (
-    GrammarLoaded,
-    LoadFailed,
-    LoadGrammar,
-    StepQuery,
-)
+from cluster.structured.processes.messages import GrammarLoaded, LoadFailed, LoadGrammar, StepQuery
 from cluster.structured.processes.sequence_matcher import SequenceMatcher
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """The memory limit of a process of structured output, enforced by the kernel."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

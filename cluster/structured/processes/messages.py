@@ -1,7 +1,5 @@
 """The messages between the replica and the processes of structured output."""
 
-from __future__ import annotations
-
 import msgspec
 
 from cluster.structured.processes.vocabulary import Vocabulary

@@ -1,7 +1,5 @@
 """The vocabulary that grammars are compiled for: the bytes of each token, and the end tokens."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import msgspec

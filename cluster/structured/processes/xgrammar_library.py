@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.structured.processes.stub_modules import StubModule, stubbed
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from cluster.structured.processes.vocabulary import Vocabulary
@@ -22,14 +24,38 @@ if TYPE_CHECKING:
 __all__ = ["GrammarMatcher", "XGrammarLibrary"]
 
 
+class _StubModule(ModuleType):
+    """A module in which every name is an empty class."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *given, **named: None})
+
+
+@contextmanager
+def _stubbed(**modules: ModuleType | None) -> Iterator[None]:
+    """Replace modules that are not imported yet; None makes their import fail.
+
+    No other thread may import them at the same time.
+    """
+    # The type of sys.modules excludes None, which Python allows.
+    sys.modules.update(modules)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
 # Any: the library's types are incomplete.
 def _imported() -> Any:
     if "torch" not in sys.modules:
         try:
             # The library below it works without torch if its import fails.
-            with stubbed(torch=None):
+            with _stubbed(torch=None):
                 import tvm_ffi  # noqa: F401
-            with stubbed(torch=StubModule("torch"), transformers=StubModule("transformers")):
+            with _stubbed(torch=_StubModule("torch"), transformers=_StubModule("transformers")):
                 import xgrammar
         except Exception:
             # This release needs more than the stubs: remove what was partly imported.
