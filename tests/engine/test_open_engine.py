@@ -1,0 +1,44 @@
+"""Opening an engine: what started ends if the rest fails."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.engine.open_engine import open_engine
+from cluster.engine.options import EngineOptions, engine_config
+from tests.fakes import FakeExecutor, RecordingSink
+from tests.system.server_process import TINY_LLAMA
+
+
+class _ClosableExecutor(FakeExecutor):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("is_encoder", [False, True])
+def test_ranks_end_if_the_engine_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, is_encoder: bool
+) -> None:
+    config = engine_config(TINY_LLAMA, EngineOptions(executor="local", device="cpu"))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, is_encoder=is_encoder)
+    )
+    executor = _ClosableExecutor()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    name = "Embedder" if is_encoder else "Controller"
+    monkeypatch.setattr(f"cluster.engine.open_engine.{name}", fail)
+    with pytest.raises(MemoryError):
+        open_engine(
+            config,
+            RecordingSink(),
+            lambda what, fraction: None,
+            make_executor=lambda config, report_progress, placement: executor,
+        )
+    assert executor.is_closed
