@@ -21,15 +21,25 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from cluster.serving.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[TextPool]:
+def gate() -> Iterator[threading.Event]:
+    """Yield an event that work waits for; it is set at the end, even if the test fails."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+async def pool(gate: threading.Event) -> AsyncIterator[TextPool]:
     pool = TextPool(num_threads=1, max_waiting=2)
     yield pool
+    # Closing waits for the work.
+    gate.set()
     await pool.close()
 
 
@@ -43,8 +53,7 @@ async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:
         await pool.run_in_thread(lambda: 1 // 0)
 
 
-async def test_waiting_work_is_bounded(pool: TextPool) -> None:
-    gate = threading.Event()
+async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) -> None:
     works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(OverloadedError, match="The queue of 2 long texts"):
@@ -54,8 +63,9 @@ async def test_waiting_work_is_bounded(pool: TextPool) -> None:
     assert await pool.run_in_thread(gate.wait)
 
 
-async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> None:
-    gate = threading.Event()
+async def test_abandoned_work_keeps_its_thread_until_it_ends(
+    pool: TextPool, gate: threading.Event
+) -> None:
     works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for work in works:
@@ -68,8 +78,7 @@ async def test_abandoned_work_keeps_its_thread_until_it_ends(pool: TextPool) -> 
     assert await behind == "done"
 
 
-async def test_closed_pool_rejects_waiting_work(pool: TextPool) -> None:
-    gate = threading.Event()
+async def test_closed_pool_rejects_waiting_work(pool: TextPool, gate: threading.Event) -> None:
     working = asyncio.create_task(pool.run_in_thread(gate.wait))
     waiting = asyncio.create_task(pool.run_in_thread(gate.wait))
     await asyncio.sleep(0.01)
@@ -82,7 +91,9 @@ async def test_closed_pool_rejects_waiting_work(pool: TextPool) -> None:
         await waiting
 
 
-async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokenizer) -> None:
+async def test_frontends_refuse_long_texts_when_too_many_wait(
+    tokenizer: Tokenizer, gate: threading.Event
+) -> None:
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72])
     client.attach_generation_engine(engine)
@@ -98,7 +109,6 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(tokenizer: Tokeniz
     )
     await frontends.start_servers()
     await frontends.set_ready()
-    gate = threading.Event()
     works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(2)]
     await asyncio.sleep(0.01)
     async with (
