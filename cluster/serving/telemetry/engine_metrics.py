@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCollector", "duration_family"]
 
-_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 # Values of the label `part` where they differ from the engine's names; queries select by them.
 _PART_LABELS = {"prefill_ragged": "fresh"}
 
