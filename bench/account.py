@@ -51,7 +51,7 @@ NUM_WARM_UP_STEPS = 60
 NUM_TIMED_STEPS = 100
 NUM_PROFILED_STEPS = 30
 NUM_SPARE_STEPS = 400
-"""For the start and the end of the profiler, which take some."""
+"""Steps that run while the profiler starts and stops."""
 TOP_P: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # Any: fields of SamplingParams
 
 
@@ -94,7 +94,7 @@ class KernelRow:
     us_each: float
     us: float
     gigabytes: float | None = None
-    """By formula; None where there is none."""
+    """By formula; None for kernels without one."""
     gigaflop: float | None = None
     share_of_roof: float | None = None
 
@@ -181,7 +181,7 @@ class StepClock:
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @wraps(function)
-        def timed(*arguments: Any, **options: Any) -> Any:  # Any: whatever the method takes
+        def timed(*arguments: Any, **options: Any) -> Any:  # Any: arguments of the method
             start_s = time.perf_counter()
             try:
                 return function(*arguments, **options)
@@ -194,7 +194,7 @@ class StepClock:
         timed = self._timed(launch, "launch")
 
         @wraps(launch)
-        def counted(*arguments: Any, **options: Any) -> Any:  # Any: whatever the method takes
+        def counted(*arguments: Any, **options: Any) -> Any:  # Any: arguments of the method
             if self.is_marking and self._device == "cuda":
                 torch.cuda._sleep(1)
             self.starts.append(time.perf_counter())
@@ -208,7 +208,7 @@ class StepClock:
 
 
 def main() -> int:
-    """Take the account of every case, print it, and write it if asked to."""
+    """Measure every case, print it, and write it if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable (all of them)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
@@ -406,7 +406,7 @@ def gaps_of(steps: list[list[Launch]]) -> tuple[dict[str, float], int]:
 
 
 def gpu_clocks() -> str:
-    """Return SM clock, power and temperature, or nothing where nvidia-smi is not there."""
+    """Return SM clock, power and temperature, or an empty string without nvidia-smi."""
     query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
     try:
         return subprocess.run(

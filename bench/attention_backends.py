@@ -79,7 +79,7 @@ class SharedBuilder(TorchSDPAGpuMetadataBuilder):
 
 
 class SharedKernelBackend(TorchSDPAGpuBackend):
-    """The kernels that all backends share, by themselves."""
+    """The shared kernels alone."""
 
     name = "shared kernel"
     builder_cls = SharedBuilder
@@ -245,7 +245,7 @@ class Bench:
 
 
 def main() -> int:
-    """Run what the command line asks for, print the table, write the results."""
+    """Measure, print the table and write the results."""
     names = [backend.get_name() for backend in BACKENDS]
     parser = argparse.ArgumentParser(description="Speed of the attention backends on a GPU.")
     parser.add_argument("--backend", action="append", choices=names)
@@ -308,7 +308,7 @@ def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return random queries, keys and values, strided as a fused projection's, and room."""
+    """Return random queries, keys and values, strided as a fused projection's, and an output."""
     q_size = PARAMS.num_heads * PARAMS.head_size
     kv_size = PARAMS.num_kv_heads * PARAMS.head_size
     fused = torch.empty(count, q_size + 2 * kv_size, dtype=torch.bfloat16, device="cuda")

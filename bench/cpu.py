@@ -107,7 +107,7 @@ class Transformers(Engine):
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        # Any: transformers declares `generate` for a protocol that its own models do not fit.
+        # Any: transformers' own models do not match the protocol that `generate` declares.
         self._model: Any = transformers.LlamaForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype)
         ).eval()

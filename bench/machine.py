@@ -1,4 +1,4 @@
-"""What a measurement says of the machine it ran on."""
+"""The description of the machine in the results of measurements."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def dense_attention(
 
 
 def as_cached(x: torch.Tensor, params: AttentionParams, scale: float) -> torch.Tensor:
-    """Return keys or values as the cache gives them back: what an fp8 type makes of them."""
+    """Return keys or values as the cache returns them, rounded to its fp8 type."""
     dtype = KV_CACHE_DTYPES[params.kv_cache_dtype]
     if dtype is None or not params.is_cached:
         return x

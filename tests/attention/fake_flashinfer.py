@@ -31,7 +31,7 @@ class FakeScratch:
 class FakeMemory:
     """Stands for the memory of plans, which nothing copies here."""
 
-    def __init__(self, wrapper: Any) -> None:  # Any: a fake of what has no types
+    def __init__(self, wrapper: Any) -> None:  # Any: the library is untyped
         self._turns = 0
 
     def turn(self) -> "FakeMemory":
@@ -47,7 +47,7 @@ class FakeMemory:
 
 
 class FakeWrapper:
-    """What all wrappers have in common: the plan's numbers."""
+    """The arguments of a plan, which all wrappers have in common."""
 
     plans: ClassVar[list[str]] = []
     """Which wrappers were planned, and for which version of the kernels."""
@@ -69,7 +69,7 @@ class FakeWrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
-        """Remember what to compute."""
+        """Record the plan."""
         FakeWrapper.plans.append(f"{type(self).__name__} {self.backend}")
         self.dtypes = q_data_type, kv_data_type
         self.params = AttentionParams(

@@ -328,7 +328,7 @@ class Rig:
 
     def _tables(self, blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
         width = max(map(len, blocks), default=0) + 1
-        # What pads a table is the id of a block that holds NaN: no one may look at it.
+        # Tables are padded with the id of a block of NaN, which must not be read.
         tables = np.full((len(blocks), width), self.poisoned, dtype=np.int32)
         for row, ids in zip(tables, blocks, strict=True):
             row[: len(ids)] = ids

@@ -1,4 +1,4 @@
-"""A backend of the shared kernels alone, on any device: all of the GPU's path but a library."""
+"""A backend of the shared kernels alone, on any device: the GPU path without a library."""
 
 from collections.abc import Iterator
 

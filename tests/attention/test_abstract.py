@@ -1,4 +1,4 @@
-"""The interface: what it refuses, and what it guarantees by itself."""
+"""The interface of backends: its checks and its default methods."""
 
 import inspect
 from dataclasses import replace

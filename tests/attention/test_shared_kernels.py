@@ -1,4 +1,4 @@
-"""The shared kernels behind the whole path of a backend on a GPU, interpreted on a CPU."""
+"""The shared kernels through the whole GPU path of a backend, interpreted on a CPU."""
 
 from dataclasses import replace
 
@@ -181,7 +181,7 @@ def test_step_that_was_overwritten_is_uploaded_when_it_advances() -> None:
 
 
 def assert_same_step(step: AttentionMetadata, expected: AttentionMetadata) -> None:
-    """Check that two decodes say the same to the device and to the host."""
+    """Check that two decodes are equal on the device and on the host."""
     assert isinstance(step, GpuMetadata)
     assert isinstance(expected, GpuMetadata)
     batch, other = step.prepare_step(), expected.prepare_step()

@@ -1,4 +1,4 @@
-"""An fp8 cache: what it holds, and that nothing else of a step changes with it."""
+"""An fp8 cache: its contents, and that it changes nothing else of a step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What torch_sdpa gives to torch and what to the kernels on a GPU, interpreted on a CPU."""
+"""Which parts of a step torch and the GPU kernels of torch_sdpa run, interpreted on a CPU."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The masks that are made by hand against those of the library's own constructors."""
+"""Our masks against those of the library's constructors."""
 
 from dataclasses import replace
 

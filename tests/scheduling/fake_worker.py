@@ -1,9 +1,9 @@
 """A worker whose cache holds fingerprints instead of keys and values.
 
 The fingerprint at a position stands for its tenant and every token up to it, as real
-keys and values do. Plans are carried out in the order that `pagedray.batch` tells. Swaps
+keys and values do. Plans are carried out in the order that `pagedray.batch` documents. Swaps
 are as late as they may be: a block gets its content when the step is acknowledged, and
-what it had is destroyed when the step runs. The worker checks whatever it can see.
+what it had is destroyed when the step runs. The worker checks everything it can observe.
 """
 
 from collections import deque

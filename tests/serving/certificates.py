@@ -28,7 +28,7 @@ class Issued:
     key: bytes
 
     def write(self, folder: Path) -> None:
-        """Write both as a renewal does: one after the other, each at once."""
+        """Write both as a renewal does: one after the other, each atomically."""
         for name, content in (("tls.crt", self.certificate), ("tls.key", self.key)):
             part = folder / f"{name}.part"
             part.write_bytes(content)
@@ -48,7 +48,7 @@ class Authority:
         self.certificate = self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, name: str = "server", *, num_days: int = 10) -> Issued:
-        """Return a certificate; with a negative number of days one that has ended."""
+        """Return a certificate; expired if the number of days is negative."""
         key = ec.generate_private_key(ec.SECP256R1())
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         builder = _builder(_name(name), self._name, key, num_days=num_days)

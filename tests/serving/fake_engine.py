@@ -39,7 +39,7 @@ class _Sequence:
 
 @dataclass
 class Log:
-    """What reached the engine."""
+    """What the engine received."""
 
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Log:
 
 
 class FakeEngine:
-    """Publishes one token of every sequence a step, as its script says."""
+    """Publishes one scripted token of every sequence per step."""
 
     def __init__(self, sink: Sink, script: Callable[[Request, int], list[int]]) -> None:
         self._sink = sink
@@ -60,7 +60,7 @@ class FakeEngine:
         self._thread.start()
 
     def reset(self) -> None:
-        """Forget what a test has set and seen."""
+        """Reset everything that a test has set or observed."""
         with self._lock:
             self._sequences.clear()
         self.log = Log()

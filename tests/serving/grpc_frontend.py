@@ -54,7 +54,7 @@ async def grpc_frontend(
     certificates: CertificateStore | None = None,
     authenticator: Authenticator | None = None,
 ) -> AsyncIterator[GrpcFrontend]:
-    """Serve until the context is left."""
+    """Serve within the context."""
     client = EngineClient(asyncio.get_running_loop())
     engine = FakeEngine(client, lambda request, index: [72, 73])
     client.attach_generation_engine(engine)
@@ -72,7 +72,7 @@ async def grpc_frontend(
 
 
 def status_of_call(error: grpc.RpcError) -> Status:
-    """Return the google.rpc.Status that came with the end of a call."""
+    """Return the google.rpc.Status in the trailing metadata of a call."""
     assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the stubs are narrower than the library
     assert status is not None

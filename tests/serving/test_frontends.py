@@ -63,7 +63,7 @@ def _frontends(
 
 
 async def _health(frontends: Frontends) -> tuple[int, int]:
-    """Return what gRPC's health and HTTP's readiness say; HTTP is alive all the time."""
+    """Return the health over gRPC and the readiness over HTTP; liveness must hold throughout."""
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,
         httpx.AsyncClient() as http,

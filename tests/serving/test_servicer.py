@@ -189,7 +189,7 @@ async def test_weights_reach_the_engine_and_an_unknown_tenant_does_not(opened: O
     (await opened.servicer.start_generation(given("ben"))).close()
     (request,) = opened.engine.log.submitted
     assert (request.tenant, request.weight) == ("ben", 3.0)
-    for name in ("", "nobody"):
+    for name in ("", "unknown"):
         with pytest.raises(AuthenticationError):
             await opened.servicer.start_generation(given(name))
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a small model, and one compiler for all tests."""
+"""A tokenizer of a small model, and a compiler shared by all tests."""
 
 from __future__ import annotations
 

@@ -30,45 +30,45 @@ __all__ = ["CancelFrontend", "Cancelled", "Lost", "cancel_many", "lose_some"]
 
 CancelFrontend = Literal["grpc", "http"]
 _LONGEST_S = 0.3
-"""The latest moment, from its start on, at which a call is cancelled."""
+"""The longest time after its start at which a call is cancelled."""
 _POLL_S = 0.01
 _GIVE_UP_S = 60.0
 _LOST_AFTER_S = 1.0
-"""What is known for so long after its cancel is lost."""
+"""A cancel is lost if the call is still reported this long after it."""
 _MAX_TOKENS = 900
 _NUM_SEQUENCES = 16
-"""Of a call that is to run for long."""
+"""Of a call that should run for a long time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled:
-    """What became of calls that were cancelled, in seconds from the cancel on."""
+    """The fate of cancelled calls, in seconds since the cancel."""
 
     gone_s: list[float]
-    """When each call was known to no replica; infinite if it was lost."""
+    """When no replica reported a call any more; infinite if its cancel was lost."""
     free_s: list[float]
     """When all replicas were idle with all blocks free, after the last cancel of each round."""
     num_begun: int
-    """Calls that were sent something before their cancel."""
+    """Calls that received a message before their cancel."""
     look_s: list[float]
-    """What each look at the replicas took, which the times above include."""
+    """The duration of each poll of the replicas, which the times above include."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What became of calls whose cancels Serve lost."""
+    """The fate of calls whose cancels Serve lost."""
 
     num_cancels: int
     gone_s: list[float]
-    """When each lost call was known to no replica, in seconds from its cancel on."""
+    """When no replica reported a lost call any more, in seconds since its cancel."""
     num_tokens: list[int]
     """The tokens that each lost call had when it was last seen."""
     most_tokens: int
-    """What a call has that nothing ends."""
+    """The tokens of a call that runs to its end."""
 
 
 class _Watch:
-    """Looks at the replicas again and again, and remembers which calls they tell of."""
+    """Polls the replicas and records which calls they report."""
 
     def __init__(self, cluster: ServeCluster) -> None:
         self._cluster = cluster
@@ -78,25 +78,25 @@ class _Watch:
         self._idle_since_s = 0.0
 
     def note_cancel(self, name: str) -> None:
-        """Note that a call is cancelled at this moment."""
+        """Record that a call is being cancelled."""
         self._cancelled_s[name] = time.monotonic()
 
     async def look(self) -> None:
-        """Ask the replicas once."""
+        """Poll the replicas once."""
         asked_s = time.monotonic()
         loads = await self._cluster.loads()
-        told_s = time.monotonic()
-        self.look_s.append(told_s - asked_s)
+        answered_s = time.monotonic()
+        self.look_s.append(answered_s - asked_s)
         running = {call.id for one in loads for call in one.calls}
         for name, cancelled_s in self._cancelled_s.items():
             if name in running:
-                # It came late: what was thought gone had not yet arrived.
+                # The call arrived late: it was absent from an earlier poll, not cancelled.
                 self._gone_s.pop(name, None)
             elif name not in self._gone_s and asked_s >= cancelled_s:
-                self._gone_s[name] = told_s - cancelled_s
+                self._gone_s[name] = answered_s - cancelled_s
         is_idle = all(_is_idle(one) for one in loads)
         if not is_idle or not self._idle_since_s:
-            self._idle_since_s = told_s if is_idle else 0.0
+            self._idle_since_s = answered_s if is_idle else 0.0
 
     async def until_free(self) -> float:
         """Return how long after the last cancel all replicas were idle with all blocks free."""
@@ -110,7 +110,7 @@ class _Watch:
         return self._idle_since_s - last_s
 
     def gone_s(self) -> list[float]:
-        """Return how long each call was known after its cancel."""
+        """Return how long each call was reported after its cancel."""
         return [self._gone_s.get(name, math.inf) for name in self._cancelled_s]
 
 
@@ -122,7 +122,7 @@ async def cancel_many(
     at_once: int = 8,
     seed: int = 0,
 ) -> Cancelled:
-    """Cancel calls of a frontend at random moments, some of them at once."""
+    """Cancel calls of a frontend at random times, several of them concurrently."""
     chance = random.Random(seed)
     watch = _Watch(cluster)
     free_s: list[float] = []
@@ -141,7 +141,7 @@ async def cancel_many(
                 async for _ in call:
                     note_begin()
             finally:
-                # grpc does not cancel by itself a call whose request is still being sent.
+                # grpc does not cancel a call whose request is still being sent.
                 call.cancel()
 
         async def over_http(name: str, note_begin: Callable[[], None]) -> None:
@@ -170,7 +170,7 @@ async def cancel_many(
 
 
 async def lose_some(cluster: ServeCluster, *, number: int, at_once: int = 8) -> Lost:
-    """Cancel calls over gRPC as soon as a message has come, when Serve's own proxy loses some."""
+    """Cancel calls over gRPC on their first message, when Serve's own proxy loses some."""
     sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True, n=_NUM_SEQUENCES)
     lost = Lost(
         num_cancels=number, gone_s=[], num_tokens=[], most_tokens=_MAX_TOKENS * _NUM_SEQUENCES
@@ -212,7 +212,7 @@ async def _cancel_one(
     name: str,
     after_s: float,
 ) -> bool:
-    """Cancel one call; return whether it had been sent anything."""
+    """Cancel one call; return whether it had received a message."""
     begun = asyncio.Event()
     call = asyncio.ensure_future(run(name, begun.set))
     await asyncio.sleep(after_s)

@@ -34,22 +34,22 @@ _PLAIN_GRPC = "pagedray.v1.pagedray_pb2_grpc.add_GenerationServiceServicer_to_se
 
 
 class ServeCluster:
-    """Ray Serve with both frontends on the loopback, until the block that holds it is left."""
+    """Ray Serve with both frontends on the loopback, as a context manager."""
 
     def __init__(self, *, is_guarded: bool = True) -> None:
-        """Without guards Serve's proxies are as they come, with none of our parts in them."""
+        """Without guards Serve's proxies run without our gRPC callbacks."""
         self._is_guarded = is_guarded
         self.http_port = free_port()
         self.grpc_port = free_port()
 
     @property
     def url(self) -> str:
-        """Where HTTP is served."""
+        """The base URL of HTTP."""
         return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def grpc_target(self) -> str:
-        """Where gRPC is served."""
+        """The address of gRPC."""
         return f"127.0.0.1:{self.grpc_port}"
 
     @property
@@ -70,19 +70,19 @@ class ServeCluster:
         )
 
     def deploy(self, **arguments: object) -> None:
-        """Run the application, or change the one that runs, until all replicas are new."""
+        """Deploy the application, or redeploy it, and wait until all replicas are replaced."""
         serve.run(build_app(SMALL | arguments), name="default", route_prefix="/")
 
     def deploy_config(self, config: ServeDeploySchema) -> None:
-        """Run what a Serve config file describes, as `serve deploy` does."""
+        """Deploy a Serve config file, as `serve deploy` does."""
         client = serve.context._get_global_client()
-        # Serve's own way to wait gives up after a minute.
+        # Serve's own wait times out after a minute.
         client.deploy_apps(config)  # type: ignore[union-attr]  # it is there
         client._wait_for_application_running("default", timeout_s=_START_LIMIT_S)  # type: ignore[union-attr]  # it is there
         client.wait_for_proxies_serving(wait_for_applications_running=True)  # type: ignore[union-attr]  # it is there
 
     def replica_pids(self, state: str = "RUNNING") -> dict[str, int]:
-        """Return the process of each replica in a state by its name."""
+        """Return the process id of each replica in a state, by name."""
         return {
             one["replica_id"]: one["pid"]
             for one in self._details()["replicas"]
@@ -90,11 +90,11 @@ class ServeCluster:
         }
 
     async def loads(self) -> list[ServerLoads]:
-        """Return what each replica has to do."""
+        """Return the load of each replica."""
         loads: list[ServerLoads] = await self.handle.broadcast("loads").results_async()
         return loads
 
-    # Any: it is Serve's, for its dashboard.
+    # Any: Serve's status for its dashboard.
     def _details(self) -> dict[str, Any]:
         details = serve.context._get_global_client().get_serve_details()  # type: ignore[union-attr]  # it is there
         deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["PagedRay"]

@@ -48,7 +48,7 @@ async def kill_one(cluster: ServeCluster) -> list[set[str]]:
 
 
 async def until_whole(cluster: ServeCluster, num_replicas: int, timeout_s: float = 300.0) -> float:
-    """Wait until so many replicas run; return how long it took."""
+    """Wait until this number of replicas runs; return how long it took."""
     started_s = time.monotonic()
     while len(cluster.replica_pids()) != num_replicas:
         assert time.monotonic() - started_s < timeout_s, "The replicas did not come back."
@@ -59,7 +59,7 @@ async def until_whole(cluster: ServeCluster, num_replicas: int, timeout_s: float
 async def redeploy(
     cluster: ServeCluster, streams: Streams, *, num_at_once: int, **arguments: object
 ) -> set[str]:
-    """Change an argument of every replica, with so many streams at all times; return who went."""
+    """Redeploy with this number of running streams; return the replaced replicas."""
     before = cluster.replica_pids()
     change = asyncio.create_task(asyncio.to_thread(cluster.deploy, **arguments))
     while not change.done():
@@ -105,7 +105,7 @@ async def _cancel(
 
 
 async def _lost(cluster: ServeCluster, number: int) -> dict[str, object]:
-    """Cancel calls over Serve's gRPC proxy as it is without our part in it."""
+    """Cancel calls over Serve's gRPC proxy without our callbacks."""
     found = await lose_some(cluster, number=number)
     return {
         "cancels": found.num_cancels,
@@ -162,7 +162,7 @@ def _keep(path: Path, part: str, found: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Start a Ray cluster here, and report."""
+    """Start a Ray cluster, run the parts and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="+", choices=_PARTS)
     parser.add_argument("--clients", type=int, default=32)

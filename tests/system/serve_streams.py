@@ -28,11 +28,11 @@ class Ended:
     id: str
     num_tokens: int
     error: str
-    """The gRPC code, or the text that HTTP was told; empty if the stream was finished."""
+    """The gRPC code or the HTTP error message; empty if the stream finished."""
 
 
 class Streams:
-    """Clients that stream a number of tokens each, every other one over HTTP."""
+    """Clients that each stream a number of tokens, every other one over HTTP."""
 
     def __init__(self, cluster: ServeCluster, *, num_tokens: int, name: str = "stream") -> None:
         """The id of a stream is `name` and its number."""
@@ -46,7 +46,7 @@ class Streams:
         self._tasks: list[asyncio.Task[Ended]] = []
 
     async def start(self, number: int) -> None:
-        """Start streams, and return when the first tokens of each have come."""
+        """Start streams and wait until each has received tokens."""
         flowing = []
         for index in range(len(self._tasks), len(self._tasks) + number):
             run = self._over_grpc if index % 2 else self._over_http
@@ -60,11 +60,11 @@ class Streams:
         return sum(not task.done() for task in self._tasks)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """Ask for the end of streams."""
+        """Abort streams."""
         await self._stub.Abort(pb.AbortRequest(request_ids=names))
 
     async def ended(self) -> list[Ended]:
-        """Wait for the ends of all streams."""
+        """Wait until all streams have ended."""
         return await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class Streams:
 
 
 def summary(ended: Sequence[Ended], num_tokens: int) -> dict[str, object]:
-    """Return how many streams ended in which way."""
+    """Return the number of streams by how they ended."""
     whole = sum(one.num_tokens == num_tokens for one in ended if not one.error)
     return {
         "streams": len(ended),

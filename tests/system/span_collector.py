@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's spans, as a server of OTLP over HTTP on the loopback."""
+"""A collector of OpenTelemetry spans: an OTLP server over HTTP on the loopback."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["SpanCollector"]
 
 
 class SpanCollector:
-    """Keeps the attributes of all spans it is sent, until the block that holds it is left."""
+    """Records the attributes of all received spans, as a context manager."""
 
     def __init__(self) -> None:
         spans: list[dict[str, str]] = []
 
         class Handler(BaseHTTPRequestHandler):
-            # The name is the library's.
+            # The name is required by the library.
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 if self.headers.get("content-encoding") == "gzip":
@@ -41,7 +41,7 @@ class SpanCollector:
                 self.end_headers()
 
             def log_message(self, format: str, *arguments: object) -> None:
-                """Leave the test's output alone."""
+                """Log nothing to the output of the test."""
 
         self._spans = spans
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -49,7 +49,7 @@ class SpanCollector:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The endpoint URL."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def span_with(self, key: str, value: str, *, timeout_s: float) -> dict[str, str]:

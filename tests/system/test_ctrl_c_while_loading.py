@@ -1,4 +1,4 @@
-"""Ctrl-C while the server is loading ends it and all that it started, within seconds."""
+"""Ctrl-C during loading ends the server and its child processes within seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that dies takes no request with it."""
+"""Requests survive the death of a rank."""
 
 from __future__ import annotations
 

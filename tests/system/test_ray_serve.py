@@ -59,8 +59,8 @@ def collector() -> Iterator[SpanCollector]:
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: None, collector: SpanCollector) -> Iterator[ServeCluster]:
-    told = {"log_format": "json", "otlp_endpoint": collector.url, "lease_s": LEASE_S}
-    config = CONFIG.format(arguments=json.dumps(SMALL | told))
+    arguments = {"log_format": "json", "otlp_endpoint": collector.url, "lease_s": LEASE_S}
+    config = CONFIG.format(arguments=json.dumps(SMALL | arguments))
     with ServeCluster() as cluster:
         cluster.deploy_config(ServeDeploySchema.model_validate(yaml.safe_load(config)))
         yield cluster
@@ -131,7 +131,7 @@ def test_chat_and_the_smaller_methods(
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-# The same bad request in the words of each frontend, and what all are to say.
+# The same bad request for each frontend, and the expected message.
 REFUSALS: list[tuple[str | list[int], dict[str, Any], str]] = [  # Any: fields of all types
     ("", {}, "prompt must not be empty."),
     ([5, 9999], {}, "prompt contains token id 9999, but ids are 0 to 3071."),
@@ -219,7 +219,7 @@ async def test_prompts_with_a_common_prefix_go_to_one_replica(
             max_tokens=1,
         )
     after = {one.num_prompt_tokens for one in await cluster.loads()}
-    # One replica took all of them.
+    # One replica served all of them.
     assert after != before
     assert after & before
 
@@ -242,9 +242,9 @@ async def test_abort_finds_its_call_on_any_replica(cluster: ServeCluster) -> Non
 
 
 async def test_an_unread_stream_ends(cluster: ServeCluster) -> None:
-    # It is what a lost cancel and a caller that died look like to a replica.
+    # To a replica, a lost cancel and a dead caller look like this.
     sampling = {"max_tokens": 900, "ignore_eos": True, "n": 24}
-    generate: Any = cluster.handle.options(stream=True).generate  # Any: it has no type
+    generate: Any = cluster.handle.options(stream=True).generate  # Any: untyped
     read, dropped = (
         generate.remote(name, sampling, request_id=name) for name in ("read", "dropped")
     )
@@ -263,15 +263,15 @@ async def test_an_unread_stream_ends(cluster: ServeCluster) -> None:
     assert outputs[-1].usage.num_generated_tokens == 24 * 900
 
 
-# Any: what a handle yields has no type.
+# Any: items of a handle are untyped.
 async def collect(stream: Any) -> list[Any]:
     return [output async for output in stream]
 
 
 def test_metrics_of_replicas_are_on_rays_port(cluster: ServeCluster) -> None:
     over_handle(cluster)
-    told = asyncio.run(cluster.loads())
-    wanted = {float(one.num_generated_tokens) for one in told}
+    loads = asyncio.run(cluster.loads())
+    wanted = {float(one.num_generated_tokens) for one in loads}
     url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
     deadline_s = time.monotonic() + 60.0
     while True:
@@ -293,15 +293,15 @@ def test_metrics_of_replicas_are_on_rays_port(cluster: ServeCluster) -> None:
 
 def test_a_call_leaves_a_span_and_a_line(cluster: ServeCluster, collector: SpanCollector) -> None:
     sampling = {"max_tokens": 4, "ignore_eos": True}
-    list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="told"))  # type: ignore[arg-type]  # the stubs are narrower than the library
-    span = collector.span_with("gen_ai.response.id", "told", timeout_s=30.0)
+    list(cluster.handle.options(stream=True).generate.remote("x", sampling, request_id="traced"))  # type: ignore[arg-type]  # the stubs are narrower than the library
+    span = collector.span_with("gen_ai.response.id", "traced", timeout_s=30.0)
     assert (span["pagedray.front"], span["gen_ai.usage.output_tokens"]) == ("ray", "4")
     node: Any = ray._private.worker._global_node  # Any: Ray's own
     (line,) = (
         json.loads(line)
         for path in Path(node.get_logs_dir_path()).glob("worker-*.err")
         for line in path.read_text().splitlines()
-        if line.startswith("{") and '"id": "told"' in line
+        if line.startswith("{") and '"id": "traced"' in line
     )
     assert (line["message"], line["outcome"], line["generated_tokens"]) == ("call", "length", 4)
 
@@ -312,7 +312,7 @@ async def test_cancelled_calls_leave_nothing_behind(
 ) -> None:
     # A tenth of those over gRPC would be lost by Serve's proxy alone.
     cancelled = await cancel_many(cluster, frontend=frontend, number=32)
-    # Long before a lease would have ended them.
+    # Well before their leases expire.
     assert max(cancelled.gone_s) < LEASE_S / 2
     assert max(cancelled.free_s) < LEASE_S / 2
     assert cancelled.num_begun > 0
@@ -325,7 +325,7 @@ async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster)
     ended = await streams.ended()
     await streams.close()
     lost = {one.id: one.error for one in ended if one.error}
-    # Streams may have ended between the look and the kill.
+    # Streams may have ended between the poll and the kill.
     assert any(set(lost) <= one for one in calls)
     assert lost
     assert set(lost.values()) <= {"UNAVAILABLE", DEATH_TEXT}
@@ -335,7 +335,7 @@ async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster)
 
 def test_a_missing_model_is_reported_in_one_line(cluster: ServeCluster) -> None:
     arguments = read_arguments({"model": "/nowhere", "executor": "local", "device": "cpu"})
-    # All CPUs are taken by the replicas that run.
+    # The running replicas use all CPUs.
     options = deployment_options(arguments) | {"ray_actor_options": {"num_cpus": 0}}
     app = serve.deployment(PagedRay, **options).bind(arguments)  # type: ignore[attr-defined]  # Serve's decorator
     with pytest.raises(RuntimeError):
@@ -359,7 +359,7 @@ async def test_a_redeploy_drops_no_stream_and_abort_reaches_those_it_drains(
     while not cluster.replica_pids("STOPPING"):
         assert not change.done()
         await asyncio.sleep(0.1)
-    # Serve itself has forgotten the replica that drains.
+    # Serve has no record of the draining replica.
     assert len(await cluster.loads()) < 2
     await aborted.abort([f"aborted-{index}" for index in range(8)])
     ended = await aborted.ended()

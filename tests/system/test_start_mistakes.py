@@ -1,4 +1,4 @@
-"""A mistake at the start is one line that names it, exit code 2, soon."""
+"""Startup errors print one line that names the mistake, and exit with code 2."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_broken_checkpoint_is_named(
 
 @pytest.fixture
 def gone_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have Ray's folder tell of a cluster that is no more."""
+    """Make Ray's folder refer to a stopped cluster."""
     # A short path: sockets are put under it.
     with TemporaryDirectory(prefix="ray", dir="/tmp") as name:
         (Path(name) / "ray").mkdir()
@@ -177,7 +177,7 @@ def exit_code(*arguments: str) -> int:
     try:
         return main(arguments)
     except SystemExit as exited:
-        # A mistake on the command line is argparse's to report.
+        # argparse reports mistakes on the command line.
         return int(exited.code or 0)
 
 

@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {  # Any: options of any type
     "num_threads": 1,
     "show_progress": False,
     "max_model_len": 512,
-    # Enough for a busy machine.
+    # Sufficient on a busy machine.
     "structure_compile_s": 20.0,
 }
 CHOICES = ["north", "north east", "south"]

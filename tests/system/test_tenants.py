@@ -30,10 +30,10 @@ def write_keys(path: Path, *names: str) -> None:
         f"is_admin = {'true' if name == 'root' else 'false'}\n"
         for name in names
     )
-    fresh = path.with_suffix(".new")
-    fresh.touch(0o600)
-    fresh.write_text("\n".join(entries))
-    fresh.replace(path)
+    renewed = path.with_suffix(".new")
+    renewed.touch(0o600)
+    renewed.write_text("\n".join(entries))
+    renewed.replace(path)
 
 
 @pytest.fixture(scope="module")

@@ -184,9 +184,9 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=64,
-        # One family's own word for the same.
+        # The name of the same option in one family.
         max_seq_len=64,
-        # Of some families by default beyond so small a vocabulary.
+        # The defaults of some families exceed this small vocabulary.
         pad_token_id=0,
         eos_token_id=2,
         **case,
@@ -230,7 +230,7 @@ def run(
     steps: tuple[int, ...] = (NUM_TOKENS,),
     logits_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits of the last step's tokens, after steps of so many tokens."""
+    """Return the logits of the last step, after steps of these numbers of tokens."""
     config = model.config
     spec = attention_spec(config, group, block_size=BLOCK_SIZE, device=CPU)
     builder = TorchSDPABackend.make_metadata_builder(spec)

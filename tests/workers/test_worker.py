@@ -39,7 +39,7 @@ def test_a_cache_takes_no_memory_before_it_is_used(worker: DecoderWorker) -> Non
     before = psutil.Process().memory_info().rss
     worker.allocate_cache(num_blocks, num_blocks)
     assert psutil.Process().memory_info().rss - before < 2**27
-    cache = worker._runner._cache  # type: ignore[union-attr]  # it has just been made
+    cache = worker._runner._cache  # type: ignore[union-attr]  # never None here
     assert not cache.device_pool[:2].any()
 
 

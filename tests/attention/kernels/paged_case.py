@@ -1,4 +1,4 @@
-"""Sequences in a paged cache whose every other slot is NaN, and what attention makes of them.
+"""Sequences in a paged cache whose every other slot is NaN, and attention over them.
 
 The same code runs small under Triton's interpreter and large on a GPU.
 """
@@ -107,7 +107,7 @@ class PagedCase:
         self.cache = cache.to(shape.cache_dtype or shape.dtype).to(device)
 
     def keys_and_values(self, sequence: int) -> torch.Tensor:
-        """Return what the cache means, float64 `[2, seq_len, num_kv_heads, head_size]`."""
+        """Return the values of the cache, float64 `[2, seq_len, num_kv_heads, head_size]`."""
         length = self.seq_lens[sequence]
         num_blocks = -(-length // self.shape.block_size)
         layer = self.cache[self.tables[sequence, :num_blocks].to(self.device).long(), 1]

@@ -69,7 +69,7 @@ def test_fp8_cache_equals_the_reference(
 
 def test_sequence_without_keys_gets_zeros() -> None:
     case = PagedCase(Shape(), [0, 12, 0])
-    # An entry that would be followed out of the cache.
+    # An entry beyond the cache, which must not be read.
     case.tables[0] = case.tables[2] = 2**31 - 1
     case.check_chunks([3, 2, 1], {}, SMALL)
 

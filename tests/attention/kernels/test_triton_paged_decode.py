@@ -76,7 +76,7 @@ def test_fp8_cache_equals_the_reference(
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_padding_rows_get_zeros_and_read_nothing(num_splits: int) -> None:
     case = PagedCase(Shape(), [12, 0, 70, 0])
-    # An entry that would be followed out of the cache.
+    # An entry beyond the cache, which must not be read.
     case.tables[1] = case.tables[3] = 2**31 - 1
     case.check_decode({}, num_splits=num_splits)
 

@@ -12,7 +12,7 @@ def two_sided_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `[queries, heads, head_size]` and the log-sum-exp, `[queries, heads]`.
 
-    The scales of the cache are not applied: `key` and `value` are what the cache means.
+    The scales of the cache are not applied: `key` and `value` are the values of the cache.
     """
     num_queries, num_keys = len(query), len(key)
     num_queries_per_kv = query.shape[1] // key.shape[1]

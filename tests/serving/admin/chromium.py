@@ -90,8 +90,8 @@ class Browser:
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def evaluate(self, expression: str) -> Any:  # whatever JSON has
-        """Return the value of an expression in the page, as JSON has it."""
+    def evaluate(self, expression: str) -> Any:  # any JSON value
+        """Return the JSON value of an expression in the page."""
         given = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         found = self.send("Runtime.evaluate", **given, allowUnsafeEvalBlockedByCSP=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
@@ -156,7 +156,7 @@ class Browser:
         """End the browser."""
         os.close(self._write_end)
         os.close(self._read_end)
-        # The browser's own processes, which are all of the session that was begun for it.
+        # All processes of the browser are in the session that was started for it.
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 

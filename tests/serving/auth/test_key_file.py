@@ -1,4 +1,4 @@
-"""Keys: made, written down as digests, asked for, and read again when the file changes."""
+"""Keys: generation, storage as digests, authentication, and reload when the file changes."""
 
 from __future__ import annotations
 

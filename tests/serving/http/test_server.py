@@ -117,7 +117,7 @@ def test_chat(openai_client: openai.OpenAI, engine: FakeEngine, tokenizer: Token
         messages=[
             {"role": "developer", "content": "be kind"},
             {"role": "user", "content": [{"type": "text", "text": "h"}]},
-            {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None},  # type: ignore[typeddict-item]  # as an answer of the client gives it
+            {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None},  # type: ignore[typeddict-item]  # a response of the client
             {"role": "user", "content": "i"},
         ],
         stop=" says",

@@ -90,7 +90,7 @@ def schema_of(server: Server) -> Any:  # Any: JSON
 def streamed(
     client: openai.OpenAI, **options: Any
 ) -> tuple[str, list[tuple[str, str]], str | None]:
-    """Return content, calls and the reason of the end, as a client puts them together."""
+    """Return content, calls and finish reason, as a client assembles them."""
     content = ""
     reason = None
     calls: list[tuple[str, str]] = []
@@ -116,7 +116,7 @@ def test_model_may_call_tools(client: openai.OpenAI, tool_server: Server) -> Non
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "I ask."
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]  # type: ignore[union-attr]  # it is there
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]  # type: ignore[union-attr]  # never None here
     assert calls == [("weather", '{"city": "K\u00f6ln \U0001f642"}'), ("time", "{}")]
     assert tool_server.engine.log.submitted[-1].sampling.structure is None
     assert "Tells it." in prompt_of(tool_server)
@@ -187,7 +187,7 @@ def test_tool_messages_reach_the_template(client: openai.OpenAI, tool_server: Se
     write(tool_server, "Rain.")
     second = client.chat.completions.create(
         model="tiny",
-        messages=[*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}],  # type: ignore[list-item]  # the client takes its own answers
+        messages=[*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}],  # type: ignore[list-item]  # the client accepts its own responses
         tools=TOOLS,
     )
     assert second.choices[0].message.content == "Rain."

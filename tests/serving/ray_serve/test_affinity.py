@@ -29,7 +29,7 @@ def test_every_replica_is_named_once(loads: dict[str, float], key: str | None) -
 def test_no_replica_is_sent_more_than_its_share(loads: dict[str, float], key: str) -> None:
     first = routing_order(key, loads, slack=1.25, calm=0.25)[0]
     mean = sum(loads.values()) / len(loads)
-    # Summing rounds: a load can be above the mean of equal loads by as much.
+    # Sums are rounded: a load can exceed the mean of equal loads by this much.
     assert loads[first] <= max(1.25 * mean, 0.25) + 1e-9
 
 
@@ -73,7 +73,7 @@ def test_later_turns_of_a_conversation_keep_its_key() -> None:
     key = prefix_key(turns[:2])
     assert key == prefix_key(turns)
     assert key != prefix_key([turns[0], turns[3]])
-    # However it came in.
+    # In every representation.
     messages = tuple(ChatMessage(role=one["role"], content=one["content"]) for one in turns)
     assert prefix_key(ChatPrompt(messages)) == key
 

@@ -1,4 +1,4 @@
-"""How many replicas are wanted: a pure function of what replicas tell."""
+"""The desired number of replicas: a pure function of their reports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_desired_number_is_stable_once_it_is_reached(
     loads: list[ReplicaLoad], num_target: int
 ) -> None:
     number = wanted(loads, num_target)
-    # The same work, after the number was changed: no swing back.
+    # The same load after scaling: no oscillation.
     assert wanted(loads, number) == number
 
 
@@ -67,7 +67,7 @@ def test_more_load_never_needs_fewer_replicas(
 def test_a_load_at_the_threshold_changes_nothing() -> None:
     border = ReplicaLoad(tokens_in_flight=9_500, kv_use=0.1)
     assert wanted([border, border], 2) == 2
-    # One replica would do for this, but with less than a tenth to spare.
+    # One replica would suffice, but with less than a tenth of headroom.
     half = ReplicaLoad(tokens_in_flight=4_750, kv_use=0.1)
     assert wanted([half, half], 2) == 2
     assert wanted([half, half], 2, spare=0.0) == 1
@@ -94,9 +94,9 @@ def context(metrics: dict[str, dict[str, float]], *, current: int, target: int) 
 
 def test_replicas_without_reports_keep_the_number() -> None:
     policy = TokensPolicy(target_tokens=10_000)
-    told = {"tokens_in_flight": {"a": 100.0}, "kv_use": {"a": 0.01}}
-    assert policy(context(told, current=1, target=3)) == (1, {})
-    assert policy(context(told, current=3, target=3)) == (3, {})
+    reports = {"tokens_in_flight": {"a": 100.0}, "kv_use": {"a": 0.01}}
+    assert policy(context(reports, current=1, target=3)) == (1, {})
+    assert policy(context(reports, current=3, target=3)) == (3, {})
     assert policy(context({}, current=2, target=2)) == (2, {})
     busy = {"tokens_in_flight": {"a": 45_000.0}, "kv_use": {"a": 0.5}}
     assert policy(context(busy, current=3, target=3)) == (5, {})

@@ -1,6 +1,7 @@
-"""The ways in through Ray Serve refuse what every other frontend refuses, in the same words.
+"""Frontends of Ray Serve reject the same requests as all others, with the same messages.
 
-Serve itself is in tests/system/test_ray_serve.py; here its context is a record of what it was told.
+Serve itself is in tests/system/test_ray_serve.py; here its
+context is a stand-in that records what is set.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PACE = Pace(1e6)
 
 
 class Context:
-    """What a replica sees of a call through Serve's proxy."""
+    """A call through Serve's proxy as its replica sees it."""
 
     def __init__(self, metadata: Mapping[str, str]) -> None:
         self._metadata = list(metadata.items())
@@ -51,7 +52,7 @@ class Context:
         self.trailing = dict(trailing)
 
 
-# Any: whatever the messages or outputs are.
+# Any: messages or outputs.
 def collect(server: Server, items: AsyncIterator[Any]) -> list[Any]:
     async def run() -> list[Any]:
         return [item async for item in items]

@@ -1,7 +1,7 @@
-"""What stands around Serve's gRPC handlers: however a call ends, the replica's part ends too.
+"""The wrapper of Serve's gRPC handlers: however a call ends, the replica's part ends too.
 
-The handler in the midst behaves as Serve's does: it cancels the replica's part only if it is
-cancelled while it waits for a message, and swallows all else that ends it.
+The wrapped handler behaves like Serve's: it cancels the replica's part only if it is cancelled
+while it waits for a message, and swallows all other exceptions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Serve:
         self.is_cancelled = asyncio.Event()
         self._has_used_freed = False
         self._handlers: list[Any] = []  # Any: grpc's handlers
-        add_services(object(), SimpleNamespace(add_generic_rpc_handlers=self._take))  # type: ignore[arg-type]  # all that is used of a server
+        add_services(object(), SimpleNamespace(add_generic_rpc_handlers=self._take))  # type: ignore[arg-type]  # a stand-in for a server
 
     def _take(self, handlers: tuple[Any, ...]) -> None:  # Any: see above
         for one in handlers:
@@ -63,7 +63,7 @@ class Serve:
         """Wait for the end of a call and of the replica's part, and check their order."""
         await asyncio.wait_for(self.is_cancelled.wait(), 1.0)
         await asyncio.gather(call, return_exceptions=True)
-        # grpc frees a call behind its handler: whoever uses it then ends the process.
+        # grpc frees a call when its handler returns; using it afterwards crashes the process.
         for _ in range(10):
             await asyncio.sleep(0)
         assert not self._has_used_freed
@@ -82,7 +82,7 @@ class Serve:
 
 
 class Context:
-    """A call whose client takes some messages; the next one fails, or waits for ever."""
+    """A call whose client reads some messages; the next write fails or blocks forever."""
 
     def __init__(self, num_taken: int, *, fails: bool = False) -> None:
         self._num_taken = num_taken

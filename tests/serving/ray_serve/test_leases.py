@@ -1,4 +1,4 @@
-"""When a replica's calls end for want of somebody who waits for them."""
+"""Calls of a replica end when their leases expire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.serving.ray_serve.leases import Leases
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Half of it passes without a renewal.
+# Half of the lease passes without a renewal.
 LEASE_S = 0.4
 
 
@@ -33,7 +33,7 @@ async def test_a_call_ends_when_its_lease_expires() -> None:
     await after(1.5 * LEASE_S, lambda: leases.renew({"kept"}))
     assert lost.cancelled()
     assert not kept.done()
-    # Whoever renewed it is gone.
+    # The renewing process is gone.
     await after(1.5 * LEASE_S)
     assert kept.cancelled()
 
@@ -60,7 +60,7 @@ async def test_a_call_that_has_ended_is_left_alone() -> None:
     leases.renew(())
     with leases.held("short"):
         await asyncio.sleep(0)
-    # The task goes on after its call; it is not cancelled for it.
+    # The task outlives its call and must not be cancelled.
     await after(1.5 * LEASE_S)
 
 

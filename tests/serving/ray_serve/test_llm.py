@@ -1,4 +1,4 @@
-"""The adapter for ray.serve.llm: how it calls our application, and the library if it is there."""
+"""The adapter for ray.serve.llm: its calls to our application, and to the library if installed."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ async def test_closing_a_stream_before_its_first_part_ends_the_call() -> None:
     await anext(parts)
     assert sent == []
     await parts.aclose()
-    # Nobody takes them, and nobody is waited for.
+    # The parts are dropped, and the application is not blocked.
     assert sent == [0, 1, 2]
 
 
 class Numbers:
-    """An application that sends numbers as fast as they are taken, and notes how many."""
+    """An application that sends parts as fast as they are read, and counts them."""
 
     def __init__(self) -> None:
         self.num_sent = 0
@@ -116,7 +116,7 @@ class Numbers:
 
 
 class LibraryRequest:
-    """What the library's ingress hands on: a model of pydantic."""
+    """The pydantic model that the library's ingress passes on."""
 
     def __init__(self, **fields: object) -> None:
         self._fields = fields
@@ -132,7 +132,7 @@ class LibraryRequest:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of the library, which cannot be imported without an engine of its own."""
+    """The models of the library, which cannot be imported without one of its engines."""
     names = ("ChatCompletionResponse", "CompletionResponse", "ErrorResponse")
     models = {name: lambda name=name, **fields: (name, fields) for name in names}
     monkeypatch.setitem(sys.modules, "ray.serve.llm.openai_api_models", SimpleNamespace(**models))
@@ -140,10 +140,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_stream_is_paced_and_waits_for_its_reader() -> None:
     app = Numbers()
-    # A message each thousand seconds.
+    # One message per thousand seconds.
     answers = LLMAnswers(app, Pace(1e-3)).chat(LibraryRequest(stream=True), None)
     assert await anext(answers) == "x"
-    # Nobody asks for more.
+    # Nothing more is read.
     await asyncio.sleep(0.01)
     assert app.num_sent == 0
     waiting = asyncio.ensure_future(anext(answers))
@@ -163,7 +163,7 @@ async def test_a_closed_stream_has_ended_when_close_returns() -> None:
         await anext(answers)
     await answers.aclose()
     assert app.has_ended
-    # It counts no more.
+    # The closed stream does not count.
     with pace.stream() as another:
         assert pace.pause_s(another) == 1e-6
 
@@ -184,7 +184,7 @@ async def test_complete_responses_and_errors_have_the_types_of_the_library(
     answers = LLMAnswers(Starlette(routes=[Route(path, answer, methods=["POST"])]), Pace(1e6))
     ask = getattr(answers, call)
     assert [one async for one in ask(LibraryRequest(), None)] == [(kind, {"id": path})]
-    # The library reads the status from the code, also where events were asked for.
+    # The library reads the status from the code, also for event streams.
     refused = ("ErrorResponse", {"error": {"message": "no", "type": "t", "code": 429}})
     for stream in (False, True):
         request = LibraryRequest(refused=True, stream=stream)
@@ -208,7 +208,7 @@ async def test_headers_of_keys_and_traces_are_forwarded_and_those_of_the_body_ar
 
 
 def installed(path: str) -> ast.Module:
-    """Return a module of the library, which is installed with Ray whether it works or not."""
+    """Return a module of the library; Ray installs it even if it cannot be imported."""
     assert ray.__file__ is not None
     return ast.parse((Path(ray.__file__).parent / path).read_text(encoding="utf-8"))
 

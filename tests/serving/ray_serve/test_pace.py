@@ -1,4 +1,4 @@
-"""What a carrier of few messages is handed, and when."""
+"""Pacing of streams over a transport with a limited message rate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_part_is_sent_at_once_and_its_stream_waits() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    # A message each thousand seconds.
+    # One message per thousand seconds.
     with Pace(1e-3).stream() as stream:
         paced = stream.paced(send)
         await asyncio.wait_for(paced(HEAD), 5)

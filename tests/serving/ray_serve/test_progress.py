@@ -1,4 +1,4 @@
-"""When an engine is said to be stuck."""
+"""When an engine counts as stuck."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_steps_are_progress(watch: ProgressWatch) -> None:
 def test_an_idle_engine_is_not_stuck(watch: ProgressWatch) -> None:
     assert look(watch, 0, has_work=False) is None
     assert look(watch, 10_000, has_work=False) is None
-    # Its first request has just come.
+    # Its first request has just arrived.
     assert look(watch, 10_001) is None
     assert look(watch, 10_062) is not None
 
@@ -46,7 +46,7 @@ def test_replacing_ranks_may_take_long_but_not_forever(watch: ProgressWatch) -> 
     assert look(watch, 100, is_healthy=False) is None
     assert look(watch, 600, is_healthy=False) is None
     assert look(watch, 601, is_healthy=False) == ("The ranks could not be replaced within 600 s.")
-    # The new ranks have as long as any for their first step.
+    # The first step of replaced ranks has the same time limit.
     assert look(watch, 602) is None
     assert look(watch, 661) is None
     assert look(watch, 663) is not None

@@ -1,4 +1,4 @@
-"""Refusals through Ray Serve are counted once each, as those of its frontend."""
+"""Refusals over Ray Serve are counted once each, under their frontend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def servicer(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Servic
 
 
 def counted(servicer: Servicer) -> dict[str, float]:
-    """Return how many calls were refused, by frontend and reason."""
+    """Return the number of rejected calls by frontend and reason."""
     return {
         f"{sample.labels['front']} {sample.labels['reason']}": sample.value
         for family in servicer.metrics.registry.collect()

@@ -1,4 +1,4 @@
-"""Which streams a caller's process has go on: those that somebody reads."""
+"""A caller's process renews the streams that are being read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDLE_S = 0.1
 
 
 class Result:
-    """A stream of numbers as Serve's handles read it, and what an asked replica answers."""
+    """A stream of numbers as Serve's handles read it, or the response to a renewal."""
 
     def __init__(self, pause_s: float = 0.0) -> None:
         self._pause_s = pause_s
@@ -38,14 +38,14 @@ class Result:
 
 
 class Hanging(Result):
-    """Never answers."""
+    """A response that never arrives."""
 
     async def get_async(self) -> None:
         await asyncio.Event().wait()
 
 
 class Replica:
-    """Notes which calls it is asked to go on with."""
+    """Records the calls it is asked to renew."""
 
     def __init__(self) -> None:
         self.renewed: list[set[str]] = []
@@ -61,7 +61,7 @@ class Replica:
         return Hanging() if self.hangs else Result()
 
 
-def renewals() -> Any:  # Any: it is given stand-ins for what is Serve's
+def renewals() -> Any:  # Any: its arguments are stand-ins for Serve's
     return Renewals(period_s=PERIOD_S, idle_s=IDLE_S)
 
 
@@ -88,7 +88,7 @@ async def test_streams_with_a_waiting_reader_are_renewed() -> None:
     before = len(replica.renewed)
     await asyncio.sleep(IDLE_S)
     assert len(replica.renewed) > before
-    # Whoever has given up waiting reads it no more.
+    # A cancelled read is not a reader.
     waiting.cancel()
     await asyncio.sleep(2 * IDLE_S)
     before = len(replica.renewed)
@@ -141,7 +141,7 @@ async def test_a_hanging_replica_does_not_block_renewals_at_others() -> None:
         await results[0].__anext__()
         await results[1].__anext__()
         await asyncio.sleep(PERIOD_S)
-    # One that waited for the other would be renewed half as often: an answer may take a period.
+    # If one waited for the other, it would be renewed half as often: a response may take a period.
     assert len(replicas[1].renewed) >= 5
-    # It is asked again all the same.
+    # It is asked again nevertheless.
     assert len(replicas[0].renewed) >= 5

@@ -1,4 +1,4 @@
-"""The gRPC service by a client that knows it by reflection only, and the rules of its format."""
+"""The gRPC service over reflection, and the rules for its wire format."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_refusal_shows_its_details(server: Server, tmp_path: Path) -> None:
 
 
 def test_breaking_change_of_the_format_is_found(tmp_path: Path) -> None:
-    # That the format as it is keeps the rules is said by scripts/check.
+    # scripts/check verifies that the current format follows the rules.
     shutil.copytree(PROTOS, tmp_path / "protos")
     file = tmp_path / "protos" / "pagedray" / "v1" / "pagedray.proto"
     text = file.read_text()

@@ -1,4 +1,4 @@
-"""Chat over gRPC: conversations, tools and what is streamed of them."""
+"""Chat over gRPC: conversations, tools and their streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client without a key may do to grpc.health.v1."""
+"""grpc.health.v1, for clients without a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys over gRPC: who is let in, and whose requests are whose."""
+"""Keys over gRPC: authentication, and the isolation of tenants."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _as(name: str) -> Any:  # Any: what every call takes
 
 
 async def _methods(channel: grpc.aio.Channel) -> list[str]:
-    """Return the path of every method that reflection tells of."""
+    """Return the path of every method that reflection lists."""
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), **_as("red"))]
@@ -73,7 +73,7 @@ async def _code(channel: grpc.aio.Channel, path: str, **options: Any) -> grpc.St
     # A client that streams fails with INTERNAL if the call ends before its message is sent.
     call = channel.unary_stream(path)(b"", timeout=5, **options)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
     try:
-        # A stream that goes on, such as that of Watch, was let in.
+        # An open stream, such as that of Watch, was accepted.
         await anext(aiter(call), None)
     except grpc.aio.AioRpcError as error:
         return error.code()

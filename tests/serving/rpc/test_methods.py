@@ -1,4 +1,4 @@
-"""The methods of the gRPC service beside Generate and Chat."""
+"""The methods of the gRPC service other than Generate and Chat."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_loads_list_running_calls(server: Server) -> None:
 
 
 class FakeEncoder:
-    """Answers a text's number of tokens, and then ones."""
+    """Returns the number of tokens of a text, followed by ones."""
 
     is_healthy = True
 
@@ -124,7 +124,7 @@ class FakeEncoder:
     def check_room(self, tenant: str, num_tokens: int) -> None:
         pass
 
-    def stats(self) -> Any:  # Any: nobody asks here
+    def stats(self) -> Any:  # Any: not called
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""The gRPC frontend, by real clients."""
+"""The gRPC frontend with real clients."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_stop_token_is_named(stub: Stub, tokenizer: Tokenizer) -> None:
 
 
 def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
-    # A connection that holds little, and large messages: it is full soon.
+    # Large messages on a connection with a small window, which fills quickly.
     options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
     with grpc.insecure_channel(server.grpc_target, options) as channel:
         call = Stub(channel).Generate(_call("h", max_tokens=100, n=32, logprobs=20))
@@ -375,7 +375,7 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
 def test_too_large_message_is_refused_before_it_is_parsed(
     server: Server, num_bytes: int, text: str
 ) -> None:
-    # These bytes are no message, which whoever parses them says.
+    # These bytes are not a message, so parsing them fails.
     error = _raw_call(server, "Tokenize", b"\xff" * num_bytes)
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
@@ -394,7 +394,7 @@ def test_too_much_metadata_is_refused(server: Server) -> None:
 
 def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
     started_s = time.monotonic()
-    # An empty turn is two bytes, and would be a millisecond's thousandth to look at.
+    # An empty turn has two bytes, and takes about a microsecond to parse.
     error = _raw_call(server, "Chat", b"\x12\x00" * 2_000_000)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details() == (

@@ -1,4 +1,4 @@
-"""What a gRPC client is told of an error: the code, the words, the details."""
+"""Errors over gRPC: code, message and details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC over TLS: certificates, those of clients, and their renewal under load."""
+"""gRPC over TLS: certificates, client certificates, and their renewal under load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AUTHORITY = Authority()
 MESSAGE = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=3))
-# Else channels of one process share connections.
+# Otherwise channels of one process share connections.
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -76,7 +76,7 @@ async def test_client_must_show_a_certificate(tokenizer: Tokenizer, tmp_path: Pa
         assert await _refusal(frontend, _channel(frontend, client=other.issue())) is unavailable
         assert frontend.engine.log.submitted == []
         assert await _ask(frontend, _channel(frontend, client=AUTHORITY.issue("client"))) == 3
-        # The authority is replaced: who came in by the old one does not any more.
+        # The authority is replaced: clients of the old one are rejected.
         (tmp_path / "ca.crt").write_bytes(other.certificate)
         old = _channel(frontend, client=AUTHORITY.issue("client"))
         assert await _refusal(frontend, old) is unavailable
@@ -86,7 +86,7 @@ async def test_client_must_show_a_certificate(tokenizer: Tokenizer, tmp_path: Pa
 async def test_certificates_are_renewed_under_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     next_authority = Authority("the next authority")
     async with grpc_frontend(tokenizer, certificates=_store(tmp_path)) as frontend:
-        # A stream that was open before goes on over its connection.
+        # A stream that was already open continues on its connection.
         frontend.engine.step_s = 0.002
         kept = _channel(frontend)
         long_call = frontend.stub(kept).Generate(

@@ -1,4 +1,4 @@
-"""The log: one line for each call, in both formats, whatever a client puts into it."""
+"""The log: one line for each call, in both formats, whatever a client sends."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_level_filters_lines() -> None:
 
 
 class _StuckStream(io.StringIO):
-    """A pipe that nobody reads for a while."""
+    """A pipe that is not read for a while."""
 
     def __init__(self) -> None:
         super().__init__()

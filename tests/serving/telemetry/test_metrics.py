@@ -1,4 +1,4 @@
-"""Metrics: what is documented is exported, what is exported is bounded, and counts are true."""
+"""Metrics: all documented metrics are exported, series are bounded, and counts are correct."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_document_lists_what_is_exported(servicer: Servicer) -> None:
     await run(servicer)
     text = servicer.metrics.render().decode()
     exported = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
-    # The library tells when counters were made; nobody needs to read that.
+    # Creation times of counters, which the library adds, are not documented.
     exported = {name: kind for name, kind in exported.items() if not name.endswith("_created")}
     rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) == len(dict(rows))
@@ -88,7 +88,7 @@ async def test_document_lists_the_labels(servicer: Servicer) -> None:
     for family in text_string_to_metric_families(servicer.metrics.render().decode()):
         own = {label for sample in family.samples for label in sample.labels} - {"le"}
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        # The library also tells when counters were made.
+        # The library also exports creation times of counters.
         if own and not name.endswith("_created"):
             assert documented[name] == own, name
 

@@ -127,14 +127,14 @@ async def test_refusal_is_an_error_of_its_kind(
 async def test_invalid_header_starts_no_trace(
     servicer: Servicer, exporter: InMemorySpanExporter, header: str | None
 ) -> None:
-    # The sampler only takes what a parent has taken.
+    # The sampler keeps only spans whose parent was sampled.
     origin = CallOrigin(frontend="http", traceparent=header)
     await run(servicer, GenerationInput(prompts=("x",), origin=origin, sampling={"max_tokens": 1}))
     assert exporter.get_finished_spans() == ()
 
 
 class Collector:
-    """Takes what an exporter posts, as a collector would."""
+    """Receives the posts of an exporter, as a collector does."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, ExportTraceServiceRequest]] = []

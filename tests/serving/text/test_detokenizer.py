@@ -64,7 +64,7 @@ def test_no_piece_splits_a_character(tokenizer: Tokenizer) -> None:
 @given(token_ids=st.lists(st.integers(0, 400), max_size=40))
 @settings(max_examples=200)
 def test_pieces_are_what_decoding_all_gives(tokenizer: Tokenizer, token_ids: list[int]) -> None:
-    # Ids past the tokenizer's end are ids the model has and the tokenizer does not name.
+    # Ids beyond the tokenizer's vocabulary exist in the model only.
     assert "".join(_pieces(tokenizer.token_bytes, token_ids)) == tokenizer.decode(token_ids)
 
 

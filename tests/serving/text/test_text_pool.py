@@ -1,4 +1,4 @@
-"""Long texts are worked on beside the event loop, a bounded number of them."""
+"""Long texts are processed off the event loop, with a bounded queue."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{frontends.http_port}") as http,
     ):
         stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
-        # Longer than what is done at once, shorter than what can never fit.
+        # Too long for the event loop, but short enough to fit the context.
         text = "x" * 3000
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Tokenize(pb.TokenizeRequest(text=text))

@@ -1,4 +1,4 @@
-"""Events of one sequence to text."""
+"""Conversion of the events of one sequence to text."""
 
 from __future__ import annotations
 

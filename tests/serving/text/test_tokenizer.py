@@ -1,4 +1,4 @@
-"""Checkpoints' tokenizers: what is read, and what is said of broken ones."""
+"""Tokenizers of checkpoints, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_text_is_encoded_equally_while_other_threads_run(tokenizer: Tokenizer) -
 
 
 def test_text_is_encoded_equally_without_a_cache(tokenizer: Tokenizer, copy: Path) -> None:
-    # That the times are alike as well is measured by tests.load.tenant_timing.
-    forgetful = Tokenizer.from_folder(copy)
-    forgetful.disable_cache()
+    # tests.load.tenant_timing measures that the times are equal, too.
+    uncached = Tokenizer.from_folder(copy)
+    uncached.disable_cache()
     text = "The quick brown fox, the quick brown dog. " * 3
-    assert forgetful.encode(text) == forgetful.encode(text) == tokenizer.encode(text)
+    assert uncached.encode(text) == uncached.encode(text) == tokenizer.encode(text)
 
 
 def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:

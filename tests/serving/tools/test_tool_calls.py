@@ -1,4 +1,4 @@
-"""What models write when they call tools, read in pieces of any size."""
+"""Tool calls in generated text, parsed in pieces of any size."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
 
 
 def read(reader: TurnReader, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
-    """Return what a reader makes of a text in pieces, checking the order of what it tells."""
+    """Return what a reader parses from a text in pieces, and check the order of its output."""
     content = ""
     calls: list[tuple[str, str]] = []
     ids: list[str] = []
@@ -142,9 +142,9 @@ def test_list_and_named_calls_are_read(size: int) -> None:
 def test_only_the_first_call_is_returned_unless_parallel() -> None:
     _, text, _, calls = TURNS["hermes, two"]
     reader = turn_reader("hermes", NAMES, is_parallel=False)
-    told = [*reader.read_piece(text).calls, *reader.flush().calls]
-    assert {delta.index for delta in told} == {0}
-    assert "".join(delta.arguments for delta in told) == calls[0][1]
+    deltas = [*reader.read_piece(text).calls, *reader.flush().calls]
+    assert {delta.index for delta in deltas} == {0}
+    assert "".join(delta.arguments for delta in deltas) == calls[0][1]
 
 
 def test_arguments_are_streamed_as_they_are_generated() -> None:

@@ -1,4 +1,4 @@
-"""Writes expressions for Python's `re`, which knows nothing of how we write them for xgrammar."""
+"""Writes expressions for Python's `re`, independently of how we write them for xgrammar."""
 
 from __future__ import annotations
 

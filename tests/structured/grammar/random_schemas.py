@@ -1,4 +1,4 @@
-"""Random JSON schemas of what is supported, and random texts of a grammar."""
+"""Random JSON schemas of supported keywords, and random texts of a grammar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Schema = dict[str, object]
 
 
 def random_schema(generator: random.Random, depth: int = 0) -> Schema:
-    """Return a schema that some value fits."""
+    """Return a satisfiable schema."""
     kinds = [_string, _integer, _number, _plain, _enum]
     if depth < 3:
         kinds += [_object, _object, _array, _any_of]
@@ -35,7 +35,7 @@ def random_text(
     eos: int,
     max_tokens: int = 600,
 ) -> str | None:
-    """Return a text whose tokens were drawn from the masks; None if it did not come to its end.
+    """Return a text whose tokens were drawn from the masks; None if it was not completed.
 
     Tokens that close something are preferred, or few texts would end.
     """

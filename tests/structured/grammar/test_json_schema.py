@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.structured.processes.compiler import StructureCompiler
 
 
-# Of the other formats its checks are those of another standard, or none.
+# For the other formats it checks another standard, or nothing.
 FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
 
 

@@ -1,4 +1,4 @@
-"""Loops that became rules say what they said before, as Python understands it."""
+"""Loops that are rewritten as rules match the same texts as in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers between bounds are those, and no others."""
+"""Expressions for ranges match exactly the numbers between their bounds."""
 
 from __future__ import annotations
 

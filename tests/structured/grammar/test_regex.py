@@ -1,4 +1,4 @@
-"""Regular expressions are read as Python reads them, or refused."""
+"""Regular expressions have the meaning they have in Python, or are rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_same_texts_match(pattern: str) -> None:
     for text in TEXTS:
         if ours.fullmatch(text):
             assert theirs.fullmatch(text), text
-        # Spaces and ends of lines that only one of two languages knows are in neither.
+        # Whitespace and line ends that only one of the languages has are excluded from both.
         elif not set(text) & {"\u00a0", "\u2003", "\ufeff"}:
             assert not theirs.fullmatch(text), text
 

@@ -1,4 +1,4 @@
-"""Layers beside their plain definitions."""
+"""Layers against their plain definitions."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_rotation_rotates_pairs_by_position_times_frequency(
         RopeConfig(theta=100.0), head_size=6, max_positions=50, dtype=torch.float32, device=CPU
     )
     heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
-    # Heads lie in wider rows, among values that must stay.
+    # Heads are parts of wider rows, whose other values must not change.
     rows = torch.cat((heads.flatten(1), torch.ones(2, 4)), dim=1)
     rotated = rope.rotation_at(positions)(rows.narrow(1, 0, 18).unflatten(1, (3, 6)))
     assert torch.equal(rows[:, 18:], torch.ones(2, 4))

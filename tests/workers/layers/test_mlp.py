@@ -1,4 +1,4 @@
-"""The two kinds of MLP beside their plain definitions."""
+"""Both kinds of MLP against their plain definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest `config.json` of each family, to be changed key by key."""
+"""A minimal `config.json` of each family, for tests that change single keys."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ MPT: dict[str, Any] = {
 
 
 def written(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
-    """Write a configuration; `...` takes a key away."""
+    """Write a configuration; `...` removes a key."""
     values = {key: value for key, value in (base | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
 
 def read_config(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    """Return what is read of such a configuration."""
+    """Return the model configuration that is read from it."""
     return read_model_config(written(folder, base, **changes))

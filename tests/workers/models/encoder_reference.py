@@ -81,8 +81,8 @@ def bert_reference(folder: Path) -> list[torch.Tensor]:
 
 
 def bart_reference(folder: Path, num_tokens: int) -> list[list[int]]:
-    """Return the greedy tokens of each text alone, without the one that the decoder begins with."""
-    # Any: the library's own types do not agree on what generates.
+    """Return the greedy tokens of each text alone, without the start token of the decoder."""
+    # Any: the library's types are inconsistent here.
     model: Any = BartForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
     outputs = []
     with torch.inference_mode():
@@ -160,7 +160,7 @@ class BartRun:
 
     @torch.inference_mode()
     def greedy(self, num_tokens: int) -> list[list[int]]:
-        """Return so many tokens of each text, or fewer if one ended; they start one by one."""
+        """Return up to `num_tokens` tokens of each text; texts start one by one."""
         model = self._model
         outputs: list[list[int]] = [[] for _ in TEXTS]
         for step in range(num_tokens + len(TEXTS) - 1):
@@ -226,7 +226,7 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     torch.manual_seed(3)
     with torch.no_grad():
         # Transformers starts norms at one and biases at zero, which would hide a mistake. Norms
-        # turn signs around and attention adds little, or else a tied decoder would repeat itself.
+        # flip signs and attention adds little, or else a tied decoder would repeat itself.
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)

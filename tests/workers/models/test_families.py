@@ -1,4 +1,4 @@
-"""The `config.json` of Gemma, BLOOM, MPT and Phi-3, and the values that are refused."""
+"""The `config.json` of Gemma, BLOOM, MPT and Phi-3, and their unsupported values."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_longrope_runs_up_to_the_first_length(word: str, tmp_path: Path) -> None
     )
 
 
-def test_longrope_without_an_extended_context_has_no_magnitude(tmp_path: Path) -> None:
+def test_longrope_without_an_extended_context_has_magnitude_one(tmp_path: Path) -> None:
     config = read_config(tmp_path, PHI3, rope_scaling=LONGROPE)
     assert config.max_positions == 128
     assert config.rope is not None

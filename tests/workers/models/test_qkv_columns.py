@@ -1,4 +1,4 @@
-"""Which rows of fused tensors are a rank's queries, keys and values."""
+"""The columns of fused QKV tensors that a rank reads."""
 
 from __future__ import annotations
 

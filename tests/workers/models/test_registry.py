@@ -1,4 +1,4 @@
-"""`config.json` to `ModelConfig`: every family, both spellings, and what is refused."""
+"""`config.json` to `ModelConfig`: every family, both spellings, and unsupported values."""
 
 from __future__ import annotations
 

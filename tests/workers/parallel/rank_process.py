@@ -1,7 +1,7 @@
 """One rank of a group in a process of its own: `rank_process RANK SIZE PORT FOLDER CASE...`.
 
-Runs the checkpoints FOLDER/CASE and, on rank 0, saves what came out as FOLDER/logits.pt; then
-shows what the collectives do.
+Runs the checkpoints FOLDER/CASE and saves their logits, and the results of the collectives, as
+FOLDER/rankN.pt.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each of two ranks computed, all cases in one start."""
+    """The results of each of two ranks, which run all cases."""
     port = str(_free_port())
     command = [sys.executable, "-m", "tests.workers.parallel.rank_process"]
     processes = [

@@ -28,7 +28,7 @@ class BartConfig:
     """The shape of an encoder and a decoder that share a vocabulary."""
 
     folder: Path
-    """Where the checkpoint lies."""
+    """The checkpoint folder."""
     vocab_size: int
     hidden_size: int
     num_heads: int
@@ -40,7 +40,7 @@ class BartConfig:
     """Whether embeddings of tokens are multiplied by the root of the hidden size."""
     dtype: Dtype
     first_token_id: int
-    """What the decoder starts with."""
+    """The first token of the decoder."""
     eos_token_ids: tuple[int, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""The layers of BART: parts that are each added to what they read, and normed."""
+"""The layers of BART, whose sublayers are each added to their input and normed."""
 
 from __future__ import annotations
 

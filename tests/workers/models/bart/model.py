@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.workers.models.bart.config import BartConfig
     from workers.parallel.group import ParallelGroup
 
-# The first rows of the tables of positions were meant for padding.
+# The first rows of the position tables are reserved for padding.
 _POSITION_OFFSET = 2
 
 
@@ -150,7 +150,7 @@ class Bart(CompositeLayer):
 
 
 class _Input(CompositeLayer):
-    """What enters a stack: embeddings of tokens and positions, added and normed."""
+    """The input of a stack: token and position embeddings, added and normed."""
 
     def __init__(self, name: str, config: BartConfig, placement: Placement) -> None:
         self._positions = PositionEmbedding(
@@ -172,7 +172,7 @@ class _Input(CompositeLayer):
 
 
 class _LogitsBias(Layer):
-    """What is added to the logits, the same on every rank."""
+    """A bias that is added to the logits, the same on every rank."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.row = torch.empty(1, vocab_size, dtype=torch.float32, device=device)
