@@ -3,7 +3,7 @@
     python -m bench.frontend_server --core 0 --counter FILE
 
 It prints its addresses to stdout as a line of JSON, and answers each line of JSON on stdin with the
-CPU time used so far. `bench.fronts` drives it.
+CPU time used so far. `bench.frontends` drives it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PagedRay on a local Ray cluster, with ranks that compute nothing.
 
-Controller, servicer and Serve's proxy are real; a step takes a configured time. `bench.fronts`
+Controller, servicer and Serve's proxy are real; a step takes a configured time. `bench.frontends`
 starts it and reads its streams.
 """
 

@@ -13,12 +13,17 @@ from pagedray import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, Case, greedy_tokens, save_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.scheduling.stats import SchedulerStats
 
 __all__ = [
+    "LONGEST",
     "NUM_TOKENS",
     "PROMPT_LENGTHS",
     "Truth",
+    "check_all_at_once",
+    "check_tiny_pool",
     "checked_until_preempted",
     "generated",
     "truth_of",
@@ -27,6 +32,7 @@ __all__ = [
 NUM_TOKENS = 40
 NUM_TRIES = 20
 PROMPT_LENGTHS = (3, 17, 32, 41, 64, 70)
+LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +78,36 @@ def checked_until_preempted(llm: LLM, truth: Truth, *counts: str) -> SchedulerSt
         if any(getattr(stats, count) for count in counts):
             return stats
     pytest.fail(f"None of {counts} in {NUM_TRIES} runs.")
+
+
+def check_tiny_pool(
+    open_llm: Callable[..., LLM], truth: Truth, *, block_size: int, preemption: str
+) -> None:
+    """Check continuations with a pool that holds little more than the longest sequence."""
+    with open_llm(
+        truth.folder,
+        block_size=block_size,
+        num_blocks=-(-LONGEST // block_size) + 3,
+        num_cpu_blocks=64,
+        preemption=preemption,
+        enable_prefix_cache=False,
+    ) as llm:
+        checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
+
+
+def check_all_at_once(open_llm: Callable[..., LLM], truth: Truth) -> None:
+    """Check continuations with chunks, prefix hits and both kinds of preemption."""
+    with open_llm(
+        truth.folder,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 5,
+        num_cpu_blocks=9,
+        max_num_batched_tokens=11,
+        max_num_seqs=5,
+    ) as llm:
+        assert generated(llm, truth.prompts) == truth.continuations
+        stats = checked_until_preempted(
+            llm, truth, "num_swap_preemptions", "num_recompute_preemptions"
+        )
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_free_cpu_blocks == stats.num_cpu_blocks

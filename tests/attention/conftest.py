@@ -8,8 +8,9 @@ import torch
 from tests.attention.rig import Rig
 
 
-@pytest.fixture(autouse=True, params=["kernel", "torch"])
-def _each_way_of_decodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["kernel", "torch"])
+def both_decodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test twice: decodes by the kernel in C, and through torch."""
     monkeypatch.setattr(Rig, "uses_kernel", request.param == "kernel")
 
 

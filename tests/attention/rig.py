@@ -25,7 +25,7 @@ from attention.layer import Attention
 from attention.params import storage_dtype
 from tests.attention.dense_reference import as_cached, dense_attention, relative_error
 
-__all__ = ["TOLERANCE", "Rig", "RigSequence", "params_of"]
+__all__ = ["TOLERANCE", "Rig", "RigSequence", "check_chunks", "params_of"]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 # Both fp8 types read this byte as NaN.
@@ -333,3 +333,18 @@ class Rig:
         for row, ids in zip(tables, blocks, strict=True):
             row[: len(ids)] = ids
         return tables
+
+
+def check_chunks(rig: Rig, chunks: tuple[int, ...]) -> None:
+    """Check that a prompt in chunks has the outputs and the cache of the whole prompt."""
+    num_tokens = sum(chunks)
+    tokens = rig.tokens(num_tokens)
+    whole, parts = rig.sequence(), rig.sequence()
+    expected = rig.step(prefills=[(whole, num_tokens)], tokens=tokens)
+    outputs = []
+    for count in chunks:
+        rows = slice(parts.length, parts.length + count)
+        outputs.append(rig.step(prefills=[(parts, count)], tokens=[t[rows] for t in tokens]))
+    for layer, reference in enumerate(expected):
+        assert relative_error(torch.cat([o[layer] for o in outputs]), reference) < 1e-5
+    assert torch.equal(rig.cache[parts.blocks], rig.cache[whole.blocks])

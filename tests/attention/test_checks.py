@@ -10,6 +10,8 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.layer import Attention
 from tests.attention.rig import Rig, params_of
 
+pytestmark = pytest.mark.usefixtures("both_decodes")
+
 Tensors = dict[str, torch.Tensor | None]
 
 

@@ -22,11 +22,6 @@ SPEC = AttentionSpec(
 )
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 def rows_of(seq_lens: list[int], tables: list[list[int]]) -> SubBatch:
     """Return decodes of sequences with these keys."""
     ones = np.ones(len(seq_lens), dtype=np.int32)

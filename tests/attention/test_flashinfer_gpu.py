@@ -20,11 +20,6 @@ pytestmark = [
 HOPPER_FEATURES = ("plain", "scale", "window", "cap", "window+cap")
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 @pytest.fixture
 def only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small prompts, too, go to the kernels for Hopper."""

@@ -32,11 +32,6 @@ FEATURES: dict[str, AttentionParams] = {
 
 
 @pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
-@pytest.fixture(autouse=True)
 def _fake_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the fake in the library's place, with a Hopper GPU of 8 multiprocessors."""
     if torch.cuda.is_available():

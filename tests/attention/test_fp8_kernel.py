@@ -30,11 +30,6 @@ void widen(int is_e4m3, const uint8_t *from, float *floats, uint16_t *bfloats) {
 """
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 @TYPES
 @pytest.mark.parametrize("flag", ["-march=native", "-march=x86-64-v3", "-march=x86-64"])
 def test_every_byte_is_widened_as_torch_does(name: str, flag: str, tmp_path: Path) -> None:

@@ -249,11 +249,6 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 @over(_all_features)
 def test_every_feature_equals_the_dense_reference(case: Case) -> None:
     run_steps(case.rig())

@@ -46,8 +46,7 @@ def _kernels(
 
 
 @pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: a GEMM has no decodes."""
+def _seed() -> None:
     torch.manual_seed(0)
 
 

@@ -26,11 +26,6 @@ FEATURES: dict[str, AttentionParams] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: these kernels have one way."""
-
-
 def rig_of(*layers: AttentionParams, dtype: torch.dtype = torch.float32) -> Rig:
     """Return a rig of the shared kernels."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

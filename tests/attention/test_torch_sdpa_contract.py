@@ -11,7 +11,9 @@ import torch
 from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from tests.attention.dense_reference import dense_attention, relative_error
-from tests.attention.rig import Rig, params_of
+from tests.attention.rig import Rig, check_chunks, params_of
+
+pytestmark = pytest.mark.usefixtures("both_decodes")
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 7, 8, 9])
@@ -41,16 +43,7 @@ def test_decode_equals_the_last_row_of_a_prefill(window: int | None) -> None:
 @pytest.mark.parametrize("chunks", [(23,), (1, 22), (4, 4, 15), (7, 9, 7), (1,) * 23])
 def test_chunked_prompt_equals_the_whole(chunks: tuple[int, ...], window: int | None) -> None:
     rig = Rig(params_of(sliding_window=window), params_of(has_alibi=True))
-    tokens = rig.tokens(23)
-    whole, parts = rig.sequence(), rig.sequence()
-    expected = rig.step(prefills=[(whole, 23)], tokens=tokens)
-    outputs = []
-    for count in chunks:
-        rows = slice(parts.length, parts.length + count)
-        outputs.append(rig.step(prefills=[(parts, count)], tokens=[t[rows] for t in tokens]))
-    for layer, reference in enumerate(expected):
-        assert relative_error(torch.cat([o[layer] for o in outputs]), reference) < 1e-5
-    assert torch.equal(rig.cache[parts.blocks], rig.cache[whole.blocks])
+    check_chunks(rig, chunks)
 
 
 def test_sequence_survives_a_swap_to_other_blocks() -> None:

@@ -10,6 +10,8 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from tests.attention.dense_reference import dense_attention, relative_error
 from tests.attention.rig import Rig, RigSequence, params_of
 
+pytestmark = pytest.mark.usefixtures("both_decodes")
+
 ENCODER = params_of(attention_type=AttentionType.ENCODER)
 CROSS = params_of(attention_type=AttentionType.ENCODER_DECODER)
 DECODER = params_of()

@@ -6,8 +6,9 @@ import torch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from attention.fp8 import from_fp8, pair_table, to_fp8
 from attention.params import KV_CACHE_DTYPES
-from tests.attention.dense_reference import relative_error
-from tests.attention.rig import Rig, params_of
+from tests.attention.rig import Rig, check_chunks, params_of
+
+pytestmark = pytest.mark.usefixtures("both_decodes")
 
 TYPES = pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 
@@ -69,16 +70,7 @@ def test_chunked_prompt_equals_the_whole_in_an_fp8_cache(
     chunks: tuple[int, ...], name: str
 ) -> None:
     rig = Rig(params_of(fp8=name), params_of(fp8=name, sliding_window=6))
-    tokens = rig.tokens(23)
-    whole, parts = rig.sequence(), rig.sequence()
-    expected = rig.step(prefills=[(whole, 23)], tokens=tokens)
-    outputs = []
-    for count in chunks:
-        rows = slice(parts.length, parts.length + count)
-        outputs.append(rig.step(prefills=[(parts, count)], tokens=[t[rows] for t in tokens]))
-    for layer, reference in enumerate(expected):
-        assert relative_error(torch.cat([o[layer] for o in outputs]), reference) < 1e-5
-    assert torch.equal(rig.cache[parts.blocks], rig.cache[whole.blocks])
+    check_chunks(rig, chunks)
 
 
 def test_layers_with_other_scales_share_a_plan() -> None:

@@ -22,11 +22,6 @@ pytestmark = NEEDS_GPU
 COMBINED = ("all", "e4m3+all", "e5m2+window+mqa", "7 per KV head", "head size 24")
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("feature", COMBINED)
 def test_every_feature_equals_the_dense_reference_on_a_gpu(

@@ -25,11 +25,6 @@ class OnAnyDevice(TorchSDPAGpuBackend):
         return ()
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Return the shapes of queries that went to torch so far."""

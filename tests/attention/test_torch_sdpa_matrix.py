@@ -8,6 +8,8 @@ import torch
 from attention.abstract import AttentionParams, AttentionType
 from tests.attention.rig import Rig, params_of
 
+pytestmark = pytest.mark.usefixtures("both_decodes")
+
 FEATURES: dict[str, AttentionParams] = {
     "plain": params_of(),
     "scale": params_of(scale=0.3),

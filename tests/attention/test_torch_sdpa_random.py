@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from attention.abstract import AttentionParams, AttentionType
 from tests.attention.rig import Rig, RigSequence, params_of
 
+pytestmark = pytest.mark.usefixtures("both_decodes")
+
 
 @st.composite
 def layers(draw: st.DrawFn) -> list[AttentionParams]:

@@ -20,11 +20,6 @@ SPEC = AttentionSpec(
 )
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 def test_every_reason_for_a_refusal_is_given() -> None:
     reasons = " ".join(XFormersBackend.check(replace(SPEC, dtype=torch.float32)))
     for part in ("device is cpu", "dtype is torch.float32, but must be bfloat16 or float16"):

@@ -24,11 +24,6 @@ CROSS = replace(PLAIN, attention_type=AttentionType.ENCODER_DECODER)
 SEQ_LENS = [33, 1, 16, 17, 50]
 
 
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: there is one way."""
-
-
 def spec_of(*layers: AttentionParams) -> AttentionSpec:
     """Return a model of these layers."""
     return AttentionSpec(layers=layers, dtype=torch.bfloat16, device=CPU, block_size=16)

@@ -37,6 +37,18 @@ class Case:
     sampling: dict[str, Any] = field(default_factory=dict)  # Any: fields of all types
     code: str | None = None
 
+    def grpc_message(self) -> pb.GenerateRequest:
+        """Return the request for gRPC."""
+        message = pb.GenerateRequest(
+            request_id=self.client_id, sampling=pb.SamplingParams(**self.sampling)
+        )
+        if isinstance(self.prompt, str):
+            message.text = self.prompt
+        else:
+            message.token_ids.ids.extend(self.prompt)
+            message.token_ids.SetInParent()
+        return message
+
 
 CASES = {
     "empty prompt": Case("prompt must not be empty.", "prompt", prompt=""),
@@ -156,16 +168,8 @@ CASES = {
 
 
 def _grpc_text(stub: pagedray_pb2_grpc.GenerationServiceStub, case: Case) -> str:
-    message = pb.GenerateRequest(
-        request_id=case.client_id, sampling=pb.SamplingParams(**case.sampling)
-    )
-    if isinstance(case.prompt, str):
-        message.text = case.prompt
-    else:
-        message.token_ids.ids.extend(case.prompt)
-        message.token_ids.SetInParent()
     with pytest.raises(grpc.RpcError) as caught:
-        list(stub.Generate(message))
+        list(stub.Generate(case.grpc_message()))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     return str(caught.value.details())
 

@@ -17,9 +17,10 @@ from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
 from tests.greedy import (
-    NUM_TOKENS,
-    PROMPT_LENGTHS,
+    LONGEST,
     Truth,
+    check_all_at_once,
+    check_tiny_pool,
     checked_until_preempted,
     generated,
     truth_of,
@@ -41,7 +42,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LONGEST = max(PROMPT_LENGTHS) + NUM_TOKENS
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -113,32 +113,11 @@ def test_prefix_hit_changes_nothing(truth: Truth) -> None:
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
-    with gpu_llm(
-        truth.folder,
-        block_size=block_size,
-        num_blocks=-(-LONGEST // block_size) + 3,
-        num_cpu_blocks=64,
-        preemption=preemption,
-        enable_prefix_cache=False,
-    ) as llm:
-        checked_until_preempted(llm, truth, f"num_{preemption}_preemptions")
+    check_tiny_pool(gpu_llm, truth, block_size=block_size, preemption=preemption)
 
 
 def test_all_at_once_changes_nothing(truth: Truth) -> None:
-    with gpu_llm(
-        truth.folder,
-        block_size=4,
-        num_blocks=-(-LONGEST // 4) + 5,
-        num_cpu_blocks=9,
-        max_num_batched_tokens=11,
-        max_num_seqs=5,
-    ) as llm:
-        assert generated(llm, truth.prompts) == truth.continuations
-        stats = checked_until_preempted(
-            llm, truth, "num_swap_preemptions", "num_recompute_preemptions"
-        )
-    assert stats.num_free_blocks == stats.num_blocks
-    assert stats.num_free_cpu_blocks == stats.num_cpu_blocks
+    check_all_at_once(gpu_llm, truth)
 
 
 def test_step_without_sequences_is_done_when_its_copies_are() -> None:

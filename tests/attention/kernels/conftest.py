@@ -2,11 +2,4 @@
 
 import importlib.util
 
-import pytest
-
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
-
-
-@pytest.fixture(autouse=True)
-def _each_way_of_decodes() -> None:
-    """Replace the fixture that runs each test twice: these kernels have one way."""

@@ -94,15 +94,7 @@ def test_a_handle_refuses_with_the_same_words(server: Server, case: Case) -> Non
 def test_the_proxy_gets_the_status_of_refusals_and_nothing_is_raised(
     server: Server, case: Case
 ) -> None:
-    message = pb.GenerateRequest(
-        request_id=case.client_id, sampling=pb.SamplingParams(**case.sampling)
-    )
-    if isinstance(case.prompt, str):
-        message.text = case.prompt
-    else:
-        message.token_ids.ids.extend(case.prompt)
-        message.token_ids.SetInParent()
-    messages, context = stream(server, message)
+    messages, context = stream(server, case.grpc_message())
     assert [one.SerializeToString() for one in messages] == [b""]
     assert (context.code, context.details) == (grpc.StatusCode.INVALID_ARGUMENT, case.text)
     status = Status.FromString(context.trailing["grpc-status-details-bin"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -11,34 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import CallOrigin, GenerationInput
-from cluster.serving.servicer import Servicer
 from cluster.serving.telemetry.log_lines import logging_to
 from pagedray.errors import InvalidRequestError
-from tests.serving.conftest import engine_config
-from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from cluster.serving.servicer import Servicer
     from cluster.serving.telemetry.log_lines import LogFormat
-    from cluster.serving.text.tokenizer import Tokenizer
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 NASTY = 'a\nlevel=ERROR fake\r\x1b[2J\u2028"\x00'
-
-
-@pytest.fixture
-async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
-    client = EngineClient(asyncio.get_running_loop())
-    engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach_generation_engine(engine)
-    servicer = Servicer(client, tokenizer, engine_config())
-    servicer.set_ready()
-    yield servicer
-    await servicer.close()
-    engine.stop()
 
 
 async def logged(servicer: Servicer, form: LogFormat, **given: object) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,33 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import Arrival, CallOrigin, GenerationInput
-from cluster.serving.servicer import Servicer
 from pagedray.errors import InvalidRequestError, OverloadedError, RequestError
-from tests.serving.conftest import engine_config
 from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from prometheus_client.samples import Sample
 
-    from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.servicer import Servicer
+
 
 DOCUMENT = Path("docs/observability.md")
-
-
-@pytest.fixture
-async def servicer(tokenizer: Tokenizer) -> AsyncIterator[Servicer]:
-    client = EngineClient(asyncio.get_running_loop())
-    engine = FakeEngine(client, lambda request, index: [72, 73])
-    client.attach_generation_engine(engine)
-    servicer = Servicer(client, tokenizer, engine_config())
-    servicer.set_ready()
-    yield servicer
-    await servicer.close()
-    engine.stop()
 
 
 async def run(servicer: Servicer, **given: object) -> None:

@@ -36,16 +36,12 @@ def _near(result: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(error < TOLERANCE[result.dtype])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 33])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_every_linear_kernel_agrees_with_torch(
-    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
-) -> None:
-    kernel = kind.empty(37, 50, has_bias=has_bias, dtype=dtype, device=CPU)
-    weight, bias, x = torch.randn(37, 50), torch.randn(37), torch.randn(num_rows, 50)
+def _linear(
+    kind: type[LinearKernel], size_out: int, num_rows: int, *, dtype: torch.dtype, has_bias: bool
+) -> tuple[LinearKernel, torch.Tensor, torch.Tensor]:
+    """Return a kernel with random weights, its input, and the exact output in float64."""
+    kernel = kind.empty(size_out, 50, has_bias=has_bias, dtype=dtype, device=CPU)
+    weight, bias, x = torch.randn(size_out, 50), torch.randn(size_out), torch.randn(num_rows, 50)
     kernel.weight.copy_(weight)
     if kernel.bias is not None:
         kernel.bias.copy_(bias)
@@ -55,7 +51,19 @@ def test_every_linear_kernel_agrees_with_torch(
         weight.to(dtype).double(),
         bias.to(dtype).double() if has_bias else None,
     )
-    assert _near(kernel(x.to(dtype)), exact)
+    return kernel, x.to(dtype), exact
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_every_linear_kernel_agrees_with_torch(
+    kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
+) -> None:
+    kernel, x, exact = _linear(kind, 37, num_rows, dtype=dtype, has_bias=has_bias)
+    assert _near(kernel(x), exact)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17])
@@ -66,18 +74,9 @@ def test_every_linear_kernel_agrees_with_torch(
 def test_gated_output_is_silu_of_one_half_times_the_other(
     kind: type[LinearKernel], dtype: torch.dtype, has_bias: bool, num_rows: int
 ) -> None:
-    kernel = kind.empty(74, 50, has_bias=has_bias, dtype=dtype, device=CPU)
-    weight, bias, x = torch.randn(74, 50), torch.randn(74), torch.randn(num_rows, 50)
-    kernel.weight.copy_(weight)
-    if kernel.bias is not None:
-        kernel.bias.copy_(bias)
-    kernel.finalize()
-    gate, other = functional.linear(
-        x.to(dtype).double(),
-        weight.to(dtype).double(),
-        bias.to(dtype).double() if has_bias else None,
-    ).chunk(2, dim=1)
-    assert _near(kernel.gated(x.to(dtype)), functional.silu(gate) * other)
+    kernel, x, exact = _linear(kind, 74, num_rows, dtype=dtype, has_bias=has_bias)
+    gate, other = exact.chunk(2, dim=1)
+    assert _near(kernel.gated(x), functional.silu(gate) * other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
 """Streamed tokens per second over each frontend, with engines that compute nothing.
 
-    python -m bench.fronts --output bench/results/fronts.json
+    python -m bench.frontends --output bench/results/frontends.json
 
 The frontends run in a process of their own on one core, and clients that only count tokens in
 another. The engine is a thread of the frontends' process: its CPU time is included, and also
@@ -284,7 +284,7 @@ def _clients(
 
 def _write(path: Path, rows: list[Row]) -> None:
     report = {
-        "command": " ".join(["python -m bench.fronts", *sys.argv[1:]]),
+        "command": " ".join(["python -m bench.frontends", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": cpu_and_cores(),
         "versions": {
