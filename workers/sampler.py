@@ -23,7 +23,6 @@ from workers.sampling.masks import apply_masks
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
 from workers.sampling.rows import Need, SamplingRows
-from workers.sampling.torch_choice import TorchChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +59,7 @@ class Sampler:
         """Choose by `choice`, or by what is fastest on the device."""
         self._vocab_size = vocab_size
         self._device = device
-        self._choice = choice or (NumpyChoice() if device.type == "cpu" else TorchChoice())
+        self._choice = choice or _fastest_choice(device)
         self._rows = SamplingRows(max_num_rows, vocab_size)
         self._edits = LogitEdits(vocab_size)
         self._penalties = Penalties(max_num_rows, vocab_size, device)
@@ -159,3 +158,12 @@ class Sampler:
         if len(penalized):
             chosen = token_ids[upload(penalized, self._device)]
             self._penalties.count(rows[penalized], chosen)
+
+
+def _fastest_choice(device: torch.device) -> Choice:
+    if device.type != "cuda":
+        return NumpyChoice()
+    # Triton is imported where there is a GPU to compile for.
+    from workers.sampling.triton_choice import TritonChoice
+
+    return TritonChoice()

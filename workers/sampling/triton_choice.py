@@ -1,0 +1,66 @@
+"""The choice on a GPU, in a few launches, without a sort and without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.kernels.triton.choice import choose_filtered, choose_greedy, choose_unfiltered
+from workers.sampling.arrays import IntArray, upload
+from workers.sampling.choice import Choice, Draws
+from workers.sampling.torch_choice import TorchChoice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TritonChoice"]
+
+
+class TritonChoice(Choice):
+    """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
+
+    def __init__(self, *, capacity: int = 4096) -> None:
+        """Rank at most `capacity` tokens of a row apart from the others; 2048 are common."""
+        self._capacity = capacity
+        self._ranking = TorchChoice()
+
+    def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
+        """Return the likeliest tokens."""
+        return choose_greedy(scores, upload(indices, scores.device))
+
+    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from the whole vocabulary."""
+        return choose_unfiltered(scores, *_parameters(scores, indices, draws))
+
+    def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        """Return tokens drawn from what min_p, top_k and top_p leave."""
+        return choose_filtered(
+            scores, *_parameters(scores, indices, draws), capacity=self._capacity
+        )
+
+    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
+        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
+        return self._ranking.ranked(scores, num_ranks)
+
+
+def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Return the indices and what the kernels take of the draws, in one copy."""
+    with np.errstate(divide="ignore"):
+        floor = draws.temperature * np.log(draws.min_p)
+    columns = np.stack(
+        (
+            math.log2(math.e) / draws.temperature,
+            draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            floor,
+            draws.uniform,
+            indices.view(np.float64),
+        ),
+        dtype=np.float64,
+    )
+    uploaded = upload(columns, scores.device)
+    return uploaded[6].view(torch.int64), uploaded[:6]
