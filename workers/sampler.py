@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedray.batch import SequenceStart, TokenLogprobs
 from workers.sampling.arrays import IntArray, upload
 from workers.sampling.edits import LogitEdits
-from workers.sampling.logprobs import RawLogprobs
+from workers.sampling.logprobs import LogprobReports, RawLogprobs
 from workers.sampling.masks import apply_masks
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
@@ -27,6 +26,7 @@ from workers.sampling.rows import Need, SamplingRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagedray.batch import SequenceStart, TokenLogprobs
     from workers.sampling.choice import Choice
 
 __all__ = ["Sampled", "Sampler"]
@@ -38,14 +38,26 @@ class Sampled:
 
     token_ids: Tensor
     """int64 `[num_rows]`; -1 where the logits hold NaN or +inf, or nothing but -inf."""
-    logprobs: list[TokenLogprobs | None]
-    """Empty if no row asked for them."""
+    reports: LogprobReports | None = None
+    """Of the rows that asked for log-probabilities."""
+    reported: IntArray | None = None
+    """Which rows these are."""
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """Reports by row; empty if no row asked for them. Waits for their copies to the host."""
+        if self.reports is None or self.reported is None:
+            return []
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        for index, report in zip(self.reported.tolist(), self.reports.as_list(), strict=True):
+            logprobs[index] = report
+        return logprobs
 
 
 class Sampler:
     """Chooses the next tokens, and remembers for each row what that takes.
 
-    Waits for the device only where log-probabilities are asked for.
+    Does not wait for the device.
     """
 
     def __init__(
@@ -92,7 +104,7 @@ class Sampler:
         row_ids = np.array(rows, dtype=np.int64)
         needs = self._rows.needs(row_ids)
         if not needs.any():
-            return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))), [])
+            return Sampled(self._choice.greedy(logits, np.arange(len(row_ids))))
         row_positions = np.array(positions, dtype=np.int64)
         reported = np.flatnonzero(needs & Need.LOGPROBS)
         # Their log-probabilities are taken from the logits while these are whole.
@@ -101,12 +113,9 @@ class Sampler:
         token_ids = self._chosen(scores, row_ids, row_positions, needs)
         self._count(token_ids, row_ids, needs)
         if raw_logprobs is None:
-            return Sampled(token_ids, [])
-        logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
+            return Sampled(token_ids)
         chosen = token_ids[upload(reported, self._device)]
-        for index, report in zip(reported.tolist(), raw_logprobs.report(chosen), strict=True):
-            logprobs[index] = report
-        return Sampled(token_ids, logprobs)
+        return Sampled(token_ids, raw_logprobs.report(chosen), reported)
 
     def _raw_logprobs(
         self, logits: Tensor, rows: IntArray, indices: IntArray

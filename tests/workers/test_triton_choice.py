@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.choice_reference import RankedRow, draw
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.triton_choice import TritonChoice
@@ -45,6 +46,11 @@ def make_draws(num_rows: int, vocab_size: int, seed: int) -> Draws:
     )
 
 
+def few_choice(capacity: int) -> TritonChoice:
+    """Return a choice that guesses from few tokens, and hence often needs another pass."""
+    return TritonChoice(capacity=capacity, sample_size=32)
+
+
 @pytest.mark.parametrize("capacity", [4, 4096])
 @pytest.mark.parametrize(
     ("vocab_size", "scale", "is_coarse"),
@@ -55,7 +61,7 @@ def test_tokens_are_those_of_the_cpu(
 ) -> None:
     scores = make_scores(NUM_ROWS, vocab_size, seed=vocab_size, scale=scale, is_coarse=is_coarse)
     draws, indices = make_draws(NUM_ROWS - 1, vocab_size, seed=1), np.arange(1, NUM_ROWS)
-    ours, theirs, moved = TritonChoice(capacity=capacity), NumpyChoice(), scores.to(device)
+    ours, theirs, moved = few_choice(capacity), NumpyChoice(), scores.to(device)
     assert ours.greedy(moved, indices).tolist() == theirs.greedy(scores, indices).tolist()
     expected = theirs.unfiltered(scores, indices, draws)
     assert ours.unfiltered(moved, indices, draws).tolist() == expected.tolist()
@@ -68,7 +74,7 @@ def test_a_broken_row_gives_minus_one(broken: float, device: torch.device) -> No
     scores = make_scores(3, 100, seed=0, scale=1.0, is_coarse=False)
     scores[0, 70] = broken
     scores[1] = -math.inf
-    draws, indices, choice = make_draws(3, 100, seed=0), np.arange(3), TritonChoice()
+    draws, indices, choice = make_draws(3, 100, seed=0), np.arange(3), few_choice(64)
     scores = scores.to(device)
     for token_ids in (
         choice.greedy(scores, indices),
@@ -77,6 +83,67 @@ def test_a_broken_row_gives_minus_one(broken: float, device: torch.device) -> No
     ):
         assert token_ids[:2].tolist() == [-1, -1]
         assert token_ids[2] >= 0
+
+
+def tied_scores(kind: str, num_rows: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """Return bfloat16 scores of which many are equal; the last two rows are broken."""
+    rng = np.random.default_rng(seed)
+    values = {
+        "all equal": np.full((num_rows, vocab_size), 1.5),
+        "two values": rng.choice([0.0, -1.0], (num_rows, vocab_size)),
+        "both zeros": rng.choice([0.0, -0.0], (num_rows, vocab_size)),
+        "narrow": 3.0 + rng.standard_normal((num_rows, vocab_size)) * 1e-2,
+        "coarse": np.round(rng.standard_normal((num_rows, vocab_size)) * 4.0),
+    }[kind]
+    scores = torch.from_numpy(values.astype(np.float32)).bfloat16()
+    scores[0, rng.random(vocab_size) < 0.5] = -math.inf
+    scores[0, rng.integers(vocab_size)] = 0.0
+    scores[-2, rng.integers(vocab_size)] = math.nan
+    scores[-1, rng.integers(vocab_size)] = math.inf
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["all equal", "two values", "both zeros", "narrow", "coarse"])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("capacity", [8, 64])
+def test_equal_scores_are_drawn_by_id(
+    kind: str, seed: int, capacity: int, device: torch.device
+) -> None:
+    num_rows, vocab_size = 6, 500 + 129 * seed
+    scores, indices = tied_scores(kind, num_rows, vocab_size, seed), np.arange(num_rows)
+    draws = make_draws(num_rows, vocab_size, seed=seed + 10)
+    found = few_choice(capacity).filtered(scores.to(device), indices, draws)
+    # Sums of the CPU's reference are float32, and many equal weights meet top_p exactly.
+    rows = [RankedRow.of(row) for row in scores[:-2]]
+    for index, row in enumerate(rows):
+        drawn = draw(row, draws, index, tolerance=1e-7)
+        assert int(found[index]) in drawn.nearby | {drawn.token_id}
+    assert found[-2:].tolist() == [-1, -1]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "narrow", "coarse"])
+def test_100000_draws_differ_only_within_rounding(shape: str, dtype: torch.dtype) -> None:
+    num_rows, vocab_size, num_calls = 256, 128256, 50
+    generator = torch.Generator("cuda").manual_seed(1)
+    row_scores = torch.randn(8, vocab_size, device="cuda", generator=generator)
+    if shape == "peaked":
+        row_scores = row_scores.sign() * row_scores.abs().pow(1.5) * 2.0
+    if shape == "narrow":
+        row_scores = row_scores * 0.01
+    if shape == "coarse":
+        row_scores = (row_scores * 2.0).round()
+    row_scores = row_scores.to(dtype)
+    rows = [RankedRow.of(row) for row in row_scores]
+    indices, choice = np.arange(num_rows) % len(rows), TritonChoice()
+    for call in range(num_calls):
+        draws = make_draws(num_rows, vocab_size, seed=call)
+        found = choice.filtered(row_scores, indices, draws).tolist()
+        for index in range(num_rows):
+            drawn = draw(rows[indices[index]], draws, index, tolerance=1e-6)
+            assert found[index] == drawn.token_id or found[index] in drawn.nearby
 
 
 @pytest.mark.gpu

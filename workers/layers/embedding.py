@@ -94,15 +94,16 @@ class ParallelHead(Layer):
         self._kernel.weight.zero_()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits, `[num_tokens, vocab_size]` float32, equal on all ranks.
+        """Return logits, `[num_tokens, vocab_size]`, equal on all ranks.
 
-        `hidden` is `[num_tokens, hidden_size]`.
+        They are float32 on a CPU or with a soft cap, and else of the model's dtype: what chooses
+        on a GPU reads every dtype. `hidden` is `[num_tokens, hidden_size]`.
         """
         logits = self._group.all_gather_last(self._kernel(hidden))
-        logits = logits.narrow(1, 0, self._vocab_size).float()
+        logits = logits.narrow(1, 0, self._vocab_size)
         if self._soft_cap is None:
-            return logits
-        return logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+            return logits if logits.is_cuda else logits.float()
+        return logits.float().div_(self._soft_cap).tanh_().mul_(self._soft_cap)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         if not self._is_tied:

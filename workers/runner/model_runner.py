@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
-from workers.runner.device_event import DeviceEvent, record_event
+from workers.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable

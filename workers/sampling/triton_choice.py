@@ -22,9 +22,10 @@ __all__ = ["TritonChoice"]
 class TritonChoice(Choice):
     """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
 
-    def __init__(self, *, capacity: int = 4096) -> None:
-        """Rank at most `capacity` tokens of a row apart from the others; 2048 are common."""
+    def __init__(self, *, capacity: int = 8192, sample_size: int = 4096) -> None:
+        """Guess from so many tokens of a row where its cuts lie; rank at most `capacity`."""
         self._capacity = capacity
+        self._sample_size = sample_size
         self._ranking = TorchChoice()
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
@@ -38,7 +39,10 @@ class TritonChoice(Choice):
     def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from what min_p, top_k and top_p leave."""
         return choose_filtered(
-            scores, *_parameters(scores, indices, draws), capacity=self._capacity
+            scores,
+            *_parameters(scores, indices, draws),
+            capacity=self._capacity,
+            sample_size=self._sample_size,
         )
 
     def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
@@ -53,7 +57,6 @@ def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor
     columns = np.stack(
         (
             math.log2(math.e) / draws.temperature,
-            draws.temperature,
             draws.top_k,
             draws.top_p,
             floor,
@@ -63,4 +66,4 @@ def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor
         dtype=np.float64,
     )
     uploaded = upload(columns, scores.device)
-    return uploaded[6].view(torch.int64), uploaded[:6]
+    return uploaded[5].view(torch.int64), uploaded[:5]

@@ -1,0 +1,114 @@
+"""Keys, weights and parameters of a row of scores, as the kernels of a choice read them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "EMPTY",
+    "INF",
+    "MAX_SPLITS",
+    "NO_TOKEN",
+    "NUM_PARAMETERS",
+    "SCALE",
+    "SMALLEST_KEY",
+    "TOP_K",
+    "TOP_P",
+    "UNIFORM",
+    "floor_key",
+    "is_sound",
+    "keys_of",
+    "load_scores",
+    "parameter",
+    "row_maximum",
+    "score_of",
+    "units_of",
+]
+
+NO_TOKEN = tl.constexpr(-1)
+LARGEST_KEY = tl.constexpr(0x7F800000)
+"""The key of +inf; NaN has a larger one."""
+SMALLEST_KEY = tl.constexpr(-0x7F800001)
+"""The key of -inf."""
+UNIT = tl.constexpr(1099511627776.0)
+INF = tl.constexpr(float("inf"))
+EMPTY = tl.constexpr(-(1 << 63))
+MAX_SPLITS = tl.constexpr(32)
+
+# Rows of the parameters.
+SCALE = tl.constexpr(0)
+"""log2(e) / temperature"""
+TOP_K = tl.constexpr(1)
+TOP_P = tl.constexpr(2)
+FLOOR = tl.constexpr(3)
+"""temperature * log(min_p)"""
+UNIFORM = tl.constexpr(4)
+NUM_PARAMETERS = 5
+
+
+@triton.jit
+def keys_of(scores: tl.tensor, shift: tl.constexpr) -> tl.tensor:
+    """Return integers that sort like the scores, without the bits that the dtype leaves zero."""
+    values = scores.to(tl.float32)
+    # Both zeros are one score.
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(values != values, 0x7FFFFFFF, keys) >> shift
+
+
+@triton.jit
+def score_of(keys: tl.tensor, shift: tl.constexpr) -> tl.tensor:
+    """Return the float32 scores of these keys."""
+    bits = (keys << shift) | ((keys >> 31) & ((1 << shift) - 1))
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def units_of(scores: tl.tensor, highest: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return the weights of float32 scores, int64."""
+    return (tl.exp2((scores - highest) * scale) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def parameter(parameters: tl.tensor, which: tl.constexpr, row: tl.tensor) -> tl.tensor:
+    """Return a parameter of a row, float64."""
+    return tl.load(parameters + which * tl.num_programs(0) + row)
+
+
+@triton.jit
+def load_scores(
+    scores: tl.tensor, start: tl.tensor, vocab_size: tl.tensor, tile: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return scores, float32, and ids of a tile of a row; -inf behind the vocabulary."""
+    ids = start + tl.arange(0, tile)
+    loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
+    return loaded.to(tl.float32), ids
+
+
+@triton.jit
+def row_maximum(maxima: tl.tensor, row: tl.tensor, splits: tl.tensor) -> tl.tensor:
+    """Return the largest of a row of int64 `[num_rows, 32]`: key above, id below."""
+    columns = tl.arange(0, MAX_SPLITS)
+    found = tl.load(maxima + row * MAX_SPLITS + columns, mask=columns < splits, other=EMPTY)
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def is_sound(key: tl.tensor) -> tl.tensor:
+    """Whether a row with this highest key, unshifted, has a token to choose."""
+    return (key < LARGEST_KEY) & (key > SMALLEST_KEY)
+
+
+@triton.jit
+def floor_key(
+    parameters: tl.tensor, highest: tl.tensor, row: tl.tensor, shift: tl.constexpr
+) -> tl.tensor:
+    """Return the key of the least score that min_p keeps."""
+    bound = highest.to(tl.float64) + parameter(parameters, FLOOR, row)
+    rounded = bound.to(tl.float32)
+    key = keys_of(rounded, 0)
+    key = tl.where(rounded.to(tl.float64) < bound, key + 1, key)
+    key = tl.maximum(key, SMALLEST_KEY + 1)
+    # The lower bits of a key are all ones if it is negative, and else zeros.
+    return tl.where(key < 0, key >> shift, (key + ((1 << shift) - 1)) >> shift)

@@ -1,0 +1,133 @@
+"""Maxima of rows, and the choice of rows that no filter limits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.choice.scores import (
+    MAX_SPLITS,
+    NO_TOKEN,
+    SCALE,
+    UNIFORM,
+    is_sound,
+    keys_of,
+    load_scores,
+    parameter,
+    row_maximum,
+    score_of,
+    units_of,
+)
+
+__all__ = ["draw_unfiltered", "find_maxima", "sum_chunks", "take_maxima"]
+
+
+@triton.jit(do_not_specialize=["splits"])
+def find_maxima(
+    scores: tl.tensor,
+    indices: tl.tensor,
+    maxima: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    split_size: tl.tensor,
+    splits: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Write the largest key and its lowest id of each part of each row.
+
+    `maxima` is int64 `[num_rows, 32]`: key above, id below.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    scores += tl.load(indices + row) * row_stride
+    first = split * split_size
+    best = tl.full((tile,), -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
+        values, ids = load_scores(scores, start, vocab_size, tile)
+        keys = keys_of(values, 0)
+        # The lower id has the larger lower half.
+        best = tl.maximum(best, (keys.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64))
+    tl.store(maxima + row * MAX_SPLITS + split, tl.max(best, axis=0))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def take_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor) -> None:
+    """Write the likeliest token of each row, int64 `[num_rows]`."""
+    row = tl.program_id(0).to(tl.int64)
+    best = row_maximum(maxima, row, splits)
+    token_id = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+    tl.store(out + row, tl.where(is_sound(best >> 32), token_id, NO_TOKEN))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def sum_chunks(
+    scores: tl.tensor,
+    indices: tl.tensor,
+    parameters: tl.tensor,
+    maxima: tl.tensor,
+    chunk_sums: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    split_size: tl.tensor,
+    splits: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Write the weight of each part of each row, int64 `[num_rows, 32]`."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
+    if not is_sound(key):
+        return
+    highest = score_of(key, 0)
+    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scores += tl.load(indices + row) * row_stride
+    first = split * split_size
+    units = tl.zeros((tile,), tl.int64)
+    for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
+        values, _ = load_scores(scores, start, vocab_size, tile)
+        units += units_of(values, highest, scale)
+    tl.store(chunk_sums + row * MAX_SPLITS + split, tl.sum(units, axis=0))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def draw_unfiltered(
+    scores: tl.tensor,
+    indices: tl.tensor,
+    parameters: tl.tensor,
+    maxima: tl.tensor,
+    chunk_sums: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    split_size: tl.tensor,
+    splits: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    """Write the token at the drawn share of the weight of each row, int64 `[num_rows]`."""
+    row = tl.program_id(0).to(tl.int64)
+    key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
+    if not is_sound(key):
+        tl.store(out + row, NO_TOKEN)
+        return
+    highest = score_of(key, 0)
+    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    scores += tl.load(indices + row) * row_stride
+    columns = tl.arange(0, MAX_SPLITS)
+    sums = tl.load(chunk_sums + row * MAX_SPLITS + columns, mask=columns < splits, other=0)
+    total = tl.sum(sums, axis=0)
+    drawn = (parameter(parameters, UNIFORM, row) * total.to(tl.float64)).to(tl.int64)
+    drawn = tl.minimum(drawn, total - 1)
+    ends = tl.cumsum(sums, axis=0)
+    split = tl.sum((ends <= drawn).to(tl.int32), axis=0)
+    before = tl.max(tl.where(ends <= drawn, ends, 0), axis=0)
+    token_id = tl.full((), -1, tl.int64)
+    start = split * split_size
+    while token_id < 0:
+        values, _ = load_scores(scores, start, vocab_size, tile)
+        tile_ends = before + tl.cumsum(units_of(values, highest, scale), axis=0)
+        place = tl.sum((tile_ends <= drawn).to(tl.int32), axis=0)
+        if place < tile:
+            token_id = (start + place).to(tl.int64)
+        before = tl.max(tile_ends, axis=0)
+        start += tile
+    tl.store(out + row, token_id)
