@@ -22,6 +22,7 @@ __all__ = [
     "HEAD_COUNTS",
     "HEAD_SIZES",
     "NEEDS_GPU",
+    "check_graph_inputs",
     "check_replays",
     "check_waits_for_nothing",
     "gpu_rig",
@@ -134,6 +135,30 @@ def check_replays(
             assert (out[2:] == 0).all()
             assert relative_error(out[:2], reference) < TOLERANCE[dtype]
         _grow(a, b)
+
+
+def check_graph_inputs(rig: Rig, backend: type[AttentionBackend]) -> None:
+    """Check that layers over the metadata of a graph follow the steps copied into its buffers."""
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 3), (b, 6)])
+    state = backend.get_state_cls()(replace(rig.spec, max_seq_len=32))
+    with state.graph_capture(4):
+        captured = state.graph_capture_get_metadata_for_batch(4)
+        clone = state.graph_clone(4)
+        buffers = clone.get_graph_input_buffers(captured)
+    params = rig.spec.layers[0]
+    sizes = [n * params.head_size for n in (params.num_heads, *[params.num_kv_heads] * 2)]
+    query, key, value = rig.random(4, sum(sizes)).to(rig.spec.device).split(sizes, 1)
+    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
+    for _ in range(3):
+        live = rig.builder.build(rig.batch([], [a, b]))
+        clone.prepare_graph_input_buffers(buffers, live)
+        for layer in rig.layers:
+            replayed = layer(query, key, value, rig.cache, captured)
+            expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
+            assert relative_error(replayed[:2].cpu(), expected.cpu()) < TOLERANCE[rig.spec.dtype]
+            assert (replayed[2:] == 0).all()
+        a.length, b.length = a.length + 1, b.length + 1
 
 
 def check_waits_for_nothing(

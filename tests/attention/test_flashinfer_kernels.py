@@ -13,9 +13,9 @@ from attention.abstract import AttentionParams, AttentionType
 from attention.gpu.backend import GpuBackend
 from attention.gpu_backends import FlashInferBackend, HybridBackend
 from attention.params import KV_CACHE_DTYPES
-from tests.attention.dense_reference import relative_error
 from tests.attention.fake_flashinfer import FakeMemory, FakeScratch, FakeWrapper, fake_modules
-from tests.attention.rig import TOLERANCE, Rig, params_of
+from tests.attention.gpu_steps import check_graph_inputs
+from tests.attention.rig import Rig, params_of
 
 pytest.importorskip("triton")
 
@@ -156,21 +156,4 @@ def test_profile_run_attends_among_its_tokens() -> None:
 def test_replays_follow_each_step(backend: type[GpuBackend]) -> None:
     layers = FEATURES["plain"], FEATURES["window+cap"], FEATURES["plain"]
     rig = rig_of(*layers, backend=backend)
-    a, b = rig.sequence(), rig.sequence()
-    rig.step(prefills=[(a, 3), (b, 6)])
-    state = backend.get_state_cls()(replace(rig.spec, max_seq_len=32))
-    with state.graph_capture(4):
-        captured = state.graph_capture_get_metadata_for_batch(4)
-        clone = state.graph_clone(4)
-        buffers = clone.get_graph_input_buffers(captured)
-    query, key, value = rig.random(4, 512).split([256, 128, 128], 1)
-    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
-    for _ in range(3):
-        live = rig.builder.build(rig.batch([], [a, b]))
-        clone.prepare_graph_input_buffers(buffers, live)
-        for layer in rig.layers:
-            replayed = layer(query, key, value, rig.cache, captured)
-            expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
-            assert relative_error(replayed[:2], expected) < TOLERANCE[torch.bfloat16]
-            assert (replayed[2:] == 0).all()
-        a.length, b.length = a.length + 1, b.length + 1
+    check_graph_inputs(rig, backend)

@@ -9,8 +9,8 @@ import torch
 from attention.abstract import AttentionMetadata, AttentionParams, AttentionType
 from attention.gpu.metadata import GpuMetadata, GpuMetadataBuilder
 from attention.params import KV_CACHE_DTYPES
-from tests.attention.dense_reference import relative_error
-from tests.attention.rig import TOLERANCE, Rig, params_of
+from tests.attention.gpu_steps import check_graph_inputs
+from tests.attention.rig import Rig, params_of
 
 pytest.importorskip("triton")
 
@@ -103,24 +103,7 @@ def test_parts_of_a_step_equal_the_whole() -> None:
 def test_graph_inputs_follow_each_step_at_their_addresses() -> None:
     layers = params_of(), params_of(sliding_window=5)
     rig = rig_of(*layers)
-    a, b = rig.sequence(), rig.sequence()
-    rig.step(prefills=[(a, 3), (b, 6)])
-    state = SharedBackend.get_state_cls()(replace(rig.spec, max_seq_len=32))
-    with state.graph_capture(4):
-        captured = state.graph_capture_get_metadata_for_batch(4)
-        clone = state.graph_clone(4)
-        buffers = clone.get_graph_input_buffers(captured)
-    query, key, value = rig.random(4, 128).to(rig.spec.device).split([64, 32, 32], 1)
-    query[2:], key[2:], value[2:] = (float("nan"),) * 3  # Padding may hold anything.
-    for _ in range(3):
-        live = rig.builder.build(rig.batch([], [a, b]))
-        clone.prepare_graph_input_buffers(buffers, live)
-        for layer in rig.layers:
-            replayed = layer(query, key, value, rig.cache, captured)
-            expected = layer(query[:2], key[:2], value[:2], rig.cache, live)
-            assert relative_error(replayed[:2].cpu(), expected.cpu()) < TOLERANCE[torch.float32]
-            assert (replayed[2:] == 0).all()
-        a.length, b.length = a.length + 1, b.length + 1
+    check_graph_inputs(rig, SharedBackend)
 
 
 def test_buffers_of_the_caller_are_filled() -> None:
