@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedRow:
-    """A row of scores by rank."""
+    """A row of scores, likeliest first."""
 
     ids: np.ndarray
     scores: np.ndarray

@@ -118,9 +118,9 @@ class Reference:
     @classmethod
     def of(cls, logits: np.ndarray, sampling: SamplingParams) -> Reference:
         scores = logits.astype(np.float64)
-        ranked = np.array(sorted(range(len(scores)), key=lambda i: (-scores[i], i)))
+        ordered = np.array(sorted(range(len(scores)), key=lambda i: (-scores[i], i)))
         weights = np.exp((scores - scores.max()) / sampling.temperature)
-        kept = ranked[weights[ranked] >= sampling.min_p]
+        kept = ordered[weights[ordered] >= sampling.min_p]
         if sampling.top_k:
             kept = kept[: sampling.top_k]
         if sampling.top_p < 1.0:
@@ -131,7 +131,7 @@ class Reference:
         probabilities[kept] = weights[kept] / weights[kept].sum()
         is_cut = 0 < sampling.top_k < len(scores)
         is_filtered = is_cut or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        return cls(probabilities, ranked if is_filtered else np.arange(len(scores)))
+        return cls(probabilities, ordered if is_filtered else np.arange(len(scores)))
 
     def tokens(self, uniform: float, slack: float) -> set[int]:
         """Return the token at `uniform`, and any other within `slack` of it."""
@@ -708,16 +708,16 @@ def test_logprobs_are_those_of_the_raw_logits(sampler: Sampler, dtype: torch.dty
     assert only_chosen.logprobs == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 20, VOCAB_SIZE])
-def test_ranks_break_ties_by_the_lower_id(choice: Choice, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 20, VOCAB_SIZE])
+def test_top_tokens_break_ties_by_the_lower_id(choice: Choice, num_tokens: int) -> None:
     scores = (make_logits(5, seed=1) / 2).round()
-    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_ranks]
-    assert choice.ranked(scores, num_ranks).tolist() == expected.tolist()
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_tokens]
+    assert choice.top_tokens(scores, num_tokens).tolist() == expected.tolist()
 
 
 def test_ranks_take_both_zeros_for_one_score(choice: Choice) -> None:
     scores = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
-    assert choice.ranked(scores, 5).tolist() == [[1, 2, 3, 4, 0]]
+    assert choice.top_tokens(scores, 5).tolist() == [[1, 2, 3, 4, 0]]
 
 
 # Surroundings

@@ -1,16 +1,16 @@
 """How a token is chosen from a row of scores: the definition that every implementation follows.
 
-Scores are the logits after bias, masks and penalties. The tokens of a row are *ranked* by score,
+Scores are the logits after bias, masks and penalties. The tokens of a row are *ordered* by score,
 ties by the lower token id; so the likeliest token, the k likeliest and the likeliest that reach a
 probability are always well defined, however many scores are equal.
 
-1. Greedy takes the first rank. Otherwise a token's weight is exp((score - highest) / temperature).
+1. Greedy takes the first token. Otherwise a token's weight is exp((score - highest) / temperature).
 2. min_p keeps tokens of a weight of `min_p` and more (the likeliest one's weight is 1).
-3. top_k keeps the first k ranks.
-4. top_p keeps the first ranks, up to the one at which the weights first reach `top_p` of the
+3. top_k keeps the first k tokens.
+4. top_p keeps the first tokens, up to the one at which the weights first reach `top_p` of the
    weight of all that steps 2 and 3 kept.
-5. The token is where the running sum of the weights, in order of rank, first exceeds `uniform`
-   of their total. Rows without filters are summed in order of token id, to save the ranking.
+5. The token is where the running sum of the weights, in that order, first exceeds `uniform`
+   of their total. Rows without filters are summed in order of token id, to save the sort.
 
 A row is *broken* if a score is NaN or +inf, or all are -inf; it gives -1, and no other row is
 touched. A token of weight zero is never chosen.
@@ -65,5 +65,5 @@ class Choice(ABC):
         """Return tokens drawn from what min_p, top_k and top_p leave."""
 
     @abstractmethod
-    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
-        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
+    def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
+        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""

@@ -26,7 +26,7 @@ class RawLogprobs:
     ) -> None:
         logits = select_rows(logits, indices).float()
         self._num_likeliest = num_likeliest
-        self._likeliest = choice.ranked(logits, int(num_likeliest.max()))
+        self._likeliest = choice.top_tokens(logits, int(num_likeliest.max()))
         self._logprobs = torch.log_softmax(logits, dim=-1)
 
     def report(self, token_ids: Tensor) -> LogprobReports:

@@ -2,7 +2,7 @@
 
 A row stays in the core's cache from its first pass to its last, NumPy's `argmax`, `partition` and
 `sort` are vectorized where torch's are not, and no pass waits for a pool of threads.
-Only tokens that may survive the filters are ranked.
+Only tokens that may survive the filters are sorted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = NDArray[np.float32]
 
 # Widens bounds that are computed with other rounding; exact tests follow.
 SLACK = 0.99
-# If top_p alone limits a row, tokens of less weight are ranked only if these are too few.
+# If top_p alone limits a row, tokens of less weight are sorted only if these are too few.
 CANDIDATE_WEIGHTS = (0.05, 0.001)
 
 
@@ -76,15 +76,15 @@ class NumpyChoice(Choice):
                 ]
             )
 
-    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
-        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
-        ids = np.empty((len(scores), num_ranks), dtype=np.int64)
-        if num_ranks > 0:
-            for rank_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):
-                floor = _kth_highest(row, num_ranks)
+    def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
+        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        ids = np.empty((len(scores), num_tokens), dtype=np.int64)
+        if num_tokens > 0:
+            for row_ids, row in zip(ids, _rows(scores, np.arange(len(scores))), strict=True):
+                floor = _kth_highest(row, num_tokens)
                 # In a row with NaN fewer may reach the floor; its order has no meaning.
-                found = _rank(row, np.flatnonzero(~(row < floor)))
-                rank_ids[:] = found[:num_ranks]
+                found = _sorted_ids(row, np.flatnonzero(~(row < floor)))
+                row_ids[:] = found[:num_tokens]
         return torch.from_numpy(ids)
 
 
@@ -150,7 +150,7 @@ def _filtered(
         if top_k < len(row):
             floor = max(floor, _kth_highest(row, top_k))
         ids = np.flatnonzero(row >= floor)
-    ids = _rank(row, ids)[:top_k]
+    ids = _sorted_ids(row, ids)[:top_k]
     kept = np.exp((row[ids].astype(np.float64) - highest) / temperature)
     sums = kept[kept >= min_p].cumsum()
     if top_p < 1.0:
@@ -182,7 +182,7 @@ def _kth_highest(row: Row, k: int) -> np.float32:
     return value
 
 
-def _rank(row: Row, ids: NDArray[np.intp]) -> NDArray[np.intp]:
+def _sorted_ids(row: Row, ids: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the ids by descending score, ties by ascending id."""
     # One integer sorts as (score, id): the bits of floats sort like the floats once those of
     # negative ones are inverted. Adding zero makes -0.0 and 0.0 equal.

@@ -12,7 +12,7 @@ from workers.sampling.choice import CHUNK_SIZE, Choice, Draws
 
 __all__ = ["TorchChoice"]
 
-# Up to here selecting the first ranks is cheaper than sorting all.
+# Up to here selecting the first tokens is cheaper than sorting all.
 MOST_SELECTED = 1024
 
 
@@ -62,24 +62,24 @@ class TorchChoice(Choice):
             scores.device, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform
         )
         highest = scores.amax(dim=-1, keepdim=True)
-        ids = self.ranked(scores, int(draws.top_k.max()))
+        ids = self.top_tokens(scores, int(draws.top_k.max()))
         weights = scores.gather(1, ids).double().sub_(highest).div_(temperature).exp_()
-        ranks = torch.arange(ids.shape[1], device=scores.device)
-        weights = weights.masked_fill_((ranks >= top_k) | (weights < min_p), 0.0)
-        sums = weights.cumsum(dim=-1)  # [num_rows, num_ranks]
+        positions = torch.arange(ids.shape[1], device=scores.device)
+        weights = weights.masked_fill_((positions >= top_k) | (weights < min_p), 0.0)
+        sums = weights.cumsum(dim=-1)  # [num_rows, num_tokens]
         before = functional.pad(sums[:, :-1], (1, 0))
         num_kept = (before < top_p * sums[:, -1:]).sum(dim=-1, keepdim=True)
         # Before the broken rows are marked, theirs may be 0.
         total = sums.gather(1, (num_kept - 1).clamp_(min=0))
-        rank = (sums <= uniform * total).sum(dim=-1, keepdim=True).clamp_(max=ids.shape[1] - 1)
-        token_ids = ids.gather(1, rank)
+        position = (sums <= uniform * total).sum(dim=-1, keepdim=True).clamp_(max=ids.shape[1] - 1)
+        token_ids = ids.gather(1, position)
         return token_ids.masked_fill_(~highest.isfinite(), -1).squeeze(1)
 
-    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
-        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
-        if num_ranks > MOST_SELECTED:
+    def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
+        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        if num_tokens > MOST_SELECTED:
             order = scores.sort(dim=-1, descending=True, stable=True).indices
-            return order[:, :num_ranks]
+            return order[:, :num_tokens]
         # topk promises no order of ties, so the id becomes part of the key. A float's bits sort
         # like the float if those of a negative one are turned round; adding zero makes -0.0 and
         # 0.0 the same.
@@ -87,7 +87,7 @@ class TorchChoice(Choice):
         bits ^= (bits >> 31) & 0x7FFFFFFF
         last_id = scores.shape[1] - 1
         reversed_ids = torch.arange(last_id, -1, -1, device=scores.device)
-        keys = (bits << 32).bitwise_or_(reversed_ids).topk(num_ranks, dim=-1).values
+        keys = (bits << 32).bitwise_or_(reversed_ids).topk(num_tokens, dim=-1).values
         return last_id - (keys & 0xFFFFFFFF)
 
 

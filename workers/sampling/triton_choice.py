@@ -23,10 +23,10 @@ class TritonChoice(Choice):
     """Chooses from scores on a GPU. Weights are rounded to integers, hence summed exactly."""
 
     def __init__(self, *, capacity: int = 8192, sample_size: int = 4096) -> None:
-        """Guess from so many tokens of a row where its cuts lie; rank at most `capacity`."""
+        """Guess from so many tokens of a row where its cuts lie; sort at most `capacity`."""
         self._capacity = capacity
         self._sample_size = sample_size
-        self._ranking = TorchChoice()
+        self._sorting = TorchChoice()
 
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the likeliest tokens."""
@@ -45,9 +45,9 @@ class TritonChoice(Choice):
             sample_size=self._sample_size,
         )
 
-    def ranked(self, scores: Tensor, num_ranks: int) -> Tensor:
-        """Return the first ranks of every row, int64 `[num_scores, num_ranks]`."""
-        return self._ranking.ranked(scores, num_ranks)
+    def top_tokens(self, scores: Tensor, num_tokens: int) -> Tensor:
+        """Return the likeliest tokens of every row, in order, int64 `[num_scores, num_tokens]`."""
+        return self._sorting.top_tokens(scores, num_tokens)
 
 
 def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor, Tensor]:
