@@ -85,6 +85,8 @@ class DecoderWorker(Worker):
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
+        if self._device.type == "cuda":
+            self._runner.warm_up(self._spec.dtype)
         if self._group.rank == 0:
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:

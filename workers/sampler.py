@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.arrays import IntArray, upload
+from workers.sampling.choice import Draws
 from workers.sampling.edits import LogitEdits
 from workers.sampling.logprobs import LogprobReports, RawLogprobs
 from workers.sampling.masks import apply_masks
@@ -86,6 +87,25 @@ class Sampler:
             self._edits.start(start)
         if needs & Need.PENALTY:
             self._penalties.start(start)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Choose once in every way, so that no step waits while kernels are compiled.
+
+        `dtype` is that of the logits; where they are edited, scores are float32.
+        """
+        indices = np.zeros(1, dtype=np.int64)
+        draws = Draws(
+            temperature=np.ones(1),
+            top_k=np.array([self._vocab_size]),
+            top_p=np.array([0.5]),
+            min_p=np.zeros(1),
+            uniform=np.array([0.5]),
+        )
+        for scores_dtype in dict.fromkeys((dtype, torch.float32)):
+            scores = torch.zeros((1, self._vocab_size), dtype=scores_dtype, device=self._device)
+            self._choice.greedy(scores, indices)
+            self._choice.unfiltered(scores, indices, draws)
+            self._choice.filtered(scores, indices, draws)
 
     def has_masked(self, rows: Sequence[int]) -> bool:
         """Whether any of these rows samples under a mask."""

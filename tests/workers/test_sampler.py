@@ -34,6 +34,8 @@ from workers.sampling.torch_choice import TorchChoice
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from workers.sampling.arrays import IntArray
+
 CPU = torch.device("cpu")
 VOCAB_SIZE = 300
 NUM_ROWS = 16
@@ -739,3 +741,30 @@ def test_a_step_without_rows_samples_nothing(sampler: Sampler) -> None:
     sampled = sampler.sample(torch.zeros(0, VOCAB_SIZE), [], [])
     assert sampled.token_ids.tolist() == []
     assert sampled.logprobs == []
+
+
+class RecordingChoice(NumpyChoice):
+    """Remembers which ways of choosing were taken, and from which dtypes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, torch.dtype]] = []
+
+    def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
+        self.calls.append(("greedy", scores.dtype))
+        return super().greedy(scores, indices)
+
+    def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        self.calls.append(("unfiltered", scores.dtype))
+        return super().unfiltered(scores, indices, draws)
+
+    def filtered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
+        self.calls.append(("filtered", scores.dtype))
+        return super().filtered(scores, indices, draws)
+
+
+def test_warm_up_chooses_in_every_way_from_both_dtypes() -> None:
+    choice = RecordingChoice()
+    make_sampler(choice=choice).warm_up(torch.bfloat16)
+    ways = ("greedy", "unfiltered", "filtered")
+    dtypes = (torch.bfloat16, torch.float32)
+    assert choice.calls == [(way, dtype) for dtype in dtypes for way in ways]

@@ -11,7 +11,7 @@ import torch
 from tests.workers.choice_reference import RankedRow, draw
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
-from workers.sampling.triton_choice import TritonChoice
+from workers.sampling.triton_choice import TritonChoice, _parameters
 
 NUM_ROWS = 6
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -185,3 +185,13 @@ def test_tokens_depend_on_no_other_row() -> None:
             }
         )
         assert choice.filtered(scores, np.array([row]), alone).tolist() == [int(together[row])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_kernels_see_one_alignment(num_rows: int) -> None:
+    draws = make_draws(num_rows, 50, seed=0)
+    scores = torch.zeros(num_rows, 50)
+    indices, parameters = _parameters(scores, np.arange(num_rows), draws)
+    assert (parameters.data_ptr() - indices.data_ptr()) % 16 == 0
+    assert indices.tolist() == list(range(num_rows))
+    assert parameters[1].tolist() == draws.top_k.tolist()

@@ -121,6 +121,11 @@ class ModelRunner:
         return self._builder.provider_sentences()
 
     @torch.inference_mode()
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what samples from logits of this dtype."""
+        self._sampler.warm_up(dtype)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
         for start in plan.starts:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attention.kernels.triton.choice import choose_filtered, choose_greedy, choose_unfiltered
+from attention.kernels.triton.choice.scores import NUM_PARAMETERS
 from workers.sampling.arrays import IntArray, upload
 from workers.sampling.choice import Choice, Draws
 from workers.sampling.torch_choice import TorchChoice
@@ -54,16 +55,15 @@ def _parameters(scores: Tensor, indices: IntArray, draws: Draws) -> tuple[Tensor
     """Return the indices and what the kernels take of the draws, in one copy."""
     with np.errstate(divide="ignore"):
         floor = draws.temperature * np.log(draws.min_p)
-    columns = np.stack(
-        (
-            math.log2(math.e) / draws.temperature,
-            draws.top_k,
-            draws.top_p,
-            floor,
-            draws.uniform,
-            indices.view(np.float64),
-        ),
-        dtype=np.float64,
+    num_rows = len(indices)
+    # The parameters begin at a multiple of 16 bytes: for another alignment Triton would compile
+    # every kernel again.
+    first = num_rows + num_rows % 2
+    columns = np.empty(first + NUM_PARAMETERS * num_rows)
+    columns[:num_rows] = indices.view(np.float64)
+    columns[first:] = np.concatenate(
+        (math.log2(math.e) / draws.temperature, draws.top_k, draws.top_p, floor, draws.uniform)
     )
     uploaded = upload(columns, scores.device)
-    return uploaded[5].view(torch.int64), uploaded[:5]
+    parameters = uploaded[first:].view(NUM_PARAMETERS, num_rows)
+    return uploaded[:num_rows].view(torch.int64), parameters
