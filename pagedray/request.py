@@ -178,6 +178,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """When the request is aborted, on the monotonic clock."""
     grammar: Grammar | None = None
     """The compiled `sampling.structure`."""
+    generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
+    """The tokens that each sequence generated in another replica, None for one that has ended;
+    empty for a request that begins with its prompt. Never from a client."""
+
+    @property
+    def open_indices(self) -> range | tuple[int, ...]:
+        """The indices of the sequences that the engine runs."""
+        if not self.generated_token_ids:
+            return range(self.sampling.n)
+        generated = enumerate(self.generated_token_ids)
+        return tuple(index for index, token_ids in generated if token_ids is not None)
 
 
 def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> None:

@@ -39,7 +39,7 @@ class OpenRequests:
         return len(self._entries)
 
     def add_request(self, request: Request) -> None:
-        self._entries[request.id] = _Entry(request.sampling.n)
+        self._entries[request.id] = _Entry(len(request.open_indices))
 
     def note_event(self, event: TokenEvent) -> None:
         """Note that a sequence has ended, if it has."""

@@ -172,7 +172,8 @@ class Planner:
         if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):
             return False
         if sequence.active.is_queued:
-            sequence.active.num_cached_tokens = sequence.num_computed
+            num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
+            sequence.active.num_cached_tokens = num_cached
         return True
 
     def _donor_for(self, sequence: Sequence, step: int) -> Sequence | None:

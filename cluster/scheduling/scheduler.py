@@ -271,7 +271,30 @@ class Scheduler:
         needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:
             raise CapacityError(needed, capacity)
-        self._backlog.check_room(request.tenant, len(prompt))
+        if request.generated_token_ids:
+            # Another replica admitted it.
+            self._check_generated(request)
+        else:
+            self._backlog.check_room(request.tenant, len(prompt))
+
+    def _check_generated(self, request: Request) -> None:
+        """Raise InvalidRequestError if a request cannot continue from its generated tokens."""
+        generated = request.generated_token_ids
+        if len(generated) != request.sampling.n or not request.open_indices:
+            raise InvalidRequestError(
+                f"A request with n = {request.sampling.n} cannot continue from the tokens of "
+                f"{len(generated)} sequences, of which {len(request.open_indices)} are unfinished."
+            )
+        num_prompt_tokens = len(request.prompt_token_ids)
+        most = min(request.sampling.max_tokens, self._max_model_len - num_prompt_tokens) - 1
+        for token_ids in generated:
+            if token_ids and len(token_ids) > most:
+                raise InvalidRequestError(
+                    f"A sequence cannot continue after {len(token_ids)} generated tokens: it ends "
+                    f"after {most + 1}."
+                )
+            if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
+                raise InvalidRequestError(f"Token ids must be from 0 to {_MAX_TOKEN_ID}.")
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""

@@ -55,12 +55,12 @@ class ActiveRequest:
         self.started_s = 0.0
         """When its first sequence was first planned; 0 before."""
         self.num_cached_tokens = 0
-        self.num_unfinished = sampling.n
         self.sequences = [
             Sequence(self, index, arrival=arrival, max_model_len=max_model_len)
-            for index in range(sampling.n)
+            for index in request.open_indices
         ]
-        self.held = self.sequences[1:]
+        self.num_unfinished = len(self.sequences)
+        self.held = [one for one in self.sequences if one.state is SequenceState.HELD]
         """Sequences that wait for the prompt of the first one."""
 
 
@@ -105,6 +105,8 @@ class Sequence:
         request = active.request
         sampling = request.sampling
         num_prompt_tokens = len(request.prompt_token_ids)
+        continued = request.generated_token_ids
+        generated = continued[index] or () if continued else ()
         self.active = active
         self.request_id = request.id
         self.index = index
@@ -117,11 +119,13 @@ class Sequence:
         self.max_length = min(num_prompt_tokens + sampling.max_tokens, max_model_len)
         """Number of tokens at which the sequence ends."""
 
-        self.state = SequenceState.HELD if index else SequenceState.WAITING
+        # Sequences that continue have tokens of their own to compute.
+        is_held = index > 0 and not continued
+        self.state = SequenceState.HELD if is_held else SequenceState.WAITING
         self.row = -1
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = [*request.prompt_token_ids, *generated]
         """All tokens known."""
-        self.length = num_prompt_tokens
+        self.length = len(self.token_ids)
         """All tokens known or being sampled."""
         self.num_computed = 0
         """Tokens that are in the cache once the plans in flight are done."""

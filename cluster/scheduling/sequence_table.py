@@ -57,11 +57,13 @@ class SequenceTable:
                 yield sequence
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Queue the first sequence of a request and hold the others."""
+        """Queue the sequences of a request, except those that wait for a sibling's prompt."""
         self.requests[active.request.id] = active
         active.share = self.waiting.open_share(active.request.tenant)
         self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
-        self.waiting.insert(active.sequences[0])
+        for sequence in active.sequences:
+            if sequence.state is SequenceState.WAITING:
+                self.waiting.insert(sequence)
 
     def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
         """Give a waiting or swapped sequence a row."""

@@ -192,7 +192,7 @@ class EngineStream:
     ) -> None:
         self._client = client
         self._engine = engine
-        self._unfinished = {request.id: set(range(request.sampling.n)) for request in requests}
+        self._unfinished = {request.id: set(request.open_indices) for request in requests}
         self._pending: list[TokenEvent] = []
         # Looked up once: getting the running loop is a system call in some versions of Python.
         self._new_waiter = asyncio.get_running_loop().create_future

@@ -83,9 +83,11 @@ class Harness:
         min_tokens: int = 0,
         ignore_eos: bool = True,
         stop_token_ids: Sequence[int] = (),
+        generated: Sequence[tuple[int, ...] | None] = (),
+        seed: int | None = None,
     ) -> str:
         """Add a request and return its id; its logits are not finite at `bad_length`."""
-        seed = len(self.requests)
+        seed = len(self.requests) if seed is None else seed
         request = Request(
             id=f"request-{seed}",
             prompt_token_ids=tuple(prompt),
@@ -102,6 +104,7 @@ class Harness:
             weight=weight,
             priority=priority,
             deadline_s=deadline_s,
+            generated_token_ids=tuple(generated),
         )
         self.scheduler.add_request(request)
         self.requests[request.id] = request
@@ -110,7 +113,10 @@ class Harness:
             self.bad_lengths[seed] = bad_length
         active = self.scheduler._table.requests[request.id]
         self.sequences += active.sequences
-        self.tokens |= {(request.id, index): [] for index in range(request.sampling.n)}
+        self.tokens |= {
+            (request.id, index): list(generated[index] or ()) if generated else []
+            for index in request.open_indices
+        }
         return request.id
 
     def schedule(self) -> StepPlan | None:

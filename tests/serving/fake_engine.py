@@ -95,8 +95,10 @@ class FakeEngine:
         with self._lock:
             self.log.submitted.append(request)
             self._sequences += [
-                _Sequence(request, index, self.script(request, index))
-                for index in range(request.sampling.n)
+                _Sequence(
+                    request, index, self.script(request, index), _num_generated(request, index)
+                )
+                for index in request.open_indices
             ]
 
     def abort_request(self, request_id: str) -> None:
@@ -191,6 +193,10 @@ class FakeEngine:
             len(request.prompt_token_ids),
             sequence.started_s,
         )
+
+
+def _num_generated(request: Request, index: int) -> int:
+    return len(request.generated_token_ids[index] or ()) if request.generated_token_ids else 0
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
