@@ -36,7 +36,8 @@ __all__ = [
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
 _CHUNK_BYTES = 1 << 16
-_SEND_TIMEOUT_S = 30.0
+_PEER_TIMEOUT_S = 30
+"""Time after which a TCP peer whose node does not answer counts as gone."""
 _ACCEPT_POLL_S = 0.1
 
 Outgoing = TypeVar("Outgoing")
@@ -60,28 +61,61 @@ class StepChannel(Generic[Outgoing, Incoming]):
     """One end of a connected channel. Not thread-safe."""
 
     def __init__(self, connection: socket.socket, incoming: object) -> None:
+        connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_tcp_options(connection)
         self._socket = connection
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._received = bytearray()
+        self._outgoing = bytearray()
+        """What was posted and the socket has not taken yet."""
+        # `select.select` is limited to descriptors below 1024.
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for `select`."""
+        """Return the socket's descriptor, for `poll`."""
         return self._socket.fileno()
 
-    def send(self, message: Outgoing) -> None:
-        """Send one message. Raises ChannelClosedError if the peer is gone."""
+    def post(self, message: Outgoing) -> None:
+        """Send what the socket takes of a message and keep the rest for `flush`; never waits.
+
+        Raises ChannelClosedError if the peer is gone.
+        """
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"A message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}.")
-        try:
-            # A peer that does not receive counts as gone.
-            self._socket.settimeout(_SEND_TIMEOUT_S)
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError as error:
-            raise ChannelClosedError(f"The step channel is closed: {error}.") from error
+        frame = _LENGTH.pack(len(body)) + body
+        if not self._outgoing:
+            num_sent = self._write(frame)
+            if num_sent == len(frame):
+                return
+            frame = frame[num_sent:]
+        self._outgoing += frame
+
+    def flush(self) -> bool:
+        """Send what the socket takes; return whether everything is sent. Never waits.
+
+        Raises ChannelClosedError if the peer is gone.
+        """
+        while self._outgoing:
+            with memoryview(self._outgoing) as waiting:
+                num_sent = self._write(waiting[:_CHUNK_BYTES])
+            if not num_sent:
+                return False
+            del self._outgoing[:num_sent]
+        return True
+
+    def send(self, message: Outgoing) -> None:
+        """Send one message, however long the peer takes to receive it.
+
+        Raises ChannelClosedError if the peer is gone.
+        """
+        self.post(message)
+        while not self.flush():
+            self._writable.poll()
 
     def receive(self, timeout_s: float | None = None) -> Incoming:
         """Return the next message.
@@ -90,51 +124,76 @@ class StepChannel(Generic[Outgoing, Incoming]):
         peer is gone or sends an invalid message.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline_s, peek=True))
-        if length > MAX_FRAME_BYTES:
-            raise ChannelClosedError(f"A frame of {length} bytes exceeds {MAX_FRAME_BYTES}.")
-        frame = self._take(_LENGTH.size + length, deadline_s)
-        try:
-            return self._decoder.decode(memoryview(frame)[_LENGTH.size :])
-        except msgspec.MsgspecError as error:
-            raise ChannelClosedError(f"Invalid message: {error}.") from error
+        # After a timeout, a partial frame stays in the buffer for the next call.
+        while (size := self._frame_size()) is None:
+            if not self._fill():
+                self._wait(deadline_s)
+        return self._take(size)
+
+    def received(self) -> list[Incoming]:
+        """Return the messages that have arrived; never waits for the rest of one.
+
+        Raises ChannelClosedError if the peer is gone or sends an invalid message.
+        """
+        self._fill()
+        messages = []
+        while (size := self._frame_size()) is not None:
+            messages.append(self._take(size))
+        return messages
 
     def has_message(self) -> bool:
         """Return whether `receive` can read something, an end-of-file included."""
-        if len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            if len(self._received) >= _LENGTH.size + length:
-                return True
-        # `select.select` is limited to descriptors below 1024.
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
+        return self._frame_size() is not None or bool(self._readable.poll(0))
 
     def close(self) -> None:
         """Close this end; the peer reads end-of-file."""
         self._socket.close()
 
-    def _take(self, size: int, deadline_s: float | None, *, peek: bool = False) -> bytes:
-        # After a timeout, a partial frame stays in the buffer for the next call.
-        while len(self._received) < size:
-            self._fill(deadline_s, size - len(self._received))
-        taken = bytes(self._received[:size])
-        if not peek:
-            del self._received[:size]
-        return taken
+    def _frame_size(self) -> int | None:
+        """Return the size of the first frame if it is complete."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"A frame of {length} bytes exceeds {MAX_FRAME_BYTES}.")
+        size: int = _LENGTH.size + length
+        return size if len(self._received) >= size else None
 
-    def _fill(self, deadline_s: float | None, missing: int) -> None:
-        left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 1e-6)
+    def _take(self, size: int) -> Incoming:
+        body = bytes(self._received[_LENGTH.size : size])
+        del self._received[:size]
         try:
-            self._socket.settimeout(left_s)
-            chunk = self._socket.recv(max(missing, _CHUNK_BYTES))
-        except TimeoutError as error:
-            raise ChannelTimeoutError("No message arrived in time.") from error
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ChannelClosedError(f"Invalid message: {error}.") from error
+
+    def _fill(self) -> bool:
+        """Receive what has arrived; return whether anything has."""
+        try:
+            chunk = self._socket.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise ChannelClosedError(f"The step channel is closed: {error}.") from error
         if not chunk:
             raise ChannelClosedError("The peer closed the step channel.")
         self._received += chunk
+        return True
+
+    def _wait(self, deadline_s: float | None) -> None:
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if left_s is not None and left_s <= 0.0:
+            raise ChannelTimeoutError("No message arrived in time.")
+        self._readable.poll(None if left_s is None else left_s * 1e3)
+
+    def _write(self, frame: bytes | memoryview) -> int:
+        """Return how many bytes the socket took."""
+        try:
+            return self._socket.send(frame)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelClosedError(f"The step channel is closed: {error}.") from error
 
 
 ControllerChannel = StepChannel[ControllerMessage, WorkerMessage]
@@ -215,6 +274,15 @@ def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> Worker
     hello: StepChannel[_Hello, object] = StepChannel(connection, object)
     hello.send(_Hello(rank, secret))
     return StepChannel(connection, ControllerMessage)
+
+
+def _set_tcp_options(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # TCP_USER_TIMEOUT would also end the connection to a rank that is too busy to receive a plan.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PEER_TIMEOUT_S // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PEER_TIMEOUT_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _listen(endpoint: str) -> tuple[socket.socket, str]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-import select
 import time
-from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +17,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pagedray.batch import (
-    EmbedOutput,
-    EmbedPlan,
-    Shutdown,
-    StepMasks,
-    StepOutput,
-    StepPlan,
-    WorkerFailure,
-    WorkerMessage,
-)
-from pagedray.channel import ChannelClosedError, ControllerChannel, StepListener
+from cluster.engine.rank_channels import RankChannels
+from pagedray.channel import ChannelClosedError, StepListener
 from pagedray.config import CacheSize
 from pagedray.errors import StartupError, WorkerError
 from workers.gpu_worker import GpuWorker
@@ -41,6 +30,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from cluster.engine.executor import ReportProgress
+    from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
 
 __all__ = ["RayRanks"]
@@ -73,10 +63,7 @@ class RayRanks:
         self._config = config
         self._report_progress = report_progress
         self._size = config.parallel.tensor_parallel_size
-        self._acknowledged = [-1] * self._size
-        self._outputs: deque[StepOutput | EmbedOutput] = deque()
-        self._poller = select.poll()
-        self._channels: list[ControllerChannel] = []
+        self._channels = RankChannels([])
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
         try:
@@ -95,41 +82,38 @@ class RayRanks:
     @property
     def acknowledged_step(self) -> int:
         """The last step that every rank has finished. Raises WorkerError if a rank has died."""
-        self._read()
-        return min(self._acknowledged)
+        self._exchange(0.0)
+        return min(self._channels.acknowledged)
 
     def send_to_ranks(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
-        """Send a plan, or the masks of the last one, to every rank. Raises WorkerError."""
+        """Send a plan, or the masks of the last one, to every rank; never waits for a rank.
+
+        Raises WorkerError.
+        """
         try:
-            for channel in self._channels:
-                channel.send(message)
+            self._channels.send(message)
         except ChannelClosedError as error:
             raise self._death(error) from error
 
     def collect_output(self) -> StepOutput | EmbedOutput:
         """Wait for the next output. Raises WorkerError."""
         deadline_s = time.monotonic() + _STEP_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            self._read()
-            if self._outputs:
-                return self._outputs.popleft()
-            self._poller.poll(_POLL_S * 1e3)
-        raise WorkerError(f"No step finished within {_STEP_TIMEOUT_S:g} s.")
+        outputs = self._channels.outputs
+        while not outputs:
+            self._exchange(_POLL_S)
+            if not outputs and time.monotonic() > deadline_s:
+                raise WorkerError(f"No step finished within {_STEP_TIMEOUT_S:g} s.")
+        return outputs.popleft()
 
     def close(self) -> None:
         """End every rank, in any state."""
-        for channel in self._channels:
-            try:
-                channel.send(Shutdown())
-            except ChannelClosedError:
-                continue
+        self._channels.shut_down()
         if self._running:
             ray.wait(self._running, num_returns=len(self._running), timeout=_STOP_TIMEOUT_S)
-        for channel in self._channels:
-            channel.close()
+        self._channels.close()
         for actor in self._actors:
             ray.kill(actor)
-        self._channels, self._running, self._actors = [], [], []
+        self._channels, self._running, self._actors = RankChannels([]), [], []
 
     def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
         # Earlier bundles are not for ranks, such as the controller's.
@@ -201,27 +185,16 @@ class RayRanks:
             self._running = [
                 actor.serve_controller.remote(listener.endpoint, secret) for actor in self._actors
             ]
-            self._channels = listener.accept(
+            channels = listener.accept(
                 self._size, secret, timeout_s=60.0, check=self._check_running
             )
-        for channel in self._channels:
-            self._poller.register(channel, select.POLLIN)
+        self._channels = RankChannels(channels)
 
-    def _read(self) -> None:
+    def _exchange(self, timeout_s: float) -> None:
         try:
-            for rank, channel in enumerate(self._channels):
-                while channel.has_message():
-                    self._take(rank, channel.receive())
+            self._channels.exchange(timeout_s)
         except ChannelClosedError as error:
             raise self._death(error) from error
-
-    def _take(self, rank: int, message: WorkerMessage) -> None:
-        if isinstance(message, WorkerFailure):
-            last_line = message.text.strip().rpartition("\n")[2]
-            raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
-        self._acknowledged[rank] = message.step
-        if isinstance(message, StepOutput | EmbedOutput):
-            self._outputs.append(message)
 
     def _death(self, error: ChannelClosedError) -> WorkerError:
         # Ray reports the cause of death shortly after the socket closes.

@@ -59,7 +59,7 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
         (generation,) = llm.generate("import os", params, show_progress=False)
         # On one machine a Unix socket would also work.
         ranks = llm._engine._executor._ranks  # type: ignore[attr-defined]  # Ray's
-        families = {channel._socket.family.name for channel in ranks._channels}
+        families = {channel._socket.family.name for channel in ranks._channels._channels}
         report = {
             "families": sorted(families),
             "hosts": ranks.hosts,

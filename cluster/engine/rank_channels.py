@@ -1,0 +1,94 @@
+"""The controller's ends of the step channels of one group.
+
+Nothing here waits for a single rank: a plan that a rank is too busy to receive, and a message that
+is not complete, stay in buffers while the other ranks are served.
+"""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pagedray.batch import EmbedOutput, Shutdown, StepOutput, WorkerFailure
+from pagedray.channel import ChannelClosedError
+from pagedray.errors import WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.batch import EmbedPlan, StepMasks, StepPlan, WorkerMessage
+    from pagedray.channel import ControllerChannel
+
+__all__ = ["RankChannels"]
+
+
+class RankChannels:
+    """Sends plans to every rank, and collects outputs and acknowledgements."""
+
+    def __init__(self, channels: Sequence[ControllerChannel]) -> None:
+        """`channels` are by rank; `close` closes them."""
+        self._channels = tuple(channels)
+        self._rank_of = {channel.fileno(): rank for rank, channel in enumerate(channels)}
+        self._unsent: set[int] = set()
+        """Ranks whose socket has not taken all of their plans."""
+        self._poller = select.poll()
+        for channel in self._channels:
+            self._poller.register(channel, select.POLLIN)
+        self.acknowledged = [-1] * len(self._channels)
+        """The last step that each rank has finished."""
+        self.outputs: deque[StepOutput | EmbedOutput] = deque()
+
+    def send(self, message: StepPlan | StepMasks | EmbedPlan) -> None:
+        """Send a message to every rank; what a rank does not receive yet is sent by `exchange`.
+
+        Raises ChannelClosedError if a rank is gone.
+        """
+        for rank, channel in enumerate(self._channels):
+            channel.post(message)
+            self._flush(rank)
+
+    def exchange(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` until a rank can be served; receive and send what is possible.
+
+        Raises ChannelClosedError if a rank is gone, and WorkerError if it reports a failure.
+        """
+        for descriptor, events in self._poller.poll(timeout_s * 1e3):
+            rank = self._rank_of[descriptor]
+            # What a rank sent before it ended comes before the end-of-file.
+            if events & ~select.POLLOUT:
+                for message in self._channels[rank].received():
+                    self._take(rank, message)
+            if events & select.POLLOUT:
+                self._flush(rank)
+
+    def shut_down(self) -> None:
+        """Tell every rank to end, except those that are gone or busy with earlier messages."""
+        for channel in self._channels:
+            try:
+                channel.post(Shutdown())
+            except ChannelClosedError:
+                continue
+
+    def close(self) -> None:
+        """Close the channels, which also ends the ranks."""
+        for channel in self._channels:
+            channel.close()
+
+    def _flush(self, rank: int) -> None:
+        channel = self._channels[rank]
+        if channel.flush():
+            if rank in self._unsent:
+                self._unsent.remove(rank)
+                self._poller.modify(channel, select.POLLIN)
+        elif rank not in self._unsent:
+            self._unsent.add(rank)
+            self._poller.modify(channel, select.POLLIN | select.POLLOUT)
+
+    def _take(self, rank: int, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerFailure):
+            last_line = message.text.strip().rpartition("\n")[2]
+            raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
+        self.acknowledged[rank] = message.step
+        if isinstance(message, StepOutput | EmbedOutput):
+            self.outputs.append(message)
