@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.embedding_job import EmbeddingRequest
-from cluster.serving.prompt_reader import PromptReader, are_long
+from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError, UnknownModelError
 
@@ -38,6 +38,8 @@ class EmbeddingValidator:
         self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
     ) -> None:
         """Raises CheckpointError if the checkpoint's pooling is not supported."""
+        if config.model.is_encoder:
+            warn_of_unknown_tokens(config, tokenizer)
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._context = config.max_model_len

@@ -6,6 +6,7 @@ Long texts are tokenized in threads, so that they do not block the event loop.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import ChatPrompt, Prompt
@@ -13,13 +14,15 @@ from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
-__all__ = ["PromptReader", "are_long", "check_unicode"]
+__all__ = ["PromptReader", "are_long", "check_unicode", "warn_of_unknown_tokens"]
+
+logger = logging.getLogger(__name__)
 
 _LONG_TEXT = 2048
 """Characters of a call from which on tokenizing runs in a thread."""
@@ -37,6 +40,8 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._text_pool = text_pool
         self._vocab_size = config.model.vocab_size
+        self._has_unknown_tokens = tokenizer.vocab_size > self._vocab_size
+        """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
 
     async def read_prompt(
@@ -98,16 +103,43 @@ class PromptReader:
                 param=param,
             )
         if self._text_pool is None or not is_long:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        encode = self._tokenizer.encode_without_gil
-        return tuple(
-            await self._text_pool.run_in_thread(encode, text, add_special_tokens=add_special_tokens)
-        )
+            token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = await self._text_pool.run_in_thread(
+                self._tokenizer.encode_without_gil, text, add_special_tokens=add_special_tokens
+            )
+        if self._has_unknown_tokens:
+            self._check_known(token_ids, param)
+        return tuple(token_ids)
+
+    def _check_known(self, token_ids: Sequence[int], param: str) -> None:
+        """Raise InvalidRequestError if a text contains a token that the model does not know."""
+        highest = max(token_ids, default=0)
+        if highest >= self._vocab_size:
+            raise InvalidRequestError(
+                f"{param} contains a text whose token id is {highest}, but the ids of the model "
+                f"are 0 to {self._vocab_size - 1}.",
+                param=param,
+            )
 
 
 def are_long(prompts: Iterable[Prompt]) -> bool:
     """Return whether a call's texts together are too long to tokenize on the event loop."""
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) >= _LONG_TEXT
+
+
+def warn_of_unknown_tokens(config: EngineConfig, tokenizer: Tokenizer) -> None:
+    """Log a warning if the tokenizer has tokens that the model does not know."""
+    size = config.model.vocab_size
+    if tokenizer.vocab_size > size:
+        logger.warning(
+            "The tokenizer of %s has token ids up to %s, but the vocabulary of the model has only "
+            "%s tokens; texts with higher ids are rejected. Check that tokenizer.json belongs to "
+            "the model.",
+            config.model.name,
+            tokenizer.vocab_size - 1,
+            size,
+        )
 
 
 def check_unicode(text: str, param: str) -> None:

@@ -20,7 +20,12 @@ from cluster.serving.inputs import (
     Prompt,
     TokenizeInput,
 )
-from cluster.serving.prompt_reader import PromptReader, are_long, check_unicode
+from cluster.serving.prompt_reader import (
+    PromptReader,
+    are_long,
+    check_unicode,
+    warn_of_unknown_tokens,
+)
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
@@ -62,6 +67,8 @@ class Validator:
 
         `note_compile` is called with the seconds that a call waited for its structure.
         """
+        if not config.model.is_encoder:
+            warn_of_unknown_tokens(config, tokenizer)
         self._note_compile = note_compile
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name

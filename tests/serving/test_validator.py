@@ -1,12 +1,16 @@
-"""The order of validation: the most expensive step is last."""
+"""The order of validation, and tokenizers that do not match the model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.inputs import GenerationInput
+from cluster.serving.embedding_validator import EmbeddingValidator
+from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
+from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.text_pool import TextPool
 from cluster.serving.validator import Validator
 from pagedray.errors import ContextLengthError, InvalidRequestError, RequestError
 from pagedray.request import Structure
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
 
 
 @pytest.fixture
@@ -52,3 +57,61 @@ async def test_prompts_are_read_before_a_structure_is_compiled(
         await validator.validate(given)
     assert caught.value.param == "structure"
     assert len(compiled_s) == 1
+
+
+class TestATokenizerLargerThanTheModel:
+    """Its ids beyond the model's vocabulary would kill the rank that looks them up."""
+
+    SIZE = 262
+
+    @pytest.fixture
+    def config(self) -> EngineConfig:
+        config = engine_config()
+        return replace(config, model=replace(config.model, vocab_size=self.SIZE))
+
+    @pytest.mark.parametrize("repeats", [1, 300], ids=["short", "long"])
+    async def test_texts_with_unknown_tokens_are_rejected(
+        self, config: EngineConfig, tokenizer: Tokenizer, repeats: int
+    ) -> None:
+        text = "The quick brown fox " * repeats
+        assert max(tokenizer.encode(text)) >= self.SIZE
+        pool = TextPool()
+        config = replace(config, model=replace(config.model, max_positions=10_000))
+        validator = Validator(config, tokenizer, text_pool=pool)
+        given = [
+            GenerationInput(prompts=(text,)),
+            GenerationInput(prompts=(ChatPrompt((ChatMessage("user", text),)),)),
+        ]
+        for one, param in zip(given, ("prompt", "messages"), strict=True):
+            with pytest.raises(InvalidRequestError, match="the ids of the model are 0 to 261") as e:
+                await validator.validate(one)
+            assert e.value.param == param
+        # Bytes are the first tokens.
+        (request,) = await validator.validate(GenerationInput(prompts=("~~",)))
+        assert max(request.prompt_token_ids) < self.SIZE
+        await pool.close()
+        validator.close()
+
+    async def test_texts_to_embed_are_rejected_too(
+        self, config: EngineConfig, tokenizer: Tokenizer
+    ) -> None:
+        validator = EmbeddingValidator(config, tokenizer)
+        with pytest.raises(InvalidRequestError, match="the ids of the model are 0 to 261") as e:
+            await validator.validate(EmbeddingInput(prompts=("~", "The quick brown fox")))
+        assert e.value.param == "input"
+
+    @pytest.mark.parametrize("is_encoder", [False, True])
+    def test_it_is_named_once_at_the_start(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        caplog: pytest.LogCaptureFixture,
+        is_encoder: bool,
+    ) -> None:
+        config = replace(config, model=replace(config.model, is_encoder=is_encoder))
+        Validator(config, tokenizer).close()
+        EmbeddingValidator(config, tokenizer)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"up to {tokenizer.vocab_size - 1}, but" in record.getMessage()
+        assert "has only 262 tokens" in record.getMessage()

@@ -41,8 +41,11 @@ class Tokenizer:
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
         """End-of-sequence tokens according to the tokenizer."""
-        self.max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
+        vocabulary = tokenizer.get_vocab()
+        self.max_token_length = max(map(len, vocabulary), default=1)
         """Characters of the longest token."""
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        """One more than the highest token id."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, is_encoder: bool = False) -> Self:
@@ -62,11 +65,6 @@ class Tokenizer:
         """The bytes of tokens; only for decoder models."""
         assert self._token_bytes is not None
         return self._token_bytes
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the highest token id."""
-        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def disable_cache(self) -> None:
         """Disable the cache of words, whose timing would reveal other tenants' texts.
