@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import socket
 from pathlib import Path
@@ -45,6 +46,13 @@ def reshape_tensor(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def spoil_value(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, path)
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -55,6 +63,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no folder": (shutil.rmtree, ("model", "not a folder")),
     "truncated": (truncate, ("model.safetensors",)),
     "missing tensor": (drop_tensor, ("model.norm.weight",)),
+    "NaN": (spoil_value, ("model.norm.weight", "1 value that is NaN or infinite")),
     "wrong shape": (reshape_tensor, ("model.norm.weight",)),
     "unknown architecture": (
         lambda folder: edit_config(folder, architectures=["GPT7LMHeadModel"]),

@@ -16,9 +16,11 @@ from pagedray.errors import CheckpointError
 from workers.weights.tensor_entries import ITEM_BYTES, first_line, read_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
+
+    import torch
 
     from workers.layers.weight import WeightShard
 
@@ -74,21 +76,39 @@ class Checkpoint:
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
-        name = self._stored_name(shard.name)
-        entry = self._entries[name]
-        first, end, _ = shard.part[0].indices(shard.shape[0])
-        row_bytes = math.prod(shard.target.shape[1:]) * ITEM_BYTES[entry.dtype]
+        first, _, _ = shard.part[0].indices(shard.shape[0])
+        for rows, chunk in self._chunks(shard.name, shard.part):
+            shard.target[rows.start - first : rows.stop - first] = chunk
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the rows of a whole tensor, as stored."""
+        shape = self._entries[self._stored_name(name)].shape
+        for _, chunk in self._chunks(name, (slice(None),) * len(shape)):
+            yield chunk
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._entries[self._stored_name(name)].path
+
+    def _chunks(self, name: str, part: tuple[slice, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of a tensor's first dimension, and their part of it."""
+        stored_name = self._stored_name(name)
+        entry = self._entries[stored_name]
+        first, end, _ = part[0].indices(entry.shape[0])
+        row_shape = (
+            len(range(*columns.indices(size)))
+            for columns, size in zip(part[1:], entry.shape[1:], strict=True)
+        )
+        row_bytes = math.prod(row_shape) * ITEM_BYTES[entry.dtype]
         height = max(1, _CHUNK_BYTES // max(1, row_bytes))
         try:
-            tensor = self._opened(entry.path).get_slice(name)
+            tensor = self._opened(entry.path).get_slice(stored_name)
             for low in range(first, end, height):
-                high = min(low + height, end)
-                shard.target[low - first : high - first] = tensor[
-                    (slice(low, high), *shard.part[1:])
-                ]
+                rows = slice(low, min(low + height, end))
+                yield rows, tensor[(rows, *part[1:])]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{entry.path}: tensor {shard.name} cannot be read: {first_line(error)}."
+                f"{entry.path}: tensor {name} cannot be read: {first_line(error)}."
             ) from None
 
     def _stored_name(self, name: str) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy_tensors import DummyTensors
+from workers.weights.finite_tensors import FiniteTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +42,9 @@ def load_weights(
         else:
             with Checkpoint(config.model.folder) as checkpoint:
                 checkpoint.check_tensors(shards, is_head_tied=config.model.has_tied_embeddings)
-                fill_shards(shards, checkpoint, report_progress)
+                tensors = FiniteTensors(checkpoint)
+                fill_shards(shards, tensors, report_progress)
+                tensors.raise_if_not_finite()
         model.finalize()
 
 
