@@ -111,6 +111,9 @@ class Server:
 
     def _end(self, drain_s: float) -> None:
         """Begin to stop; a second signal ends the drain."""
+        # Until Ray is connected, its handler for SIGTERM may come first and start this alarm, which
+        # would abort the process (`kept_sigterm_handler`).
+        signal.alarm(0)
         if self._stop.is_set():
             self._hurry.set()
         self._drain_s = drain_s
@@ -155,7 +158,8 @@ class Server:
         line = ProgressLine()
 
         def report(what: str, fraction: float) -> None:
-            if self._stop.is_set():
+            # A running engine also reports the replacement of ranks, for which a drain waits.
+            if self._stop.is_set() and not client.is_attached:
                 raise _StoppedError("The server was stopped while loading.")
             line.report(what, fraction)
 

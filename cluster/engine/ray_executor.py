@@ -1,22 +1,20 @@
-"""Ranks as Ray actors: the connection to Ray and the placement group.
+"""Ranks as Ray actors in a placement group.
 
 A rank that dies takes its group down; `restart_ranks` starts a new one in the same placement group.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.engine.executor import Executor, ReportProgress
+from cluster.engine.ray_connection import RayConnection
 from cluster.engine.ray_ranks import RayRanks
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
@@ -50,9 +48,9 @@ class RayExecutor(Executor):
         self._placement = placement
         self._owns_placement = placement is None
         self._ranks: RayRanks | None = None
-        self._owns_ray = False
+        self._connection: RayConnection | None = None
         try:
-            self._owns_ray = _connect_to_ray(config, report_progress)
+            self._connection = RayConnection(config, report_progress)
             if self._placement is None:
                 self._placement = _placement(config)
             self._ranks = self._started()
@@ -112,9 +110,9 @@ class RayExecutor(Executor):
         self._end_ranks()
         if self._placement is not None and self._owns_placement:
             remove_placement_group(self._placement)
-        if self._owns_ray:
-            ray.shutdown()
-        self._placement, self._owns_ray = None, False
+        if self._connection is not None:
+            self._connection.close()
+        self._placement = self._connection = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _started(self) -> RayRanks:
@@ -130,49 +128,6 @@ class RayExecutor(Executor):
         if self._ranks is not None:
             self._ranks.close()
         self._ranks = None
-
-
-def _connect_to_ray(config: EngineConfig, report_progress: ReportProgress) -> bool:
-    """Connect to the running Ray cluster or start one; return whether one was started."""
-    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
-        on_gpu = config.parallel.device == "cuda"
-        num_devices = _num_gpus() if on_gpu else len(os.sched_getaffinity(0))
-        _check_devices(config, num_devices, "this machine")
-        report_progress("Starting Ray", 0.0)
-        # Ray lowers the priority of its workers by default.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(
-            # Never an existing cluster, which only RAY_ADDRESS selects.
-            address="local",
-            num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        return True
-    if not ray.is_initialized():
-        report_progress("Connecting to the Ray cluster", 0.0)
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    resource = "GPU" if config.parallel.device == "cuda" else "CPU"
-    _check_devices(config, int(ray.cluster_resources().get(resource, 0)), "the Ray cluster")
-    return False
-
-
-def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:
-    num_ranks = config.parallel.tensor_parallel_size
-    if num_ranks > num_devices:
-        what = "GPUs" if config.parallel.device == "cuda" else "CPU cores"
-        raise DeviceError(
-            f"tensor_parallel_size {num_ranks} needs {num_ranks} {what}, but {whose} has "
-            f"{num_devices}."
-        )
-
-
-def _num_gpus() -> int:
-    # torch is imported only if GPUs are used.
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _placement(config: EngineConfig) -> PlacementGroup:

@@ -13,11 +13,13 @@ from tests.fakes import wait_for
 from tests.system.server_process import ServerProcess
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_the_drain(second: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("executor", "second"), [("ray", signal.SIGTERM), ("local", signal.SIGINT)]
+)
+def test_a_second_signal_ends_the_drain(executor: str, second: signal.Signals) -> None:
     sampling = pagedray_pb2.SamplingParams(max_tokens=900, ignore_eos=True, n=16)
     with (
-        ServerProcess(("--executor=local", "--drain-s=300")) as server,
+        ServerProcess((f"--executor={executor}", "--drain-s=300")) as server,
         grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
     ):
         service = pagedray_pb2_grpc.GenerationServiceStub(channel)

@@ -1,4 +1,4 @@
-"""Ctrl-C during loading ends the server and its child processes within seconds."""
+"""A signal during loading ends the server and its child processes within seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ import pytest
 from tests.system.server_process import TINY_LLAMA, serve_command
 
 
-@pytest.mark.parametrize("executor", ["local", "ray"])
-def test_ctrl_c_while_loading_ends_all_within_five_seconds(executor: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "number", "last_line"),
+    [
+        ("local", signal.SIGINT, ""),
+        ("ray", signal.SIGINT, "Starting Ray"),
+        pytest.param("ray", signal.SIGTERM, "Starting Ray", marks=pytest.mark.slow),
+        pytest.param("ray", signal.SIGTERM, "Starting 1 rank", marks=pytest.mark.slow),
+    ],
+)
+def test_signal_while_loading_ends_all_within_seconds(
+    executor: str, number: signal.Signals, last_line: str
+) -> None:
     command, environment = serve_command(TINY_LLAMA, "--device=cpu", f"--executor={executor}")
     with subprocess.Popen(
         command,
@@ -24,13 +34,14 @@ def test_ctrl_c_while_loading_ends_all_within_five_seconds(executor: str) -> Non
         start_new_session=True,
     ) as process:
         assert process.stderr is not None
-        # The first line reports progress.
-        process.stderr.readline()
+        # Each line reports progress.
+        while last_line not in process.stderr.readline():
+            continue
         time.sleep(0.5)
         family = psutil.Process(process.pid).children(recursive=True)
         started_s = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        process.wait(30.0)
+        process.send_signal(number)
+        assert process.wait(30.0) == 0
         assert time.monotonic() - started_s < 15.0
     _, alive = psutil.wait_procs(family, timeout=15.0)
     assert alive == []

@@ -1,0 +1,85 @@
+"""Clients that stream over gRPC from a server in another process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import grpc
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from tests.system.server_process import ServerProcess
+
+__all__ = ["GrpcStream", "GrpcStreams"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcStream:
+    """How one stream ended."""
+
+    num_tokens: int
+    end: str
+    """The finish reason or the gRPC code; empty if the stream ended without either."""
+
+
+class GrpcStreams:
+    """Streams of `num_tokens` tokens each, read by threads. A context manager."""
+
+    def __init__(
+        self, server: ServerProcess, *, num_streams: int, num_tokens: int, key: str = ""
+    ) -> None:
+        self._metadata = [("authorization", f"Bearer {key}")] if key else []
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+        self._service = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
+        self._sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+        self._readers = ThreadPoolExecutor(num_streams)
+        self._flowing = [threading.Event() for _ in range(num_streams)]
+        self._streams: list[Future[GrpcStream]] = []
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the streams and wait until each has received tokens."""
+        self._streams = [self._readers.submit(self._read, event) for event in self._flowing]
+        for event in self._flowing:
+            assert event.wait(timeout_s)
+
+    def ended(self, timeout_s: float) -> list[GrpcStream]:
+        """Wait for the end of every stream."""
+        return [stream.result(timeout_s) for stream in self._streams]
+
+    def num_running(self) -> int:
+        """Return the number of streams that have not ended."""
+        return sum(not stream.done() for stream in self._streams)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+        self._readers.shutdown()
+
+    def _read(self, flowing: threading.Event) -> GrpcStream:
+        request = pb.GenerateRequest(text="def read(path):", sampling=self._sampling)
+        num_tokens, end = 0, ""
+        try:
+            for answer in self._service.Generate(request, metadata=self._metadata):
+                for sequence in answer.sequences:
+                    num_tokens += len(sequence.token_ids)
+                    if sequence.finish_reason:
+                        end = pb.FinishReason.Name(sequence.finish_reason)
+                flowing.set()
+        except grpc.RpcError as error:
+            end = error.code().name
+        return GrpcStream(num_tokens=num_tokens, end=end)

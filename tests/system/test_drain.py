@@ -1,0 +1,87 @@
+"""SIGTERM drains a server whose ranks are Ray actors, as the defaults select them."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import yaml
+
+from tests.fakes import wait_for
+from tests.system.grpc_streams import GrpcStream, GrpcStreams
+from tests.system.server_process import ROOT, ServerProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import psutil
+
+KEY = "an API key of the test"
+NUM_STREAMS = 32
+
+
+def ranks(server: ServerProcess) -> list[psutil.Process]:
+    return [process for process in server.family() if "GpuWorker" in " ".join(process.cmdline())]
+
+
+def finished(num_tokens: int) -> list[GrpcStream]:
+    return [GrpcStream(num_tokens=num_tokens, end="FINISH_REASON_LENGTH")] * NUM_STREAMS
+
+
+def is_ready(server: ServerProcess) -> bool:
+    return httpx.get(f"{server.url}/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+# Ray's handler would abort the server 3 s after SIGTERM. SIGINT drains for 2 s.
+@pytest.mark.parametrize(("number", "num_tokens"), [(signal.SIGTERM, 900), (signal.SIGINT, 60)])
+def test_streams_finish_after_a_signal(
+    num_ranks: int, number: signal.Signals, num_tokens: int
+) -> None:
+    options = (f"--tensor-parallel-size={num_ranks}", "--drain-s=300")
+    with (
+        ServerProcess(options) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=num_tokens) as streams,
+    ):
+        streams.start()
+        server.send(number)
+        assert streams.ended(300.0) == finished(num_tokens)
+        assert server.wait(30.0) == 0
+
+
+def test_sigterm_while_ranks_are_replaced_lets_streams_finish() -> None:
+    with (
+        ServerProcess(("--tensor-parallel-size=2", "--drain-s=300")) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=300) as streams,
+    ):
+        streams.start()
+        ranks(server)[-1].kill()
+        wait_for(lambda: not is_ready(server))
+        server.send(signal.SIGTERM)
+        assert streams.ended(300.0) == finished(300)
+        assert server.wait(30.0) == 0
+
+
+def test_streams_finish_as_the_manifest_starts_the_server(tmp_path: Path) -> None:
+    manifest = yaml.safe_load((ROOT / "deploy" / "single-pod" / "deployment.yaml").read_text())
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    keys = tmp_path / "keys.toml"
+    keys.touch(0o600)
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(f'[tenants.ann]\nkeys = ["sha256:{digest}"]\n')
+    # The first argument is the model.
+    options = [
+        argument.replace("/etc/pagedray", str(tmp_path)) for argument in container["args"][1:]
+    ]
+    with (
+        ServerProcess(tuple(options)) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=200, key=KEY) as streams,
+    ):
+        streams.start()
+        server.send(signal.SIGTERM)
+        assert streams.ended(300.0) == finished(200)
+        assert server.wait(30.0) == 0
