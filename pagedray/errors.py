@@ -11,7 +11,13 @@
     |   |-- AuthenticationError 401 UNAUTHENTICATED
     |   |-- ForbiddenError      403 PERMISSION_DENIED
     |   |-- UnknownModelError   404 NOT_FOUND
+    |   |-- UnknownStreamError  404 NOT_FOUND
+    |   |-- DuplicateIdError    409 ALREADY_EXISTS
     |   |-- OverloadedError     429 RESOURCE_EXHAUSTED
+    |   |-- StalledReaderError  408 ABORTED: a client does not read its stream
+    |   |   `-- UnreadError     it has left too many bytes unread
+    |   |-- StreamTakenError    409 ABORTED: another call reads the stream
+    |   |-- UnsupportedError    501 UNIMPLEMENTED
     |   `-- DeadlineError       504 DEADLINE_EXCEEDED
     |-- EngineError             503 UNAVAILABLE
     |   |-- WorkerError         a rank failed or died
@@ -32,6 +38,7 @@ __all__ = [
     "ContextLengthError",
     "DeadlineError",
     "DeviceError",
+    "DuplicateIdError",
     "EngineError",
     "ForbiddenError",
     "InternalError",
@@ -40,8 +47,13 @@ __all__ = [
     "PagedRayError",
     "RequestError",
     "ShuttingDownError",
+    "StalledReaderError",
     "StartupError",
+    "StreamTakenError",
     "UnknownModelError",
+    "UnknownStreamError",
+    "UnreadError",
+    "UnsupportedError",
     "WorkerError",
 ]
 
@@ -149,6 +161,83 @@ class UnknownModelError(RequestError):
     def __init__(self, given: str, served: str) -> None:
         super().__init__(f"The model {given!r} does not exist; this server serves {served!r}.")
         self.param = "model"
+
+
+class UnknownStreamError(RequestError):
+    """No stream can be resumed as the client asks; the same for every reason."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    grpc_reason = "UNKNOWN_STREAM"
+    openai_type = "invalid_request_error"
+    openai_code = "stream_not_found"
+    outcome = "unknown_stream"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The stream cannot be resumed from there: no resumable request of this tenant has this "
+            "id, its grace time is over, or it has not sent so much."
+        )
+
+
+class DuplicateIdError(RequestError):
+    """The client's id of a request is in use."""
+
+    http_status = 409
+    grpc_status = "ALREADY_EXISTS"
+    grpc_reason = "DUPLICATE_ID"
+    openai_type = "invalid_request_error"
+    openai_code = "duplicate_request_id"
+    outcome = "invalid"
+
+    def __init__(self, client_id: str, *, is_resumable: bool = False) -> None:
+        what = "a stream that can be resumed" if is_resumable else "a running request"
+        super().__init__(f"request_id {client_id!r} is in use by {what}.")
+        self.param = "request_id"
+
+
+class StalledReaderError(RequestError):
+    """A client does not read its stream."""
+
+    http_status = 408
+    grpc_status = "ABORTED"
+    grpc_reason = "READER_STALLED"
+    openai_type = "timeout_error"
+    outcome = "stalled"
+
+
+class UnreadError(StalledReaderError):
+    """A client has left more output unread than the server keeps."""
+
+    def __init__(self, whose: str, limit: int) -> None:
+        super().__init__(
+            f"The stream was aborted: its client did not read, and a {whose} may leave at most "
+            f"{limit} bytes of output unread."
+        )
+
+
+class StreamTakenError(RequestError):
+    """Another call has resumed the stream."""
+
+    http_status = 409
+    grpc_status = "ABORTED"
+    grpc_reason = "STREAM_TAKEN"
+    openai_type = "invalid_request_error"
+    openai_code = "stream_taken"
+    outcome = "cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("The stream is being read by another call that resumed it.")
+
+
+class UnsupportedError(RequestError):
+    """This server does not offer what the client asks for."""
+
+    http_status = 501
+    grpc_status = "UNIMPLEMENTED"
+    grpc_reason = "UNSUPPORTED"
+    openai_type = "invalid_request_error"
+    outcome = "invalid"
 
 
 class OverloadedError(RequestError):

@@ -45,6 +45,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
     from cluster.serving.tls import certificate_store
@@ -62,6 +63,10 @@ def _serve(parsed: argparse.Namespace) -> int:
             certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
             tracer=otlp_tracer(parsed.otlp_endpoint),
             tool_format=parsed.tool_call_format,
+            reader_limits=ReaderLimits(
+                write_timeout_s=parsed.write_timeout_s,
+                buffer_bytes=parsed.unread_output_mib * 2**20,
+            ),
             drain_s=parsed.drain_s,
         )
         return server.serve_until_stopped()

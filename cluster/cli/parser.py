@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.serving.reader_limits import DEFAULT_BUFFER_BYTES
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
@@ -92,6 +93,21 @@ def _add_serve(commands: _Commands) -> None:
         default=30.0,
         metavar="SECONDS",
         help="Time for running requests to finish after SIGTERM.",
+    )
+    group.add_argument(
+        "--write-timeout-s",
+        type=_seconds(1.0, 86400.0),
+        default=60.0,
+        metavar="SECONDS",
+        help="Time for a client to accept a message; then its call is aborted.",
+    )
+    group.add_argument(
+        "--unread-output-mib",
+        type=_count(32, 2**20),
+        default=DEFAULT_BUFFER_BYTES // 2**20,
+        metavar="MIB",
+        help="Memory for output that clients have not read. A tenant's calls may use a quarter of "
+        "it, one call a 32nd.",
     )
     group.add_argument(
         "--served-model-name",
@@ -184,6 +200,18 @@ def _model_command(
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face checkpoint.")
     return parser
+
+
+def _count(low: int, high: int) -> Callable[[str], int]:
+    """Return a converter of texts to integers in a range."""
+
+    def convert(text: str) -> int:
+        number = int(text) if text.isdecimal() and len(text) < 20 else -1
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text!r}")
+        return number
+
+    return convert
 
 
 def _seconds(low: float, high: float) -> Callable[[str], float]:

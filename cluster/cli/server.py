@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.engine.embedder import Embedder
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.tls import CertificateStore
     from cluster.serving.tools.tool_calls import ToolCallFormat
@@ -51,6 +52,7 @@ class Server:
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
+        reader_limits: ReaderLimits,
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -65,6 +67,7 @@ class Server:
         self._certificates = certificates
         self._tracer = tracer
         self._tool_format = tool_format
+        self._reader_limits = reader_limits
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -98,6 +101,7 @@ class Server:
             certificates=self._certificates,
             tracer=self._tracer,
             tool_format=self._tool_format,
+            reader_limits=self._reader_limits,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()

@@ -14,6 +14,7 @@ from cluster.serving.servicer import Servicer
 if TYPE_CHECKING:
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class Frontends:
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
+        reader_limits: ReaderLimits | None = None,
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
@@ -57,6 +59,7 @@ class Frontends:
             authenticator=authenticator,
             tracer=tracer,
             tool_format=tool_format,
+            reader_limits=reader_limits,
         )
         self._grpc = (
             None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.open_calls import OpenCall
+    from cluster.serving.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.request import Request
@@ -55,7 +56,9 @@ class GenerationCall:
         watch: CallWatch,
         client: EngineClient,
         token_bytes: TokenBytes,
+        buffer: OutputBuffer,
     ) -> None:
+        """Output that is not read is counted in `buffer`."""
         self._call = call
         self._watch = watch
         self._deadline_s = requests[0].deadline_s
@@ -77,7 +80,7 @@ class GenerationCall:
         self._is_closed = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine if anything above fails.
-        self._stream = client.open_stream(requests)
+        self._stream = client.open_stream(requests, buffer=buffer)
         watch.note_open(call.id)
         self._start_timer()
 

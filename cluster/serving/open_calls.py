@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.serving.server_info import CallInfo
-from pagedray.errors import InvalidRequestError, OverloadedError
+from pagedray.errors import DuplicateIdError, InvalidRequestError, OverloadedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,11 +72,9 @@ class OpenCall:
         open_calls[self] = None
 
     def set_id(self, call_id: str) -> None:
-        """Set its id. Raises InvalidRequestError if another open call of its tenant has it."""
+        """Set its id. Raises DuplicateIdError if another open call of its tenant has it."""
         if call_id in self._account.by_id:
-            raise InvalidRequestError(
-                f"request_id {call_id!r} is in use by a running request.", param="request_id"
-            )
+            raise DuplicateIdError(call_id)
         self._account.by_id[call_id] = self
         self.id = call_id
 

@@ -19,6 +19,8 @@ from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.open_calls import OpenCall, OpenCalls
+from cluster.serving.output_buffer import OutputBuffers
+from cluster.serving.reader_limits import ReaderLimits
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
@@ -76,6 +78,7 @@ class Servicer:
         tracer: Tracer | None = None,
         authenticator: Authenticator | None = None,
         tool_format: ToolCallFormat | None = None,
+        reader_limits: ReaderLimits | None = None,
     ) -> None:
         """Long texts are tokenized in `text_pool`, which the servicer closes.
 
@@ -101,6 +104,10 @@ class Servicer:
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
+        self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
+        self.buffers = OutputBuffers(self.reader_limits)
+        """The output that clients have not read."""
+        self.metrics.follow_unread_output(lambda: self.buffers.num_bytes)
         self._phase = _Phase.STARTING
         self._calls = OpenCalls()
         self._started_s = time.monotonic()
@@ -292,6 +299,7 @@ class Servicer:
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
             raise DeadlineError("The deadline passed before the request arrived.")
         self.client.engine.check_room(tenant.name, 0)
+        self.buffers.check_room(tenant.name)
         return tenant
 
     def _open(
@@ -320,6 +328,7 @@ class Servicer:
             watch=watch,
             client=self.client,
             token_bytes=self.tokenizer.token_bytes,
+            buffer=self.buffers.open_buffer(call.tenant.name),
         )
         call.task = generation
         return generation

@@ -25,6 +25,7 @@ from tests.serving.fake_engine import FakeEngine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster.serving.reader_limits import ReaderLimits
     from pagedray.request import Request
 
 CONTEXT = 256
@@ -53,7 +54,12 @@ class Server:
     """Frontends on an event loop in a thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, context: int = CONTEXT, key_file: Path | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int = CONTEXT,
+        key_file: Path | None = None,
+        reader_limits: ReaderLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -67,6 +73,7 @@ class Server:
             grpc_port=0,
             http_port=0,
             authenticator=None if key_file is None else Authenticator(key_file),
+            reader_limits=reader_limits,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

@@ -57,6 +57,15 @@ class HttpApp:
         self._servicer = servicer
         self._table = EndpointTable(endpoints)
 
+    @property
+    def write_timeout_s(self) -> float:
+        """How long a connection may take to accept what is sent."""
+        return self._servicer.reader_limits.write_timeout_s
+
+    def count_stalled(self) -> None:
+        """Count a client that did not read."""
+        self._servicer.metrics.count_stalled_reader("http")
+
     def count_unreadable(self) -> None:
         """Count a request that was rejected before its path was known."""
         self._servicer.metrics.count_outcome("invalid", "http")

@@ -1,12 +1,15 @@
 """A client's HTTP connection: uvicorn's, made strict about time, size and ambiguous requests.
 
-It serves one request at a time, times out waiting for a request head, limits the size of heads,
+It serves one request at a time, times out waiting for a request head and for a client that does not
+read, limits the size of heads,
 chunk extensions and trailers, rejects requests that another HTTP parser might read differently
 (request smuggling), and always notices that the client has disconnected.
 """
 
 from __future__ import annotations
 
+import socket
+import struct
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +28,7 @@ __all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
 MAX_HEAD_BYTES = 2**16
 """Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
 
+_NO_LINGER = struct.pack("ii", 1, 0)
 _VERSIONS = ("1.0", "1.1")
 
 
@@ -41,6 +45,11 @@ class HttpConnection(HttpToolsProtocol):
 
     read_timeout_s: ClassVar[float]
     """How long a request's head may take to arrive."""
+    write_timeout_s: ClassVar[float]
+    """How long the client may leave what was written unread."""
+    note_stall: Callable[[], None]
+    """Called when a client that does not read is disconnected."""
+    _write_timer: asyncio.TimerHandle | None = None
     note_refusal: Callable[[], None]
     """Called when a request is rejected here."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -57,6 +66,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -64,6 +74,9 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_pipelined()
             return
         self._unset_keepalive_if_required()
+        if self._write_timer is not None and not self.flow.write_paused:
+            # A client that sends another request has read the response.
+            self._stop_write_timer()
         self._num_held_bytes += len(data)
         try:
             self._parse(data)
@@ -76,6 +89,21 @@ class HttpConnection(HttpToolsProtocol):
             self._watch_head()
         else:
             self._stop_watching()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # The rest of a response may be too short to pause writing; a connection that is closed
+        # waits for it, too.
+        if self.transport.get_write_buffer_size():
+            self._start_write_timer()
 
     def on_message_begin(self) -> None:
         if self._is_answering:
@@ -188,6 +216,24 @@ class HttpConnection(HttpToolsProtocol):
         )
         self.transport.close()
 
+    def _start_write_timer(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.write_timeout_s, self._end_stalled)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _end_stalled(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size():
+            self.note_stall()
+            # Without lingering, the system drops what it has not sent, and resets the connection.
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            self.transport.abort()
+
     def _watch_head(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.read_timeout_s, self.transport.abort)
@@ -199,13 +245,23 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def connection_kind(
-    read_timeout_s: float, note_refusal: Callable[[], None]
+    read_timeout_s: float,
+    write_timeout_s: float,
+    *,
+    note_refusal: Callable[[], None],
+    note_stall: Callable[[], None],
 ) -> type[HttpConnection]:
     """Return a connection class for uvicorn, which passes no arguments of ours.
 
-    `note_refusal` is called for requests rejected before they reach the application.
+    `note_refusal` is called for requests rejected before they reach the application, `note_stall`
+    for clients that are disconnected because they do not read.
     """
-    members = {"read_timeout_s": read_timeout_s, "note_refusal": staticmethod(note_refusal)}
+    members = {
+        "read_timeout_s": read_timeout_s,
+        "write_timeout_s": write_timeout_s,
+        "note_refusal": staticmethod(note_refusal),
+        "note_stall": staticmethod(note_stall),
+    }
     return type("HttpConnection", (HttpConnection,), members)
 
 

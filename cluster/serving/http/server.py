@@ -50,7 +50,12 @@ class HttpServer:
         certificates = self._certificates
         config = uvicorn.Config(
             self._app,
-            http=connection_kind(self._app.read_timeout_s, self._app.count_unreadable),
+            http=connection_kind(
+                self._app.read_timeout_s,
+                self._app.write_timeout_s,
+                note_refusal=self._app.count_unreadable,
+                note_stall=self._app.count_stalled,
+            ),
             lifespan="off",
             ws="none",
             log_config=None,

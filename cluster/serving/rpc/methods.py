@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -17,6 +17,8 @@ from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
+from cluster.serving.rpc.stalled_writes import StalledWrites
+from pagedray.errors import StalledReaderError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -28,19 +30,22 @@ if TYPE_CHECKING:
 
 __all__ = ["method_handlers", "python_name"]
 
+_MOST_WRITTEN_BYTES = 2**16
+"""Bytes of messages of a call that gRPC takes before it makes the next write wait."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
 def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
     """Return the handlers of all methods."""
     service = GrpcService(servicer)
+    writes = StalledWrites(servicer.reader_limits.write_timeout_s)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in SERVICE.methods:
         kind = GetMessageClass(method.input_type)
         run = getattr(service, python_name(method.name))
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                _streaming(run, kind, servicer.metrics), response_serializer=_serialize
+                _streaming(run, kind, servicer, writes), response_serializer=_serialize
             )
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
@@ -79,19 +84,42 @@ def _unary(
 def _streaming(
     method: Callable[[Message, RpcCall], AsyncGenerator[Message]],
     kind: type[Message],
-    metrics: Metrics,
+    servicer: Servicer,
+    writes: StalledWrites,
 ) -> Callable[[bytes, Context], AsyncGenerator[Message]]:
     async def handle(body: bytes, context: Context) -> None:
         try:
-            with metrics.counting_refusals("grpc"):
+            with servicer.metrics.counting_refusals("grpc"):
                 incoming = parse(kind, body)
-            async with aclosing(method(incoming, _call_of(context))) as messages:
-                async for message in messages:
-                    await context.write(message)
+            with writes.watched() as writer:
+                async with aclosing(method(incoming, _call_of(context))) as messages:
+                    async for message in messages:
+                        writer.num_marks += 1
+                        await context.write(message)
+                        writer.num_marks += 1
+        except StalledReaderError as error:
+            await _abort_stalled(context, error, servicer)
         except Exception as error:
             await abort_call(context, error)
 
     return handle  # type: ignore[return-value]  # a coroutine writes instead of yielding
+
+
+async def _abort_stalled(
+    context: Context, error: StalledReaderError, servicer: Servicer
+) -> NoReturn:
+    """Send the status of a call whose client does not read.
+
+    gRPC keeps the last messages until the client reads them, cancels the call or disconnects.
+    """
+    servicer.metrics.count_stalled_reader("grpc")
+    tenant = servicer.authenticate(_call_of(context).authorization)
+    buffer = servicer.buffers.open_buffer(tenant.name)
+    buffer.hold(_MOST_WRITTEN_BYTES)
+    try:
+        await abort_call(context, error)
+    finally:
+        buffer.clear()
 
 
 def _serialize(message: Message) -> bytes:

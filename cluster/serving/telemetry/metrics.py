@@ -20,7 +20,7 @@ from pagedray.errors import PagedRayError
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -51,6 +51,16 @@ class Metrics:
         self._calls = self._counter("requests", "Calls that ended", "front", "outcome")
         self._refusals = self._counter(
             "refusals", "Calls rejected before they reached the engine", "front", "reason"
+        )
+        self._stalled_readers = self._counter(
+            "stalled_readers", "Clients disconnected because they did not read", "front"
+        )
+        for frontend in ("http", "grpc"):
+            self._stalled_readers.labels(frontend)
+        self._unread_output = Gauge(
+            "pagedray_unread_output_bytes",
+            "Memory for output that clients have not read",
+            registry=self.registry,
         )
         self._tenant_calls = self._counter("tenant_requests", "Calls that ended", "tenant")
         self._tenant_tokens = self._counter(
@@ -129,6 +139,14 @@ class Metrics:
         num_gaps = report.num_generated_tokens / max(report.num_sequences, 1) - 1
         if num_gaps > 0 and report.first_token_s is not None and report.last_token_s is not None:
             self._per_token.observe((report.last_token_s - report.first_token_s) / num_gaps)
+
+    def count_stalled_reader(self, frontend: Frontend) -> None:
+        """Count a client that was disconnected because it did not read."""
+        self._stalled_readers.labels(frontend).inc()
+
+    def follow_unread_output(self, num_bytes: Callable[[], float]) -> None:
+        """Report the memory for unread output, which `num_bytes` returns."""
+        self._unread_output.set_function(num_bytes)
 
     def hold_tokens(self, num_tokens: int) -> None:
         """Add the tokens of a call that opens, or subtract those of one that ends."""

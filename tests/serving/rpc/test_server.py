@@ -220,7 +220,7 @@ async def test_running_id_is_refused_and_free_again_later(server: Server) -> Non
         await first.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(message).read()
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
         assert "'mine' is in use by a running request" in str(caught.value.details())
         first.cancel()
         await wait_until(lambda: server.frontends.servicer.num_open_calls == 0)

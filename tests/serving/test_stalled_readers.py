@@ -1,0 +1,248 @@
+"""Clients that stop reading, on real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+from starlette.responses import Response
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.http.app import HttpApp
+from cluster.serving.http.endpoint import Access, Endpoint, HttpCall
+from cluster.serving.http.server import HttpServer
+from cluster.serving.output_buffer import OutputBuffers
+from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.servicer import Servicer
+from pagedray.errors import OverloadedError, UnreadError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.fakes import wait_for
+from tests.serving.conftest import Server, engine_config
+from tests.serving.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+MANY_TOKENS = 900_000
+SEQUENCES = 64
+# The client's window does not grow.
+CHANNEL_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+WRITE_TIMEOUT_S = 0.5
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def serving(tokenizer: Tokenizer, limits: ReaderLimits) -> Iterator[Server]:
+    server = Server(tokenizer, context=2**20, reader_limits=limits)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def impatient(tokenizer: Tokenizer) -> Iterator[Server]:
+    """A server that waits half a second for its readers."""
+    with serving(tokenizer, ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)) as server:
+        yield server
+
+
+# Any: fields of the body
+def opened(server: Server, *, stream: bool, **fields: Any) -> socket.socket:
+    """Return the connection of a call that generates much, with a small window."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.frontends.http_port))
+    body = json.dumps(
+        {
+            "model": "tiny", "prompt": "x", "n": SEQUENCES, "max_tokens": MANY_TOKENS,
+            "ignore_eos": True, "stream": stream, **fields,
+        }
+    ).encode()  # fmt: skip
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    return connection
+
+
+def is_reset(connection: socket.socket) -> bool:
+    """Read to the end; return whether the server reset the connection."""
+    try:
+        while connection.recv(2**20):
+            pass
+    except ConnectionResetError:
+        return True
+    return False
+
+
+def num_stalled(server: Server, frontend: str) -> float:
+    found = server.frontends.servicer.metrics.registry.get_sample_value(
+        "pagedray_stalled_readers_total", {"front": frontend}
+    )
+    assert found is not None
+    return found
+
+
+def is_idle(server: Server) -> bool:
+    servicer = server.frontends.servicer
+    return not (servicer.num_open_calls or server.engine.num_sequences)
+
+
+def message() -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(n=SEQUENCES, max_tokens=MANY_TOKENS, ignore_eos=True)
+    return pb.GenerateRequest(text="x", sampling=sampling)
+
+
+def test_http_reader_that_stops_is_disconnected(impatient: Server) -> None:
+    before = num_stalled(impatient, "http")
+    with opened(impatient, stream=True) as connection:
+        wait_for(lambda: impatient.engine.num_sequences)
+        wait_for(lambda: is_idle(impatient), timeout_s=PATIENCE_S)
+        assert num_stalled(impatient, "http") == before + 1
+        assert impatient.frontends.servicer.buffers.num_bytes == 0
+        assert is_reset(connection)
+
+
+def test_http_reader_of_a_few_bytes_at_a_time_is_disconnected(impatient: Server) -> None:
+    before = num_stalled(impatient, "http")
+    with opened(impatient, stream=True) as connection:
+        wait_for(lambda: impatient.engine.num_sequences)
+        while not is_idle(impatient):
+            assert connection.recv(1)
+            time.sleep(0.01)
+        assert is_reset(connection)
+    assert num_stalled(impatient, "http") == before + 1
+
+
+async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tokenizer) -> None:
+    async def big(call: HttpCall) -> Response:
+        return Response(b"x" * 2**25)
+
+    client = EngineClient(asyncio.get_running_loop())
+    limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
+    servicer = Servicer(client, tokenizer, engine_config(), reader_limits=limits)
+    endpoint = Endpoint(method="GET", path="/big", handler=big, access=Access.PUBLIC)
+    app = HttpApp(servicer, (endpoint,), read_timeout_s=1.0)
+    server = HttpServer(app, host="127.0.0.1", port=0)
+    await server.start_server()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        stalls = servicer.metrics.registry.get_sample_value
+        labels = {"front": "http"}
+        await wait_until(lambda: stalls("pagedray_stalled_readers_total", labels) == 1)
+        await asyncio.sleep(0)
+        assert is_reset(connection)
+    await server.stop_server()
+    await servicer.close()
+
+
+def test_reader_that_reads_is_not_disconnected(impatient: Server) -> None:
+    before = num_stalled(impatient, "http")
+    received = b""
+    with opened(impatient, stream=True, max_tokens=60) as connection:
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(2**16)
+            time.sleep(0.001)
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert num_stalled(impatient, "http") == before
+
+
+def test_grpc_reader_that_stops_is_aborted(impatient: Server) -> None:
+    before = num_stalled(impatient, "grpc")
+    servicer = impatient.frontends.servicer
+    with grpc.insecure_channel(impatient.grpc_target, CHANNEL_OPTIONS) as channel:
+        call = pagedray_pb2_grpc.GenerationServiceStub(channel).Generate(message())
+        next(call)
+        wait_for(lambda: is_idle(impatient), timeout_s=PATIENCE_S)
+        # gRPC keeps its last messages until the client reads them or leaves.
+        assert servicer.buffers.num_bytes == 2**16
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in call:
+                pass
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert "did not accept a message within 0.5 s" in str(caught.value)
+    assert num_stalled(impatient, "grpc") == before + 1
+    wait_for(lambda: servicer.buffers.num_bytes == 0)
+
+
+def test_stalled_grpc_client_that_leaves_is_forgotten(impatient: Server) -> None:
+    servicer = impatient.frontends.servicer
+    with grpc.insecure_channel(impatient.grpc_target, CHANNEL_OPTIONS) as channel:
+        call = pagedray_pb2_grpc.GenerationServiceStub(channel).Generate(message())
+        next(call)
+        wait_for(lambda: servicer.buffers.num_bytes == 2**16, timeout_s=PATIENCE_S)
+        call.cancel()
+        wait_for(lambda: servicer.buffers.num_bytes == 0)
+
+
+def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> None:
+    limits = ReaderLimits(buffer_bytes=32 * 2**19)
+    with serving(tokenizer, limits) as server:
+        most = 0
+        with opened(server, stream=True) as connection:
+            wait_for(lambda: server.engine.num_sequences)
+            while server.engine.num_sequences:
+                most = max(most, server.frontends.servicer.buffers.num_bytes)
+                time.sleep(0.005)
+            received = b""
+            while b"data: [DONE]" not in received[-100:]:
+                received += connection.recv(2**20)
+        assert b"a call may leave at most 524288 bytes of output unread" in received[-1000:]
+        assert 0 < most <= limits.call_buffer_bytes
+        wait_for(lambda: is_idle(server))
+        assert server.frontends.servicer.buffers.num_bytes == 0
+
+
+def test_other_streams_run_on_beside_a_stalled_one(impatient: Server) -> None:
+    text = httpx.post(f"{impatient.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
+    texts = []
+    with opened(impatient, stream=True):
+        wait_for(lambda: impatient.engine.num_sequences)
+        ask = threading.Thread(
+            target=lambda: texts.append(
+                httpx.post(f"{impatient.url}/v1/completions", json={"model": "tiny", "prompt": "x"})
+            )
+        )
+        ask.start()
+        ask.join(5)
+    assert [one.json()["choices"] for one in texts] == [text.json()["choices"]]
+    wait_for(lambda: is_idle(impatient), timeout_s=PATIENCE_S)
+
+
+def test_limits_hold_for_calls_tenants_and_the_server() -> None:
+    buffers = OutputBuffers(ReaderLimits(buffer_bytes=3200))
+    first, second = buffers.open_buffer("ann"), buffers.open_buffer("ann")
+    with pytest.raises(UnreadError, match="a call may leave at most 100"):
+        first.add(101)
+    tenant = [buffers.open_buffer("ann") for _ in range(8)]
+    for one in tenant:
+        one.add(100)
+    with pytest.raises(UnreadError, match="a tenant may leave at most 800"):
+        second.add(1)
+    with pytest.raises(OverloadedError, match="keeps 800 bytes"):
+        buffers.check_room("ann")
+    buffers.check_room("ben")
+    for name in ("ben", "cid", "dan"):
+        for _ in range(8):
+            buffers.open_buffer(name).add(100)
+    with pytest.raises(OverloadedError, match="memory for unread output"):
+        buffers.check_room("eve")
+    with pytest.raises(UnreadError, match="a server may leave at most 3200"):
+        buffers.open_buffer("eve").add(1)
+    for one in tenant:
+        one.clear()
+    buffers.check_room("ann")
+    assert buffers.num_bytes == 2400
