@@ -1,0 +1,165 @@
+"""Faults under load, and whether every accepted request ended rightly: `python -m tests.chaos`.
+
+Starts a server, runs requests on it undisturbed, then streams them from many clients while faults
+are injected. Everything that clients see is written to a history, which is then checked: each
+accepted request ends once, with the undisturbed text, and the server holds nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tests.chaos.checker import check
+from tests.chaos.events import read_history
+from tests.chaos.faults.catalog import FAULTS
+from tests.chaos.history import History
+from tests.chaos.run import Run, RunOptions, write_keys
+from tests.chaos.schedule import applicable
+from tests.chaos.targets.server_target import ServerTarget
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.chaos.faults.fault import Fault
+    from tests.chaos.targets.target import Target
+    from tests.chaos.verdict import Verdict
+
+__all__ = ["main", "make_parser"]
+
+_NUM_SHOWN = 40
+_DRAIN_S = 120
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, check and report; return 1 if the history breaks a rule."""
+    options = make_parser().parse_args(arguments)
+    if options.check is not None:
+        return _report(check(read_history(options.check)), options.output, options.check)
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="pagedray-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    history_path = folder / "history.jsonl"
+    _run(options, folder, history_path)
+    return _report(check(read_history(history_path)), options.output, history_path)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the program's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", choices=("server", "serve"), default="server", help="(%(default)s)")
+    add("--executor", choices=("ray", "local"), default="ray", help="(%(default)s)")
+    add("--model", type=Path, default=TINY_LLAMA, help="(%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
+    add("--dtype", default="float32", help="in others recomputed texts differ (%(default)s)")
+    add("--tensor-parallel-size", type=int, default=2, metavar="N", help="(%(default)s)")
+    add("--replicas", type=int, default=2, metavar="N", help="of Ray Serve (%(default)s)")
+    add("--seconds", type=float, default=600.0, help="(%(default)s)")
+    add("--every", type=float, default=20.0, help="seconds between faults (%(default)s)")
+    add("--streams", type=int, default=64, help="(%(default)s)")
+    add("--requests", type=int, default=64, help="different requests (%(default)s)")
+    add("--max-tokens", type=int, default=400, help="of a request (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add(
+        "--faults",
+        nargs="+",
+        choices=sorted(one.__name__ for one in FAULTS),
+        metavar="FAULT",
+        help="default: all that apply; " + ", ".join(sorted(one.__name__ for one in FAULTS)),
+    )
+    add("--folder", help="for the history and the server's log; default: a temporary one")
+    add("--check", type=Path, metavar="HISTORY", help="check a history instead of running")
+    add("--output", type=Path, metavar="FILE", help="write the figures here, as JSON")
+    return parser
+
+
+def _run(options: argparse.Namespace, folder: Path, history_path: Path) -> None:
+    keys_path = folder / "keys.toml"
+    keys = write_keys(keys_path)
+    with History(history_path) as history:
+        target = _target(options, folder, history, keys_path)
+        known = {one.__name__: one for one in FAULTS}
+        chosen = [known[name] for name in options.faults] if options.faults else FAULTS
+        faults = tuple(
+            applicable(chosen, target=target.name, has_rank_processes=target.num_ranks > 0)
+        )
+        print(f"History and log: {folder}", flush=True)
+        print("Faults: " + "; ".join(one.name for one in faults), flush=True)
+        target.start()
+        run = Run(target, history, _run_options(options, faults), keys)
+        family = target.family()
+        try:
+            asyncio.run(run.run())
+            family = target.family()
+        finally:
+            target.stop()
+        run.note_leftovers(_alive(family))
+
+
+def _run_options(options: argparse.Namespace, faults: tuple[type[Fault], ...]) -> RunOptions:
+    return RunOptions(
+        seed=options.seed,
+        seconds=options.seconds,
+        every_s=options.every,
+        num_streams=options.streams,
+        num_specs=options.requests,
+        max_tokens=options.max_tokens,
+        faults=faults,
+        command=" ".join(["python -m tests.chaos", *sys.argv[1:]]),
+    )
+
+
+def _target(options: argparse.Namespace, folder: Path, history: History, keys_path: Path) -> Target:
+    has_rank_processes = options.executor == "ray"
+    size = options.tensor_parallel_size if has_rank_processes else 1
+    arguments = [
+        f"--device={options.device}",
+        f"--dtype={options.dtype}",
+        f"--executor={options.executor}",
+        f"--tensor-parallel-size={size}",
+        f"--api-keys={keys_path}",
+        f"--drain-s={_DRAIN_S}",
+    ]
+    if options.device == "cpu":
+        arguments += ["--num-threads=1", "--num-blocks=4096"]
+    return ServerTarget(
+        *arguments,
+        history=history,
+        log=folder / "server.log",
+        num_ranks=size if has_rank_processes else 0,
+        folder=options.model,
+    )
+
+
+def _alive(processes: list[psutil.Process]) -> list[str]:
+    """Return the processes that have not ended, shortly after their server did."""
+    _, alive = psutil.wait_procs(processes, timeout=10.0)
+    return [f"{one.pid} {one.name()}" for one in alive]
+
+
+def _report(verdict: Verdict, output: Path | None, history_path: Path) -> int:
+    print(json.dumps(verdict.figures, indent=1))
+    for one in verdict.violations[:_NUM_SHOWN]:
+        print(f"{one.at_s:9.2f} s  {one.rule}: {one.what}")
+    rules = dict(verdict.rules)
+    if output is not None:
+        figures = verdict.figures | {"violations": rules}
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"{history_path}: " + (f"BROKEN RULES: {rules}" if rules else "no rule is broken."))
+    return 1 if rules else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""All faults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.chaos.faults.disconnect_clients import DisconnectClients
+from tests.chaos.faults.hostile_input import HostileInput
+from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
+from tests.chaos.faults.kill_rank import KillRank
+from tests.chaos.faults.kill_two_ranks import KillTwoRanks
+from tests.chaos.faults.pause_everything import PauseEverything
+from tests.chaos.faults.stall_readers import StallReaders
+from tests.chaos.faults.stop_rank import StopRank
+from tests.chaos.faults.terminate import Terminate
+
+if TYPE_CHECKING:
+    from tests.chaos.faults.fault import Fault
+
+__all__ = ["FAULTS"]
+
+FAULTS: tuple[type[Fault], ...] = (
+    KillRank,
+    KillTwoRanks,
+    KillDuringReplacement,
+    StopRank,
+    PauseEverything,
+    DisconnectClients,
+    StallReaders,
+    HostileInput,
+    Terminate,
+)
+"""Each has a row in docs/reliability.md."""

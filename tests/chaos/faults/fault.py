@@ -1,0 +1,48 @@
+"""What a fault is."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tests.chaos.targets.target import Target
+
+__all__ = ["Fault", "Scene"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where a fault happens."""
+
+    target: Target
+    generator: random.Random
+    key: str
+    """The API key of a tenant that no checked call belongs to."""
+
+
+class Fault(ABC):
+    """One thing that goes wrong, once."""
+
+    name: ClassVar[str]
+    """As in the table of docs/reliability.md."""
+    targets: ClassVar[frozenset[str]] = frozenset({"server"})
+    """The kinds of targets that it applies to."""
+    needs_rank_processes: ClassVar[bool] = False
+    may_end_streams: ClassVar[bool] = False
+    """Whether accepted streams may end with an error. They never end in silence."""
+    limit_s: ClassVar[float] = 60.0
+    """How long it may take until the server is whole and streams continue, on a busy machine."""
+    pairs_with_others: ClassVar[bool] = True
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    @abstractmethod
+    async def inject(self) -> None:
+        """Let it happen; return when no more of it is to come."""
+
+    def is_over(self) -> bool:
+        """Whether the server has dealt with what was injected."""
+        return True

@@ -1,0 +1,136 @@
+"""`pagedray serve`, under a supervisor that starts it again when it exits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import psutil
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.chaos.events import ServerExited, ServerStarted
+from tests.chaos.targets.target import Holdings, Target
+from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.chaos.history import History
+
+__all__ = ["ServerTarget"]
+
+_STOP_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 240.0
+
+
+class ServerTarget(Target):
+    """A server with one or more ranks."""
+
+    name = "server"
+    num_servers = 1
+
+    def __init__(
+        self,
+        *arguments: str,
+        history: History,
+        log: Path,
+        num_ranks: int,
+        folder: Path = TINY_LLAMA,
+    ) -> None:
+        """With 0 rank processes, the rank runs in the server's process."""
+        self.num_ranks = num_ranks
+        self.model = folder.name
+        self._grpc_port, self._http_port = free_port(), free_port()
+        self.grpc_target = f"127.0.0.1:{self._grpc_port}"
+        self.url = f"http://127.0.0.1:{self._http_port}"
+        self._history = history
+        self._log = log.open("wb")
+        command, self._environment = serve_command(folder, *arguments)
+        # The last one of a repeated flag counts.
+        ports = (f"--grpc-port={self._grpc_port}", f"--http-port={self._http_port}")
+        self._command = [*command, *ports]
+        self._process: subprocess.Popen[str] | None = None
+        self._is_stopping = False
+        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+        self._ready = threading.Event()
+
+    def start(self) -> None:
+        self._launch()
+        self._supervisor.start()
+        assert self._ready.wait(_START_TIMEOUT_S), "The server did not start; see its log."
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        process = self._process
+        assert process is not None
+        family = self.family()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        self._supervisor.join(_STOP_TIMEOUT_S)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        psutil.wait_procs(family, timeout=10.0)
+        self._log.close()
+
+    def servers(self) -> list[psutil.Process]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return []
+        try:
+            return [psutil.Process(process.pid)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def family(self) -> list[psutil.Process]:
+        found = self.servers()
+        for server in tuple(found):
+            with contextlib.suppress(psutil.Error):
+                found += server.children(recursive=True)
+        return found
+
+    async def holdings(self, key: str) -> Holdings:
+        metadata = (("authorization", f"Bearer {key}"),)
+        async with grpc.aio.insecure_channel(self.grpc_target) as channel:
+            # Any: the generated stub is not async to mypy.
+            stub: Any = pagedray_pb2_grpc.GenerationServiceStub(channel)
+            loads = await stub.GetLoads(pb.GetLoadsRequest(), metadata=metadata, timeout=30.0)
+        return Holdings(
+            num_calls=len(loads.calls),
+            num_blocks=loads.num_blocks,
+            num_free_blocks=loads.num_free_blocks,
+        )
+
+    def _launch(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _supervise(self) -> None:
+        """Read what the server prints until it exits, then start it again."""
+        while True:
+            process = self._process
+            assert process is not None
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    if line.startswith("Ready:"):
+                        self._ready.set()
+            code = process.wait()
+            self._history.add(ServerExited(at_s=self._history.now_s, code=code))
+            if self._is_stopping or not self._ready.is_set():
+                return
+            self._launch()
+            self._history.add(ServerStarted(at_s=self._history.now_s))

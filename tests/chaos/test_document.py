@@ -1,0 +1,64 @@
+"""docs/reliability.md has a row for each fault, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import make_parser
+from tests.chaos.faults.catalog import FAULTS
+from tests.chaos.schedule import applicable
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "reliability.md").read_text()
+# A command stands alone between backticks, or in an indented line.
+COMMANDS = re.findall(r"`((?:python -m|make|scripts/test) [^`]+)`", TEXT) + re.findall(
+    r"^    ((?:python -m|make|scripts/test) .+)$", TEXT, re.MULTILINE
+)
+
+
+def rows() -> set[str]:
+    """Return the first cells of all tables."""
+    return {line.split("|")[1].strip() for line in TEXT.splitlines() if line.startswith("| ")}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_every_fault_has_a_row(fault: type) -> None:
+    name = fault.name  # type: ignore[attr-defined]  # a class of Fault
+    assert any(row.startswith(name) for row in rows()), f"No row begins with {name!r}."
+
+
+def test_the_document_has_commands() -> None:
+    assert len(COMMANDS) > 3
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_every_command_exists(command: str) -> None:
+    # FAULT stands for any of them.
+    words = shlex.split(command.replace("FAULT", FAULTS[0].__name__))
+    if words[:3] == ["python", "-m", "tests.chaos"]:
+        make_parser().parse_args(words[3:])
+    elif words[0] == "python":
+        module = ROOT.joinpath(*words[2].split("."))
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+    elif words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+    else:
+        files = [word for word in words if word.startswith("tests/")]
+        assert files
+        for file in files:
+            path, _, test = file.partition("::")
+            assert (ROOT / path).exists()
+            assert not test or f"def {test}(" in (ROOT / path).read_text()
+
+
+def test_every_fault_applies_to_a_target() -> None:
+    reached = {
+        fault
+        for target in ("server", "serve")
+        for fault in applicable(FAULTS, target=target, has_rank_processes=True)
+    }
+    assert reached == set(FAULTS)
