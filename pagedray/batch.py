@@ -167,6 +167,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure")
     """The traceback of a rank that failed, which is its last message."""
 
     text: str
+    is_peer: bool = False
+    """Whether it failed only because another rank has left the group."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):

@@ -242,14 +242,24 @@ class ParallelConfig:
     """CPU threads per rank; None is an equal share of the cores."""
     placement_strategy: PlacementStrategy = "STRICT_PACK"
     """The strategy of Ray's placement group; STRICT_PACK is a single node."""
+    spare_ranks: int | None = None
+    """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
 
     def __post_init__(self) -> None:
         _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_at_least("spare_ranks", self.spare_ranks, 0)
         if self.executor == "local" and self.tensor_parallel_size > 1:
             raise StartupError(
                 f"The local executor runs one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size}; use the ray executor."
             )
+
+    @property
+    def num_spare_ranks(self) -> int:
+        """Spare processes on each node."""
+        if self.spare_ranks is not None:
+            return self.spare_ranks
+        return 1 if self.device == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 class DecoderWorker(Worker):
     """One rank of a model that generates, with its KV cache."""
 
-    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
-        super().__init__(config, group)
+    def __init__(
+        self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+    ) -> None:
+        super().__init__(config, group, device)
         self._spec = attention_spec(
             config.model,
             group,
@@ -55,6 +57,7 @@ class DecoderWorker(Worker):
             config.model, group, backend=self._backend, device=self._device
         )
         self._runner: ModelRunner | None = None
+        self._is_warm = False
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
         assert self._model is not None
@@ -85,13 +88,32 @@ class DecoderWorker(Worker):
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
-        if self._device.type == "cuda":
-            self._runner.warm_up(self._spec.dtype)
-        if self._group.rank == 0:
+        if self._group.rank == 0 and not self._is_warm:
             # The layers of all ranks are alike.
             for sentence in self._runner.attention_provider_sentences:
                 logger.info("Attention: %s", sentence)
         return self._runner.attention_providers
+
+    def warm_up(self) -> None:
+        assert self._runner is not None
+        # Kernels stay compiled when the rank joins another group.
+        if self._device.type == "cuda" and not self._is_warm:
+            self._runner.warm_up(self._spec.dtype)
+        self._is_warm = True
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        assert self._runner is not None
+        self._runner.capture_graphs(only_largest=only_largest)
+
+    def end_epoch(self) -> None:
+        if self._device.type == "cuda":
+            # Raises if the device has failed.
+            torch.cuda.synchronize(self._device)
+        # Captured graphs hold the group's collectives.
+        self._runner = None
+        if self._device.type == "cuda":
+            release_gpu_memory()
+        self._group.leave()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingTokens:
         assert isinstance(plan, StepPlan)
@@ -118,7 +140,6 @@ class DecoderWorker(Worker):
             graphs = DecodeGraphs(
                 self._model, self._backend, self._spec, cache.device_pool, sizes=graph_sizes
             )
-            graphs.capture_graphs()
         return ModelRunner(
             model=self._model,
             cache=cache,
@@ -188,6 +209,7 @@ class DecoderWorker(Worker):
     def _bytes_of_graphs(self, sizes: list[int]) -> int:
         before, _ = torch.cuda.mem_get_info(self._device)
         runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
+        runner.capture_graphs()
         after, _ = torch.cuda.mem_get_info(self._device)
         del runner
         release_gpu_memory()

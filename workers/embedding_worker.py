@@ -57,8 +57,10 @@ class PendingVectors:
 class EmbeddingWorker(Worker):
     """One rank of an encoder."""
 
-    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
-        super().__init__(config, group)
+    def __init__(
+        self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+    ) -> None:
+        super().__init__(config, group, device)
         spec = encoder_spec(
             config.model, group, block_size=config.cache.block_size, device=self._device
         )
@@ -81,6 +83,18 @@ class EmbeddingWorker(Worker):
             for sentence in self._builder.provider_sentences():
                 logger.info("Attention: %s", sentence)
         return self._builder.providers()
+
+    def warm_up(self) -> None:
+        pass
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        if self._device.type == "cuda":
+            # Raises if the device has failed; without graphs nothing holds the collectives.
+            torch.cuda.synchronize(self._device)
+        self._group.leave()
 
     def launch(self, plan: StepPlan | EmbedPlan) -> PendingVectors:
         assert isinstance(plan, EmbedPlan)

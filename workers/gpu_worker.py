@@ -1,17 +1,22 @@
 """The Ray actor around one rank.
 
 Ray places, starts and ends it. Plans arrive over the step channel, which one thread serves until
-the controller sends a shutdown or disconnects.
+the controller sends a shutdown or disconnects. When another rank of the group has died, this one
+leaves the epoch and joins the next with the weights that it has.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
+import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
@@ -19,33 +24,61 @@ from pagedray.errors import StartupError
 from workers.parallel.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
     from pagedray.config import CacheSize, EngineConfig
+    from workers.parallel.group import ParallelGroup
     from workers.worker import PendingStep, Worker
 
 __all__ = ["GpuWorker"]
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 _CONNECT_TIMEOUT_S = 30.0
 _POLL_S = 5e-5
 """Interval of polling for the end of a step while no plan arrives."""
+_STEPS_END_S = 0.3
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_FREED_MEMORY_TIMEOUT_S = 10.0
+"""How long the driver may take to free the GPU memory of a process that has died."""
+_FREED_MEMORY_POLL_S = 0.1
 
 
 class GpuWorker:
-    """One rank as an actor. The executor wraps it with `ray.remote`.
+    """One rank as an actor, or a spare that becomes one. The executor wraps it with `ray.remote`.
 
     Errors of configuration are returned as text: Ray would wrap an exception in a traceback.
     """
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._rank = rank
+        self._rank = 0
+        self._group: ParallelGroup | None = None
         self._worker: Worker | None = None
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
         self._progress = (0, 0)
         self._rendezvous: Rendezvous | None = None
+        self._failure: str | None = None
+        """Why this rank cannot join another epoch."""
+        self._durations: dict[str, float] = {}
+
+    def visible_devices(self) -> str:
+        """Return the devices that Ray has assigned to this process, as CUDA reads them."""
+        return os.environ.get(_VISIBLE_DEVICES, "")
+
+    def import_libraries(self, visible_devices: str) -> None:
+        """Import what a rank needs; a spare does this before it is needed.
+
+        `visible_devices` are those that it may have to use: CUDA reads them only once.
+        """
+        if visible_devices:
+            os.environ[_VISIBLE_DEVICES] = visible_devices
+        self._run(self._import_libraries)
 
     def open_rendezvous(self, host: str) -> tuple[str, int]:
         """Listen on `host`, an address of this node; return the address and port of the group."""
@@ -56,61 +89,198 @@ class GpuWorker:
         """Return the number of tensors loaded, and of all tensors."""
         return self._progress
 
-    def start_rank(self, address: tuple[str, int], host: str) -> str | CacheSize:
-        """Join the group and load the weights; return its available cache, or an error message.
+    def load_rank(self, rank: int, device_index: int, cache: CacheSize | None) -> str | None:
+        """Load the weights of a rank, and allocate its cache if the size is known.
+
+        `device_index` is its place among the visible devices. Returns an error message or None.
+        """
+        return self._run(self._load_rank, rank, device_index, cache)
+
+    def join_group(self, address: tuple[str, int], host: str) -> str | None:
+        """Join the group; return an error message or None.
 
         `address` is the rendezvous; `host` is the address where other ranks reach this one.
         """
-        return self._thread.submit(self._start_rank, address, host).result()
+        return self._run(self._join_group, address, host)
+
+    def available_cache(self) -> str | CacheSize:
+        """Return the size of the pools that fit on this rank, or an error message."""
+        return self._run(self._available_cache)
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
         """Allocate both pools; returns what `Worker.allocate_cache` does."""
-        assert self._worker is not None
-        allocate = self._worker.allocate_cache
-        return self._thread.submit(allocate, num_blocks, num_cpu_blocks).result()
+        return self._run(self._allocate_cache, num_blocks, num_cpu_blocks)
+
+    def warm_up(self, captures_lazily: bool) -> dict[str, float]:
+        """Prepare the first steps; return how long each part of the rank's start took, by name."""
+        return self._run(self._warm_up, captures_lazily)
 
     def serve_controller(self, endpoint: str, secret: bytes) -> None:
         """Connect to the controller and run its plans until it shuts down or disconnects."""
-        self._thread.submit(self._serve_controller, endpoint, secret).result()
+        self._run(self._serve_controller, endpoint, secret)
 
-    def _start_rank(self, address: tuple[str, int], host: str) -> str | CacheSize:
+    def leave_epoch(self, timeout_s: float) -> str | None:
+        """Leave the group, which other ranks have left, and keep the weights.
+
+        Returns why this rank cannot join another epoch, or None. The controller has disconnected
+        before. Runs while `serve_controller` does.
+        """
+        self._durations = {}
+        deadline_s = time.monotonic() + timeout_s
+        assert self._group is not None
+        # The steps end by themselves unless the rank's thread waits for the device.
+        wait([self._submit(_nothing)], _STEPS_END_S)
+        # A kernel that waits for a dead rank ends only when another thread aborts the collective,
+        # which in turn returns only after the rank's thread has dropped its graphs.
+        aborting = threading.Thread(target=self._group.abort, daemon=True)
+        aborting.start()
+        try:
+            self._submit(self._end_epoch).result(timeout_s)
+            aborting.join(max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            # Into the rank's log: what it waits for.
+            faulthandler.dump_traceback()
+            return f"Rank {self._rank} did not leave its group within {timeout_s:g} s."
+        except Exception as error:
+            return f"Rank {self._rank} cannot continue: {error}"
+        if aborting.is_alive():
+            faulthandler.dump_traceback()
+            return f"The collectives of rank {self._rank} did not end within {timeout_s:g} s."
+        return self._failure
+
+    # Any: the arguments are those of the function.
+    def _submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        return self._thread.submit(function, *arguments)
+
+    def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:  # Any: as above
+        return self._submit(function, *arguments).result()
+
+    def _import_libraries(self) -> None:
         # The process that creates the actor imports no torch.
+        from workers.imports import import_libraries
+
+        with self._timed("imports"):
+            import_libraries(self._config)
+
+    def _load_rank(self, rank: int, device_index: int, cache: CacheSize | None) -> str | None:
+        self._durations = {}
+        self._import_libraries()
+        try:
+            self._rank = rank
+            if cache is None:
+                self._load_weights(device_index)
+            else:
+                self._with_freed_memory(self._load_weights, device_index)
+                self._with_freed_memory(
+                    self._allocate_cache, cache.num_blocks, cache.num_cpu_blocks
+                )
+        except StartupError as error:
+            return str(error)
+        return None
+
+    def _load_weights(self, device_index: int) -> None:
         import torch
 
-        from workers.parallel.open_group import open_group
+        from workers.parallel.open_group import make_group
+        from workers.worker import rank_device
         from workers.worker_factory import make_worker
 
-        try:
-            group = open_group(
-                self._rank,
-                self._config.parallel.tensor_parallel_size,
-                device=torch.device(self._config.parallel.device),
-                address=address,
-                host=host,
-                rendezvous=self._rendezvous,
-            )
-            self._worker = make_worker(self._config, group)
+        with self._timed("device"):
+            device = rank_device(self._config, device_index)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                torch.cuda.synchronize()
+        with self._timed("model"):
+            size = self._config.parallel.tensor_parallel_size
+            self._group = make_group(self._rank, size, device=device)
+            self._worker = make_worker(self._config, self._group, device)
+        with self._timed("weights"):
             self._worker.load_weights(self._report)
+
+    def _with_freed_memory(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call the function again while the GPU memory of a dead process is being freed."""
+        import torch
+
+        from workers.worker import release_gpu_memory
+
+        deadline_s = time.monotonic() + _FREED_MEMORY_TIMEOUT_S
+        while True:
+            try:
+                function(*arguments)
+                return
+            except torch.OutOfMemoryError:
+                if time.monotonic() > deadline_s:
+                    raise
+            release_gpu_memory()
+            time.sleep(_FREED_MEMORY_POLL_S)
+
+    def _join_group(self, address: tuple[str, int], host: str) -> str | None:
+        assert self._group is not None
+        rendezvous, self._rendezvous = self._rendezvous, None
+        try:
+            with self._timed("group"):
+                self._group.join(address, host=host, rendezvous=rendezvous)
+        except StartupError as error:
+            return str(error)
+        return None
+
+    def _available_cache(self) -> str | CacheSize:
+        assert self._worker is not None
+        try:
             return self._worker.available_cache()
         except StartupError as error:
             return str(error)
 
+    def _allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+        assert self._worker is not None
+        with self._timed("cache"):
+            return self._worker.allocate_cache(num_blocks, num_cpu_blocks)
+
+    def _warm_up(self, captures_lazily: bool) -> dict[str, float]:
+        assert self._worker is not None
+        with self._timed("kernels"):
+            self._worker.warm_up()
+        with self._timed("graphs"):
+            self._worker.capture_graphs(only_largest=captures_lazily)
+        return self._durations
+
     def _serve_controller(self, endpoint: str, secret: bytes) -> None:
+        from workers.parallel.group import GroupBrokenError
+
         assert self._worker is not None
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
         try:
             serve_steps(self._worker, channel, is_first=self._rank == 0)
+            self._worker.close()
         except ChannelClosedError:
             logger.warning("Rank %s lost the connection to its controller.", self._rank)
-        except Exception:
+        except GroupBrokenError as error:
+            logger.warning("Rank %s lost the connection to another rank: %s", self._rank, error)
+            channel.send(WorkerFailure(str(error), is_peer=True))
+        except Exception as error:
+            self._failure = f"Rank {self._rank} failed: {error}"
             channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
             raise
         finally:
             channel.close()
-            self._worker.close()
+
+    def _end_epoch(self) -> None:
+        assert self._worker is not None
+        with self._timed("left"):
+            self._worker.end_epoch()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._durations[name] = time.perf_counter() - started_s
 
     def _report(self, done: int, total: int) -> None:
         self._progress = (done, total)
+
+
+def _nothing() -> None:
+    pass
 
 
 def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagedray.config import CacheSize, EngineConfig
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["PendingStep", "Worker", "release_gpu_memory"]
+__all__ = ["PendingStep", "Worker", "rank_device", "release_gpu_memory"]
 
 
 class PendingStep(Protocol):
@@ -45,13 +45,22 @@ class PendingStep(Protocol):
 
 
 class Worker(ABC):
-    """One rank of a group. Call `load_weights`, then `allocate_cache`, then `launch`."""
+    """One rank of a group.
 
-    def __init__(self, config: EngineConfig, group: ParallelGroup) -> None:
-        """Raises DeviceError, and StartupError if no attention backend supports the model."""
+    Call `load_weights`, `allocate_cache`, `warm_up` and `capture_graphs`, then `launch`. The other
+    ranks take part in `available_cache`, `capture_graphs` and `launch`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+    ) -> None:
+        """Run on `device`, or on the first one of this process.
+
+        Raises DeviceError, and StartupError if no attention backend supports the model.
+        """
         self._config = config
         self._group = group
-        self._device = _device(config, group)
+        self._device = device or rank_device(config)
         if self._device.type == "cpu":
             torch.set_num_threads(_num_threads(config))
 
@@ -68,9 +77,28 @@ class Worker(ABC):
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate both pools; steps may be launched afterwards.
+        """Allocate both pools.
 
         Returns how many layers each provider of attention kernels serves, by part of a step.
+        """
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Compile what would slow the first steps down, unless it is compiled already."""
+
+    @abstractmethod
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture CUDA graphs; steps may be launched afterwards.
+
+        All ranks of a group do this at the same time. With `only_largest`, the others are captured
+        when a step first needs them, so that steps begin sooner.
+        """
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """Drop all but the weights, and leave the group, of which other ranks are gone.
+
+        Call `allocate_cache` again after it. Raises RuntimeError if the device has failed.
         """
 
     @abstractmethod
@@ -95,13 +123,16 @@ def release_gpu_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _device(config: EngineConfig, group: ParallelGroup) -> torch.device:
+def rank_device(config: EngineConfig, index: int = 0) -> torch.device:
+    """Return the device of a rank, by its place among those that its process sees.
+
+    Raises DeviceError.
+    """
     if config.parallel.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError("CUDA is not available on this machine; use --device cpu.")
-    # Ray shows an actor only the GPUs that are its own; a local rank sees all of them.
-    return torch.device("cuda", min(group.rank, torch.cuda.device_count() - 1))
+    return torch.device("cuda", index)
 
 
 def _num_threads(config: EngineConfig) -> int:

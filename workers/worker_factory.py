@@ -8,6 +8,8 @@ from workers.decoder_worker import DecoderWorker
 from workers.embedding_worker import EmbeddingWorker
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedray.config import EngineConfig
     from workers.parallel.group import ParallelGroup
     from workers.worker import Worker
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["make_worker"]
 
 
-def make_worker(config: EngineConfig, group: ParallelGroup) -> Worker:
+def make_worker(
+    config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
+) -> Worker:
     """Return the worker of one rank. Raises StartupError."""
     kind = EmbeddingWorker if config.model.is_encoder else DecoderWorker
-    return kind(config, group)
+    return kind(config, group, device)

@@ -64,6 +64,12 @@ _GROUPS = {
             "Ray placement strategy of the ranks; STRICT_PACK is a single node.",
             get_args(PlacementStrategy),
         ),
+        _Flag(
+            "spare_ranks",
+            "Spare processes on each node, which replace a rank that dies within less time. "
+            "(default: 1 on GPUs, 0 on CPUs)",
+            int,
+        ),
     ),
     "KV cache": (
         _Flag("block_size", "Tokens per block, 1 to 256.", int),

@@ -154,7 +154,7 @@ class Controller(StepLoop):
             self._note(events)
             num_waiting = len(self._open_requests)
         are_waiting = "1 request is" if num_waiting == 1 else f"{num_waiting} requests are"
-        logger.warning("%s Replacing all ranks; %s waiting.", error, are_waiting)
+        logger.warning("%s Replacing ranks; %s waiting.", error, are_waiting)
         self._outlet.publish(
             [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
         )

@@ -202,7 +202,7 @@ class Embedder(StepLoop):
             return self._run(batch)
         except WorkerError as error:
             self._num_deaths += 1
-            logger.warning("%s Replacing all ranks.", error)
+            logger.warning("%s Replacing ranks.", error)
         self._replace_ranks()
         try:
             return self._run(batch)

@@ -55,7 +55,9 @@ class Executor(ABC):
 
     @abstractmethod
     def restart_ranks(self) -> None:
-        """Replace every rank; steps count from 0 again.
+        """Replace the ranks that have died, or all of them; steps count from 0 again.
+
+        Nothing but the weights of the others is kept.
 
         Raises WorkerError or StartupError.
         """

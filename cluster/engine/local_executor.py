@@ -90,6 +90,8 @@ class LocalExecutor(Executor):
         worker.load_weights(self._report_loading)
         cache_size = worker.available_cache()
         providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
+        worker.warm_up()
+        worker.capture_graphs()
         return worker, cache_size, providers
 
     def _report_loading(self, done: int, total: int) -> None:

@@ -46,6 +46,7 @@ class EngineOptions:
     executor: Literal["ray", "local"] = _DEFAULTS["executor"]
     num_threads: int | None = _DEFAULTS["num_threads"]
     placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
+    spare_ranks: int | None = _DEFAULTS["spare_ranks"]
     block_size: int = _DEFAULTS["block_size"]
     num_blocks: int | None = _DEFAULTS["num_blocks"]
     num_cpu_blocks: int | None = _DEFAULTS["num_cpu_blocks"]

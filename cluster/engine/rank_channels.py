@@ -87,6 +87,8 @@ class RankChannels:
 
     def _take(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, WorkerFailure):
+            if message.is_peer:
+                raise ChannelClosedError(f"Rank {rank} lost the connection to another rank.")
             last_line = message.text.strip().rpartition("\n")[2]
             raise WorkerError(f"Rank {rank} failed: {last_line}.", details=message.text.strip())
         self.acknowledged[rank] = message.step

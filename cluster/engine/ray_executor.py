@@ -1,21 +1,25 @@
 """Ranks as Ray actors in a placement group.
 
-A rank that dies takes its group down; `restart_ranks` starts a new one in the same placement group.
+When a rank dies, `restart_ranks` starts another one in the same bundle of the placement group, and
+joins the ranks that are left to it.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.engine.executor import Executor, ReportProgress
+from cluster.engine.healing import Healing
+from cluster.engine.rank_places import RankPlaces
 from cluster.engine.ray_connection import RayConnection
 from cluster.engine.ray_ranks import RayRanks
+from cluster.engine.spare_ranks import SpareRanks
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 
@@ -47,21 +51,22 @@ class RayExecutor(Executor):
         self._folder = Path(tempfile.mkdtemp(prefix="pagedray-"))
         self._placement = placement
         self._owns_placement = placement is None
+        self._spares = SpareRanks(config.parallel.num_spare_ranks)
         self._ranks: RayRanks | None = None
         self._connection: RayConnection | None = None
         try:
             self._connection = RayConnection(config, report_progress)
             if self._placement is None:
                 self._placement = _placement(config)
-            self._ranks = self._started()
+            self._ranks = self._new_epoch()
+            self._cache_size, self._attention_providers = self._ranks.start_ranks()
+            self._spares.fill(self._ranks.places)
         except WorkerError as error:
             self.close()
             raise StartupError(str(error)) from error
         except BaseException:
             self.close()
             raise
-        self._cache_size = self._ranks.cache_size
-        self._attention_providers = self._ranks.attention_providers
 
     @property
     def cache_size(self) -> CacheSize:
@@ -94,20 +99,25 @@ class RayExecutor(Executor):
         return output
 
     def restart_ranks(self) -> None:
-        self._end_ranks()
-        # The scheduler relies on the same number of blocks, but free GPU memory varies. An encoder
-        # has no blocks.
-        if not self._config.model.is_encoder:
-            cache = replace(
-                self._config.cache,
-                num_blocks=self._cache_size.num_blocks,
-                num_cpu_blocks=self._cache_size.num_cpu_blocks,
-            )
-            self._config = replace(self._config, cache=cache)
-        self._ranks = self._started()
+        healing = Healing()
+        old, self._ranks = self._ranks, None
+        try:
+            new = self._new_epoch()
+        except BaseException:
+            if old is not None:
+                old.close()
+            raise
+        # After a failed attempt no rank is left.
+        survivors = {} if old is None else old.end_epoch()
+        healing.end_phase("left")
+        # The scheduler relies on the same number of blocks, but free GPU memory varies.
+        new.replace_ranks(survivors, self._cache_size, healing)
+        self._ranks = new
+        self._spares.fill(new.places)
 
     def close(self) -> None:
         self._end_ranks()
+        self._spares.close()
         if self._placement is not None and self._owns_placement:
             remove_placement_group(self._placement)
         if self._connection is not None:
@@ -115,9 +125,15 @@ class RayExecutor(Executor):
         self._placement = self._connection = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _started(self) -> RayRanks:
+    def _new_epoch(self) -> RayRanks:
         assert self._placement is not None
-        return RayRanks(self._config, self._placement, self._folder, self._report_progress)
+        try:
+            places = RankPlaces(self._config, self._placement)
+        except RayError as error:
+            raise WorkerError(f"Ray does not say where the ranks are: {error}") from error
+        return RayRanks(
+            self._config, places, self._folder, self._report_progress, spares=self._spares
+        )
 
     def _live_ranks(self) -> RayRanks:
         if self._ranks is None:

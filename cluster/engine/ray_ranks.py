@@ -6,43 +6,46 @@ has a secret, so that ranks of an older epoch cannot connect to a newer one.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from cluster.engine.rank_channels import RankChannels
 from pagedray.channel import ChannelClosedError, StepListener
 from pagedray.config import CacheSize
 from pagedray.errors import StartupError, WorkerError
-from workers.gpu_worker import GpuWorker
-from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from ray.util.placement_group import PlacementGroup
-
     from cluster.engine.executor import ReportProgress
+    from cluster.engine.healing import Healing
+    from cluster.engine.rank_places import Actor, RankPlaces
+    from cluster.engine.spare_ranks import SpareRanks
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
 
 __all__ = ["RayRanks"]
 
+logger = logging.getLogger(__name__)
+
 _START_TIMEOUT_S = 600.0
 _STEP_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 2.0
+_LEAVE_TIMEOUT_S = 4.0
+"""How long a rank may take to leave an epoch before it is ended."""
+_CAUSE_TIMEOUT_S = 1.0
 _POLL_S = 0.2
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?\.)(?:\s|$)")
 
-# Any: the methods of actor handles are created at run time.
-Actor = Any
+# Any: the type of Ray's references depends on how Ray was built.
 Reference = Any
 
 
@@ -52,32 +55,87 @@ class RayRanks:
     def __init__(
         self,
         config: EngineConfig,
-        placement: PlacementGroup,
+        places: RankPlaces,
         folder: Path,
         report_progress: ReportProgress,
+        *,
+        spares: SpareRanks,
     ) -> None:
-        """Start the ranks, load the model and connect; a Unix socket is created in `folder`.
-
-        Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
-        """
+        """Call `start_ranks` or `replace_ranks` next; they create a Unix socket in `folder`."""
         self._config = config
+        self.places = places
+        self._folder = folder
         self._report_progress = report_progress
+        self._spares = spares
         self._size = config.parallel.tensor_parallel_size
         self._channels = RankChannels([])
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
-        try:
-            self.hosts = _hosts(placement, self._size)
-            """The address at which the other ranks reach each rank."""
-            self._actors += (self._actor(placement, rank) for rank in range(self._size))
-            self.cache_size, self.attention_providers = self._load()
-            self._connect(_endpoint(placement, folder))
-        except RayError as error:
-            self.close()
-            raise WorkerError(f"A rank died during startup: {_cause_of(error)}") from error
-        except BaseException:
-            self.close()
-            raise
+        self._healing: Healing | None = None
+        """Until the first output of an epoch that replaced another."""
+
+    def start_ranks(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
+        """Start the ranks, load the model and connect.
+
+        Returns the size of the cache, and how many layers each provider serves, by part of a step.
+        Raises WorkerError if a rank dies, in which case a retry may succeed, and StartupError.
+        """
+        with self._ended_by_errors():
+            self._actors += (self.places.start_rank(rank) for rank in range(self._size))
+            address = self._open_rendezvous()
+            self._call("Loading weights", "load_rank", *((rank, 0, None) for rank in self._ranks))
+            self._join(address)
+            sizes = self._call("Measuring memory", "available_cache")
+            cache = CacheSize(
+                num_blocks=min(size.num_blocks for size in sizes),
+                num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
+                block_bytes=sum(size.block_bytes for size in sizes),
+            )
+            blocks = cache.num_blocks, cache.num_cpu_blocks
+            providers = self._call("Allocating the KV cache", "allocate_cache", blocks)
+            self._warm_up(captures_lazily=False)
+            self._spares.note_devices(self._actors, self.places)
+            self._connect()
+        # All ranks have the same backend and layers.
+        return cache, providers[0]
+
+    def replace_ranks(
+        self, survivors: Mapping[int, Actor], cache: CacheSize, healing: Healing
+    ) -> None:
+        """Start the ranks that are not among `survivors`, by rank, and join them to these.
+
+        The survivors are of the last epoch and have left it. Raises as `start_ranks` does.
+        """
+        blocks = cache.num_blocks, cache.num_cpu_blocks
+        # Ended with this epoch, also if the others do not start.
+        self._actors += survivors.values()
+        with self._ended_by_errors():
+            places = {rank: (actor, 0) for rank, actor in survivors.items()}
+            replaced = {}
+            for rank in set(self._ranks) - set(survivors):
+                spare = self._spares.take(rank, self.places)
+                places[rank] = spare or (self.places.start_rank(rank), 0)
+                replaced[rank] = "new process" if spare is None else "spare"
+                self._actors.append(places[rank][0])
+            self._actors = [places[rank][0] for rank in self._ranks]
+            healing.end_phase("processes")
+            preparing = [
+                actor.allocate_cache.remote(*blocks)
+                if rank in survivors
+                else actor.load_rank.remote(rank, device_index, cache)
+                for rank, (actor, device_index) in sorted(places.items())
+            ]
+            address = self._open_rendezvous()
+            self._results(preparing, "Loading weights", _no_fraction)
+            healing.end_phase("loaded")
+            self._join(address)
+            healing.end_phase("joined")
+            parts = self._warm_up(captures_lazily=True)
+            healing.end_phase("warmed up")
+            self._connect()
+            healing.end_phase("connected")
+        healing.note_ranks(kept=sorted(survivors), replaced=replaced, parts=parts)
+        self._healing = healing
 
     @property
     def acknowledged_step(self) -> int:
@@ -103,7 +161,37 @@ class RayRanks:
             self._exchange(_POLL_S)
             if not outputs and time.monotonic() > deadline_s:
                 raise WorkerError(f"No step finished within {_STEP_TIMEOUT_S:g} s.")
+        if self._healing is not None:
+            self._healing.end_phase("first step")
+            logger.info("%s", self._healing)
+            self._healing = None
         return outputs.popleft()
+
+    def end_epoch(self) -> dict[int, Actor]:
+        """End the epoch after the death of a rank; return the ranks that can join another.
+
+        The others are ended, whatever their state. All are, if no rank is found dead: then it is
+        unknown what is wrong.
+        """
+        # First, so that nothing that they still send counts.
+        self._channels.close()
+        actors, self._actors, self._running = self._actors, [], []
+        if self._size == 1:
+            ray.kill(actors[0])
+            return {}
+        leaving = [actor.leave_epoch.remote(_LEAVE_TIMEOUT_S) for actor in actors]
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT_S + 2 * _CAUSE_TIMEOUT_S)
+        survivors = {
+            rank: actor
+            for rank, (actor, reference) in enumerate(zip(actors, leaving, strict=True))
+            if _has_left(reference)
+        }
+        if len(survivors) == self._size:
+            survivors = {}
+        for rank, actor in enumerate(actors):
+            if rank not in survivors:
+                ray.kill(actor)
+        return survivors
 
     def close(self) -> None:
         """End every rank, in any state."""
@@ -115,44 +203,47 @@ class RayRanks:
             ray.kill(actor)
         self._channels, self._running, self._actors = RankChannels([]), [], []
 
-    def _actor(self, placement: PlacementGroup, rank: int) -> Actor:
-        # Earlier bundles are not for ranks, such as the controller's.
-        first_bundle = placement.bundle_count - self._size
-        # Two threads: one runs steps, the other answers Ray.
-        return (
-            ray.remote(GpuWorker)
-            .options(
-                num_cpus=1,
-                num_gpus=1 if self._config.parallel.device == "cuda" else 0,
-                max_concurrency=2,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placement, placement_group_bundle_index=first_bundle + rank
-                ),
-            )
-            .remote(self._config, rank)
+    @property
+    def _ranks(self) -> range:
+        return range(self._size)
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """End all ranks if one of them cannot start. Raises WorkerError if a rank has died."""
+        try:
+            yield
+        except RayError as error:
+            self.close()
+            raise WorkerError(f"A rank died during startup: {_cause_of(error)}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, what: str, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a method of every rank, with the arguments of each or the same for all."""
+        by_rank = arguments if len(arguments) > 1 else (arguments or ((),)) * self._size
+        references = [
+            getattr(actor, method).remote(*mine)
+            for actor, mine in zip(self._actors, by_rank, strict=True)
+        ]
+        is_loading = method == "load_rank"
+        return self._results(
+            references, what, self._loaded_fraction if is_loading else _no_fraction
         )
 
-    def _load(self) -> tuple[CacheSize, dict[str, dict[str, int]]]:
-        starting = [self._actors[0].open_rendezvous.remote(self.hosts[0])]
-        (address,) = self._results(starting, f"Starting {_ranks(self._size)}", lambda: 0.0)
-        loading = [
-            actor.start_rank.remote(address, host)
-            for actor, host in zip(self._actors, self.hosts, strict=True)
-        ]
-        sizes = self._results(loading, "Loading weights", self._loaded_fraction)
-        cache_size = CacheSize(
-            num_blocks=min(size.num_blocks for size in sizes),
-            num_cpu_blocks=min(size.num_cpu_blocks for size in sizes),
-            block_bytes=sum(size.block_bytes for size in sizes),
+    def _open_rendezvous(self) -> tuple[str, int]:
+        opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
+        what = f"Starting {_ranks(self._size)}"
+        address: tuple[str, int] = self._results(opening, what, _no_fraction)[0]
+        return address
+
+    def _join(self, address: tuple[str, int]) -> None:
+        self._call(
+            "Connecting the ranks", "join_group", *((address, host) for host in self.places.hosts)
         )
-        allocating = [
-            actor.allocate_cache.remote(cache_size.num_blocks, cache_size.num_cpu_blocks)
-            for actor in self._actors
-        ]
-        providers = self._results(allocating, "Allocating the KV cache", lambda: 0.0)
-        # All ranks have the same backend and layers.
-        return cache_size, providers[0]
+
+    def _warm_up(self, *, captures_lazily: bool) -> list[dict[str, float]]:
+        return self._call("Preparing the first steps", "warm_up", (captures_lazily,))
 
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
         """Return the actors' results. Raises StartupError if one is an error message.
@@ -179,9 +270,9 @@ class RayRanks:
             return 0.0
         return float(done / total) if total else 0.0
 
-    def _connect(self, endpoint: str) -> None:
+    def _connect(self) -> None:
         secret = secrets.token_bytes(32)
-        with closing(StepListener(endpoint)) as listener:
+        with closing(StepListener(self.places.endpoint(self._folder))) as listener:
             self._running = [
                 actor.serve_controller.remote(listener.endpoint, secret) for actor in self._actors
             ]
@@ -198,13 +289,19 @@ class RayRanks:
 
     def _death(self, error: ChannelClosedError) -> WorkerError:
         # Ray reports the cause of death shortly after the socket closes.
-        finished, _ = ray.wait(self._running, timeout=1.0)
-        for reference in finished:
-            try:
-                ray.get(reference)
-            except RayError as cause:
-                return WorkerError(f"A rank died: {_cause_of(cause)}")
-        return WorkerError(f"A rank died: {error}")
+        deadline_s = time.monotonic() + _CAUSE_TIMEOUT_S
+        cause: RayError | None = None
+        waiting = self._running
+        while waiting and (left_s := deadline_s - time.monotonic()) > 0.0:
+            finished, waiting = ray.wait(waiting, timeout=left_s)
+            for reference in finished:
+                try:
+                    ray.get(reference)
+                except RayActorError as death:
+                    return WorkerError(f"A rank died: {_cause_of(death)}")
+                except RayError as failure:
+                    cause = failure
+        return WorkerError(f"A rank died: {error if cause is None else _cause_of(cause)}")
 
     def _check_running(self) -> None:
         """Report progress. Raises RayError if a rank has died."""
@@ -217,23 +314,22 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _hosts(placement: PlacementGroup, size: int) -> list[str]:
-    """Return the address of each rank for the other ranks: loopback on a single node."""
-    node_of_bundle = placement_group_table(placement)["bundles_to_node_id"]
-    first_bundle = placement.bundle_count - size
-    nodes = [node_of_bundle[first_bundle + rank] for rank in range(size)]
-    if len(set(nodes)) == 1:
-        return [LOOPBACK] * size
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return [addresses[node] for node in nodes]
+def _no_fraction() -> float:
+    return 0.0
 
 
-def _endpoint(placement: PlacementGroup, folder: Path) -> str:
-    """Return the controller's endpoint: a Unix socket if all ranks are on its node, else TCP."""
-    nodes = placement_group_table(placement)["bundles_to_node_id"].values()
-    if set(nodes) == {ray.get_runtime_context().get_node_id()}:
-        return f"unix:{folder / 'steps'}"
-    return f"tcp:{ray.util.get_node_ip_address()}:0"
+def _has_left(leaving: Reference) -> bool:
+    """Return whether a rank has left its epoch and can join another."""
+    try:
+        problem = ray.get([leaving], timeout=0)[0]
+    except GetTimeoutError:
+        problem = "it did not answer."
+    except RayError:
+        # It has died, and why is known from the end of its steps.
+        return False
+    if problem is not None:
+        logger.warning("A rank that was still alive is replaced too: %s", problem)
+    return problem is None
 
 
 def _cause_of(error: RayError) -> str:

@@ -237,5 +237,5 @@ def test_replacement_is_logged_in_two_lines(rig: Rig, caplog: pytest.LogCaptureF
     wait_for(lambda: rig.controller.is_healthy)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert messages[0] == "A rank died. Replacing all ranks; 1 request is waiting."
+    assert messages[0] == "A rank died. Replacing ranks; 1 request is waiting."
     assert messages[1].startswith("All ranks are ready again after")

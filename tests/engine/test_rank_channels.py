@@ -179,6 +179,12 @@ def test_failure_of_a_rank_is_its_last_message(group: Group) -> None:
     assert group.channels.acknowledged == [-1, 0]
 
 
+def test_rank_that_fails_because_another_is_gone_is_not_the_cause(group: Group) -> None:
+    group.ranks[0].sendall(frame(WorkerFailure("Connection closed by peer", is_peer=True)))
+    with pytest.raises(ChannelClosedError, match="Rank 0 lost the connection to another rank"):
+        group.channels.exchange(1.0)
+
+
 def test_shutdown_does_not_wait_for_a_rank_that_does_not_read(group: Group) -> None:
     group.channels.send(large_plan(0, 1_000_000))
     began_s = time.monotonic()

@@ -62,7 +62,7 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
         families = {channel._socket.family.name for channel in ranks._channels._channels}
         report = {
             "families": sorted(families),
-            "hosts": ranks.hosts,
+            "hosts": ranks.places.hosts,
             "token_ids": generation.completions[0].token_ids,
         }
         print(json.dumps(report))

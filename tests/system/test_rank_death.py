@@ -12,6 +12,7 @@ import pytest
 from pagedray import LLM, SamplingParams
 from pagedray.errors import EngineError
 from tests.checkpoints import CASES, save_checkpoint
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,14 +38,19 @@ def ranks() -> list[psutil.Process]:
     return found
 
 
+def serving() -> list[psutil.Process]:
+    """Return the processes that run steps, oldest first; the others are spares."""
+    found = [rank for rank in ranks() if "serve_controller" in " ".join(rank.cmdline())]
+    return sorted(found, key=psutil.Process.create_time)
+
+
 def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
     generations = llm.generate(PROMPTS, PARAMS, show_progress=False)
     return [generation.completions[0].token_ids for generation in generations]
 
 
-def kill_when_running(llm: LLM, num_tokens: int) -> int:
+def kill_when_running(llm: LLM, num_tokens: int, victim: psutil.Process) -> int:
     """Kill a rank after some tokens; return their number."""
-    victim = ranks()[-1]
     while llm.stats().num_generated_tokens < num_tokens:
         time.sleep(0.005)
     victim.kill()
@@ -62,17 +68,84 @@ def test_streams_continue_where_they_were(folder: Path, ray_cluster: None) -> No
     ) as llm:
         undisturbed = tokens_of(llm)
         before = llm.stats().num_generated_tokens
+        survivor, victim = ranks()
         killed_at: list[int] = []
         killer = threading.Thread(
-            target=lambda: killed_at.append(kill_when_running(llm, before + 60))
+            target=lambda: killed_at.append(kill_when_running(llm, before + 60, victim))
         )
         killer.start()
         disturbed = tokens_of(llm)
         killer.join()
         assert killed_at[0] < before + sum(map(len, disturbed))
         assert disturbed == undisturbed
+        # The other rank keeps its process, and with it its weights.
+        assert survivor in ranks()
+        assert len(ranks()) == 2
         stats = llm.stats().scheduler
         assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_spare_takes_the_place_of_a_dead_rank(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder,
+        tensor_parallel_size=2,
+        device="cpu",
+        num_threads=1,
+        spare_ranks=1,
+        show_progress=False,
+    ) as llm:
+        undisturbed = tokens_of(llm)
+        wait_for(lambda: len(serving()) == 2 and len(ranks()) == 3, timeout_s=60.0)
+        (spare,) = set(ranks()) - set(serving())
+        survivor, victim = serving()
+        victim.kill()
+        assert tokens_of(llm) == undisturbed
+        assert set(serving()) == {survivor, spare}
+        # The next spare.
+        wait_for(lambda: len(ranks()) == 3, timeout_s=60.0)
+        everything = ranks()
+    gone, alive = psutil.wait_procs(everything, timeout=15.0)
+    assert (len(gone), alive) == (3, [])
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_leave_its_group_is_replaced_too(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
+    ) as llm:
+        undisturbed = tokens_of(llm)
+        old = ranks()
+        old[0].suspend()
+        old[1].kill()
+        assert tokens_of(llm) == undisturbed
+        assert not set(old) & set(ranks())
+
+
+@pytest.mark.slow
+def test_twenty_deaths_leave_nothing_behind(folder: Path, ray_cluster: None) -> None:
+    with LLM(
+        folder,
+        tensor_parallel_size=2,
+        device="cpu",
+        num_threads=1,
+        spare_ranks=1,
+        show_progress=False,
+    ) as llm:
+        undisturbed = tokens_of(llm)
+        # Only the first rank stays.
+        survivor = serving()[0]
+        sizes = []
+        for _ in range(20):
+            (victim,) = set(serving()) - {survivor}
+            victim.kill()
+            assert tokens_of(llm) == undisturbed
+            wait_for(lambda: len(ranks()) == 3, timeout_s=60.0)
+            sizes.append((survivor.memory_info().rss, survivor.num_fds(), survivor.num_threads()))
+        # The first deaths fill caches of libraries.
+        memory, descriptors, threads = zip(*sizes[3:], strict=True)
+        assert max(memory) - memory[0] < 8 * 2**20
+        assert len(set(descriptors)) == 1
+        assert max(threads) - threads[0] <= 1
 
 
 def test_engine_that_cannot_recover_reports_it(folder: Path, ray_cluster: None) -> None:

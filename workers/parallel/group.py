@@ -14,13 +14,20 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["ParallelGroup", "SoloGroup"]
+    from workers.parallel.rendezvous import Rendezvous
+
+__all__ = ["GroupBrokenError", "ParallelGroup", "SoloGroup"]
+
+
+class GroupBrokenError(Exception):
+    """A collective failed because another rank has left the group; this rank may join again."""
 
 
 class ParallelGroup(ABC):
     """The ranks that hold one copy of the model, from the view of one of them.
 
-    Every rank calls the same collectives in the same order.
+    Every rank calls the same collectives in the same order. After `leave`, a rank may join again:
+    layers keep this object for as long as they have their weights, while other ranks come and go.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -40,16 +47,41 @@ class ParallelGroup(ABC):
         self.close()
 
     @abstractmethod
+    def join(
+        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+    ) -> None:
+        """Connect to the other ranks, which meet at `address`. Raises DeviceError.
+
+        `rendezvous` is the socket at that address, if this rank listens on it already; `host` is
+        the address where the other ranks reach this one.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the collectives that wait for ranks that are gone.
+
+        May be called on any thread; may return only after graphs that captured collectives are
+        dropped. Nothing but `leave` or `close` follows.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Disconnect from ranks of which some are gone. Drop captured graphs before."""
+
+    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place, and return it."""
+        """Sum a tensor over the ranks, in place, and return it. Raises GroupBrokenError."""
 
     @abstractmethod
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the `[n, local]` tensors of all ranks side by side, `[n, local * size]`."""
+        """Return the `[n, local]` tensors of all ranks side by side, `[n, local * size]`.
+
+        Raises GroupBrokenError.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this. Raises GroupBrokenError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,6 +93,18 @@ class SoloGroup(ParallelGroup):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
+
+    def join(
+        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+    ) -> None:
+        if rendezvous is not None:
+            rendezvous.close()
+
+    def abort(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

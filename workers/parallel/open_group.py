@@ -1,4 +1,4 @@
-"""Opens the group of a rank: one rank alone, or processes that meet at a rendezvous."""
+"""Makes the group of a rank: one rank alone, or processes that meet at a rendezvous."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
     from workers.parallel.rendezvous import Rendezvous
 
-__all__ = ["open_group"]
+__all__ = ["make_group", "open_group"]
+
+
+def make_group(
+    rank: int, size: int, *, device: torch.device, timeout_s: float = 300.0
+) -> ParallelGroup:
+    """Return the group of `size` ranks for rank `rank`, which has not joined it yet."""
+    if size == 1:
+        return SoloGroup()
+    return ProcessGroup(rank, size, device=device, timeout_s=timeout_s)
 
 
 def open_group(
@@ -27,17 +36,7 @@ def open_group(
     rendezvous: Rendezvous | None = None,
     timeout_s: float = 300.0,
 ) -> ParallelGroup:
-    """Return the group of `size` ranks for rank `rank`; a single rank needs no address."""
-    if size == 1:
-        if rendezvous is not None:
-            rendezvous.close()
-        return SoloGroup()
-    return ProcessGroup(
-        rank,
-        size,
-        device=device,
-        address=address,
-        host=host,
-        rendezvous=rendezvous,
-        timeout_s=timeout_s,
-    )
+    """Return the group of `size` ranks after joining it; a single rank needs no address."""
+    group = make_group(rank, size, device=device, timeout_s=timeout_s)
+    group.join(address, host=host, rendezvous=rendezvous)
+    return group

@@ -11,64 +11,85 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
-from workers.parallel.group import ParallelGroup
+from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.parallel.network_interface import interface_of
 from workers.parallel.rendezvous import LOOPBACK, Rendezvous
 
 __all__ = ["ProcessGroup"]
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    The ranks meet at a TCP store that rank 0 opens at `address`, a host and a port, for one group;
-    `rendezvous` is its socket, if rank 0 listens already. `host` is the address where the other
-    ranks reach this one. Every wait times out after `timeout_s`.
+    The ranks meet at a TCP store that rank 0 opens, one for each time that they join. Every wait
+    times out after `timeout_s`.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        device: torch.device,
-        address: tuple[str, int],
-        host: str = LOOPBACK,
-        rendezvous: Rendezvous | None = None,
-        timeout_s: float = 300.0,
+        self, rank: int, size: int, *, device: torch.device, timeout_s: float = 300.0
     ) -> None:
         super().__init__(rank, size)
-        timeout = timedelta(seconds=timeout_s)
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        # Any, since the stubs of the backends differ between builds of torch.
+        self._backend: Any = None
+        self._store: Store | None = None
+
+    def join(
+        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+    ) -> None:
+        assert self._backend is None
         try:
-            if rank == 0 and rendezvous is None:
+            if self.rank == 0 and rendezvous is None:
                 rendezvous = Rendezvous(*address)
-            store = PrefixStore("pagedray", _open_store(address, size, rendezvous, timeout))
-            open_backend = _open_nccl if device.type == "cuda" else _open_gloo
-            self._backend = open_backend(
-                store, rank, size, timeout=timeout, host=host, device=device
+            store = PrefixStore(
+                "pagedray", _open_store(address, self.size, rendezvous, self._timeout)
             )
-            self._device = device
+            open_backend = _open_nccl if self._device.type == "cuda" else _open_gloo
+            self._backend = open_backend(
+                store, self.rank, self.size, timeout=self._timeout, host=host, device=self._device
+            )
+            # The backend uses the store as long as the group lives.
+            self._store = store
             # The first collective connects the ranks, so that network errors are raised here.
             self.barrier()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, GroupBrokenError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise DeviceError(
-                f"Rank {rank} of {size} could not join its group at {address[0]}:{address[1]}: "
-                f"{first_line}"
+                f"Rank {self.rank} of {self.size} could not join its group at "
+                f"{address[0]}:{address[1]}: {first_line}"
             ) from error
-        # The backend uses the store as long as the group lives.
-        self._store = store
+
+    def abort(self) -> None:
+        # A collective of gloo fails by itself when the connection to another rank ends.
+        backend = self._backend
+        if backend is not None and self._device.type == "cuda":
+            # The device is chosen by thread.
+            torch.cuda.set_device(self._device)
+            backend.abort()
+
+    def leave(self) -> None:
+        # Closes the connections, which ends the collectives of ranks that wait for this one.
+        self._backend = self._store = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._backend.allreduce([tensor]).wait()
+        try:
+            self._backend.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise GroupBrokenError(str(error)) from error
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         num_rows, local = tensor.shape
         parts = tensor.new_empty((self.size * num_rows, local))
-        self._backend._allgather_base(parts, tensor.contiguous()).wait()
+        tensor = tensor.contiguous()
+        try:
+            self._backend._allgather_base(parts, tensor).wait()
+        except RuntimeError as error:
+            raise GroupBrokenError(str(error)) from error
         by_rank = parts.view(self.size, num_rows, local)
         return by_rank.transpose(0, 1).reshape(num_rows, self.size * local)
 
@@ -77,7 +98,9 @@ class ProcessGroup(ParallelGroup):
         self.all_reduce(token).cpu()
 
     def close(self) -> None:
-        self._backend.shutdown()
+        if self._backend is not None:
+            self._backend.shutdown()
+        self._backend = self._store = None
 
 
 def _open_store(
@@ -131,6 +154,8 @@ def _open_nccl(
     # Kernels wait for collectives, so that a stream of lower priority would only add latency.
     options.is_high_priority_stream = True
     _choose_nccl_interface(host)
+    # Otherwise torch ends the process of a rank whose peer has died, before it can leave the group.
+    os.environ[_NCCL_ERRORS] = "0"
     # Ray shows a rank only the GPU that is its own.
     torch.cuda.set_device(device.index or 0)
     return nccl(store, rank, size, options)

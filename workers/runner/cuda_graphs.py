@@ -61,16 +61,16 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=spec.device)
         self._positions = torch.zeros_like(self._token_ids)
         self._graphs: dict[int, _Graph] = {}
+        self._pool: Any = None  # Any: torch does not export the type
 
-    @torch.inference_mode()
-    def capture_graphs(self) -> None:
-        """Capture every size. All ranks of a group must do this at the same time."""
-        pool = None
-        with self._state.graph_capture(self._sizes[-1]):
-            # The largest first, since the smaller ones reuse its memory pool.
-            for size in reversed(self._sizes):
-                self._graphs[size] = self._captured(size, pool)
-                pool = self._graphs[size].graph.pool()
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture every size, or only the largest; a replay captures a size that is missing.
+
+        All ranks of a group must do this at the same time.
+        """
+        # The largest first, since the smaller ones reuse its memory pool.
+        for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
+            self._capture(size)
 
     def can_replay(self, inputs: StepInputs) -> bool:
         """Return whether a step has only decodes, and no more than the largest captured size."""
@@ -83,7 +83,11 @@ class DecodeGraphs:
         The next replay may overwrite them.
         """
         num_tokens = len(inputs.token_ids)
-        graph = self._graphs[self._sizes[bisect_left(self._sizes, num_tokens)]]
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        if size not in self._graphs:
+            # Every rank has the same plans, so that all capture at the same step.
+            self._capture(size)
+        graph = self._graphs[size]
         self._token_ids[:num_tokens].copy_(inputs.token_ids)
         self._positions[:num_tokens].copy_(inputs.positions)
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
@@ -92,7 +96,14 @@ class DecodeGraphs:
         indices = inputs.logits_indices
         return hidden if indices is None else hidden.index_select(0, indices)
 
-    def _captured(self, size: int, pool: Any) -> _Graph:  # Any: torch does not export the type
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        with self._state.graph_capture(size):
+            captured = self._captured(size)
+        self._pool = captured.graph.pool()
+        self._graphs[size] = captured
+
+    def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         stream = torch.cuda.Stream()
@@ -104,7 +115,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
         return _Graph(
             graph=graph,

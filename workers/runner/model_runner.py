@@ -125,6 +125,11 @@ class ModelRunner:
         """Compile what samples from logits of this dtype."""
         self._sampler.warm_up(dtype)
 
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture the graphs of decodes. All ranks of a group must do this at the same time."""
+        if self._graphs is not None:
+            self._graphs.capture_graphs(only_largest=only_largest)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""

@@ -112,7 +112,7 @@ class EngineCollector(Collector):
         yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
         yield _counter(
             "rank_replacements",
-            "Replacements of all ranks after one died",
+            "Replacements of ranks after one died",
             stats.num_replacements,
         )
         layers = GaugeMetricFamily(

@@ -22,8 +22,8 @@ from tests.workers.reference import (
     reference_logits,
     save_checkpoint,
 )
-from workers.parallel.group import SoloGroup
-from workers.parallel.open_group import open_group
+from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
+from workers.parallel.open_group import make_group, open_group
 from workers.parallel.process_group import _choose_nccl_interface
 from workers.parallel.rendezvous import LOOPBACK
 
@@ -123,6 +123,26 @@ def test_ranks_listen_on_the_loopback_only() -> None:
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(join, range(2)):
             assert {host for host, _ in found - before} == {LOOPBACK}
+
+
+def test_rank_whose_peer_has_left_can_join_another() -> None:
+    ports = [_free_port(), _free_port()]
+
+    def join(group: ParallelGroup, port: int) -> torch.Tensor:
+        group.join((LOOPBACK, port), host=LOOPBACK)
+        return group.all_reduce(torch.tensor([group.rank + 1.0]))
+
+    survivor, dying, spare = (make_group(rank, 2, device=CPU, timeout_s=60.0) for rank in (0, 1, 1))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(join, (survivor, dying), ports[:1] * 2)) == [3.0, 3.0]
+        dying.leave()
+        with pytest.raises(GroupBrokenError):
+            survivor.all_reduce(torch.ones(1))
+        survivor.abort()
+        survivor.leave()
+        assert list(pool.map(join, (survivor, spare), ports[1:] * 2)) == [3.0, 3.0]
+    survivor.close()
+    spare.close()
 
 
 def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:

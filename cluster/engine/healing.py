@@ -1,0 +1,64 @@
+"""Where the seconds of a replacement of ranks go."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Healing"]
+
+_LEAST_S = 0.005
+"""Shorter parts of a rank's start are left out."""
+
+
+class Healing:
+    """The phases of one replacement of ranks, one after the other, and what each rank did."""
+
+    def __init__(self) -> None:
+        self._started_s = self._phase_started_s = time.monotonic()
+        self._phases: dict[str, float] = {}
+        self._replaced: dict[int, str] = {}
+        self._kept: list[int] = []
+        self._parts: list[Mapping[str, float]] = []
+
+    def end_phase(self, name: str) -> None:
+        """Give the time since the last phase ended to the phase `name`."""
+        now_s = time.monotonic()
+        self._phases[name] = now_s - self._phase_started_s
+        self._phase_started_s = now_s
+
+    def note_ranks(
+        self,
+        *,
+        kept: Sequence[int],
+        replaced: Mapping[int, str],
+        parts: Sequence[Mapping[str, float]],
+    ) -> None:
+        """Note which ranks stayed, which were replaced and by what, and their parts by rank."""
+        self._kept, self._replaced, self._parts = list(kept), dict(replaced), list(parts)
+
+    def __str__(self) -> str:
+        """Return one line with all figures in seconds."""
+        total_s = self._phase_started_s - self._started_s
+        kept = f", kept {_listed(self._kept)}" if self._kept else ""
+        what = ", ".join(f"{rank} ({how})" for rank, how in sorted(self._replaced.items()))
+        parts = "".join(
+            f"; rank {rank}: {figures}"
+            for rank, times in enumerate(self._parts)
+            if (figures := _figures(times))
+        )
+        return (
+            f"Replaced {'rank' if len(self._replaced) == 1 else 'ranks'} {what}{kept} in "
+            f"{total_s:.2f} s: {_figures(self._phases)}{parts}."
+        )
+
+
+def _figures(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {time_s:.2f}" for name, time_s in times.items() if time_s >= _LEAST_S)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
