@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.chaos.checker import check
-from tests.chaos.events import read_history
 from tests.chaos.faults.catalog import FAULTS
-from tests.chaos.history import History
+from tests.chaos.history.checker import check
+from tests.chaos.history.events import read_history
+from tests.chaos.history.writer import History
 from tests.chaos.run import Run, RunOptions, write_keys
 from tests.chaos.schedule import applicable
 from tests.chaos.targets.server_target import ServerTarget
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.chaos.faults.fault import Fault
+    from tests.chaos.history.verdict import Verdict
     from tests.chaos.targets.target import Target
-    from tests.chaos.verdict import Verdict
 
 __all__ = ["main", "make_parser"]
 
@@ -64,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", type=Path, default=TINY_LLAMA, help="(%(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     add("--dtype", default="float32", help="in others recomputed texts differ (%(default)s)")
-    add("--tensor-parallel-size", type=int, default=2, metavar="N", help="(%(default)s)")
+    add("--tensor-parallel-size", type=int, metavar="N", help="default: 2; in a replica 1")
     add("--replicas", type=int, default=2, metavar="N", help="of Ray Serve (%(default)s)")
     add("--seconds", type=float, default=600.0, help="(%(default)s)")
     add("--every", type=float, default=20.0, help="seconds between faults (%(default)s)")
@@ -123,7 +124,9 @@ def _run_options(options: argparse.Namespace, faults: tuple[type[Fault], ...]) -
 
 def _target(options: argparse.Namespace, folder: Path, history: History, keys_path: Path) -> Target:
     has_rank_processes = options.executor == "ray"
-    size = options.tensor_parallel_size if has_rank_processes else 1
+    size = (options.tensor_parallel_size or 2) if has_rank_processes else 1
+    if options.target == "serve":
+        return _serve_target(options, keys_path)
     arguments = [
         f"--device={options.device}",
         f"--dtype={options.dtype}",
@@ -140,6 +143,37 @@ def _target(options: argparse.Namespace, folder: Path, history: History, keys_pa
         log=folder / "server.log",
         num_ranks=size if has_rank_processes else 0,
         folder=options.model,
+    )
+
+
+def _serve_target(options: argparse.Namespace, keys_path: Path) -> Target:
+    # Ray starts here, and reads these when it is imported.
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+    from tests.chaos.targets.serve_target import ServeTarget
+
+    size = options.tensor_parallel_size or 1
+    arguments = {
+        "model": str(options.model.resolve()),
+        "device": options.device,
+        "dtype": options.dtype,
+        "executor": options.executor,
+        "tensor_parallel_size": size,
+        "api_keys": str(keys_path.resolve()),
+    }
+    # None: as many as there are.
+    is_on_cpu = options.device == "cpu"
+    arguments |= (
+        {"num_threads": 1, "num_blocks": 4096}
+        if is_on_cpu
+        else dict.fromkeys(("num_threads", "num_blocks"))
+    )
+    has_rank_processes = options.executor == "ray"
+    return ServeTarget(
+        arguments,
+        model=options.model.name,
+        num_replicas=options.replicas,
+        num_ranks=size if has_rank_processes else 0,
+        num_gpus=options.replicas * size if options.device == "cuda" else 0,
     )
 
 

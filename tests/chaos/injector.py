@@ -6,13 +6,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from tests.chaos.events import FaultHealed, FaultInjected, FaultSeen
+from tests.chaos.history.events import FaultHealed, FaultInjected, FaultSeen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.chaos.faults.fault import Fault, Scene
-    from tests.chaos.history import History
+    from tests.chaos.history.writer import History
     from tests.chaos.readiness import ReadinessWatch
 
 __all__ = ["Injector"]
@@ -62,6 +62,7 @@ class Injector:
                 faults=tuple(one.name for one in faults),
                 may_end_streams=any(one.may_end_streams for one in faults),
                 limit_s=limit_s,
+                pause_limit_s=sum(one.pause_limit_s for one in faults),
             )
         )
         delays_s = [0.0, self._scene.generator.uniform(0.0, _LONGEST_PAIR_DELAY_S)]

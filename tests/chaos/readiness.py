@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from tests.chaos.events import ClientLag, Readiness
+from tests.chaos.history.events import ClientLag, Readiness
 
 if TYPE_CHECKING:
-    from tests.chaos.history import History
+    from tests.chaos.history.writer import History
 
 __all__ = ["ReadinessWatch"]
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.serving.auth.key_file import digest_of, new_key
-from tests.chaos.clients import Clients
-from tests.chaos.events import Leftovers, Reference, Resources, RunEnded, RunStarted
+from tests.chaos.clients.frontends import Frontend, GrpcFrontend, HttpFrontend
+from tests.chaos.clients.references import undisturbed
+from tests.chaos.clients.requests import make_specs
+from tests.chaos.clients.streams import Clients
 from tests.chaos.faults.fault import Fault, Scene
-from tests.chaos.frontends import Frontend, GrpcFrontend, HttpFrontend
+from tests.chaos.history.events import Leftovers, Reference, Resources, RunEnded, RunStarted
 from tests.chaos.injector import Injector
 from tests.chaos.readiness import ReadinessWatch
-from tests.chaos.references import undisturbed
-from tests.chaos.requests import make_specs
 from tests.chaos.resources import SharedMemoryWatch, num_descriptors, rss_mib, shared_memory_of
 from tests.chaos.schedule import schedule
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from tests.chaos.history import History
-    from tests.chaos.requests import Spec
+    from tests.chaos.clients.requests import Spec
+    from tests.chaos.history.writer import History
     from tests.chaos.targets.target import Target
 
 __all__ = ["Run", "RunOptions", "write_keys"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.__main__ import main
-from tests.chaos.events import CallEnded, FaultHealed, encode, read_history
+from tests.chaos.history.events import CallEnded, FaultHealed, encode, read_history
 
 if TYPE_CHECKING:
     from pathlib import Path

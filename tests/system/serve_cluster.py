@@ -89,9 +89,11 @@ class ServeCluster:
             if one["state"] == state
         }
 
-    async def loads(self) -> list[ServerLoads]:
-        """Return the load of each replica."""
-        loads: list[ServerLoads] = await self.handle.broadcast("loads").results_async()
+    async def loads(self, key: str | None = None) -> list[ServerLoads]:
+        """Return the load of each replica, asked with an API key if keys are required."""
+        arguments = {} if key is None else {"key": key}
+        broadcast = self.handle.broadcast("loads", **arguments)
+        loads: list[ServerLoads] = await broadcast.results_async()
         return loads
 
     # Any: Serve's status for its dashboard.

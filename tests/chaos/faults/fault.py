@@ -34,6 +34,8 @@ class Fault(ABC):
     """Whether accepted streams may end with an error. They never end in silence."""
     limit_s: ClassVar[float] = 60.0
     """How long it may take until the server is whole and streams continue, on a busy machine."""
+    pause_limit_s: ClassVar[float] = 60.0
+    """How long a stream may pause, on a busy machine."""
     pairs_with_others: ClassVar[bool] = True
 
     def __init__(self, scene: Scene) -> None:

@@ -14,14 +14,14 @@ import psutil
 
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.chaos.events import ServerExited, ServerStarted
+from tests.chaos.history.events import ServerExited, ServerStarted
 from tests.chaos.targets.target import Holdings, Target
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.chaos.history import History
+    from tests.chaos.history.writer import History
 
 __all__ = ["ServerTarget"]
 

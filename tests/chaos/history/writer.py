@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
-from tests.chaos.events import Event, encode
+from tests.chaos.history.events import Event, encode
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,15 +6,15 @@ import asyncio
 import random
 from typing import TYPE_CHECKING
 
-from tests.chaos.call_record import CallRecord
-from tests.chaos.events import CallSent
+from tests.chaos.clients.call_record import CallRecord
+from tests.chaos.history.events import CallSent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tests.chaos.frontends import Frontend
-    from tests.chaos.history import History
-    from tests.chaos.requests import Spec
+    from tests.chaos.clients.frontends import Frontend
+    from tests.chaos.clients.requests import Spec
+    from tests.chaos.history.writer import History
 
 __all__ = ["Clients"]
 

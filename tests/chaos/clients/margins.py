@@ -18,7 +18,7 @@ from workers.sampling.randomness import generator_start, uniforms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.chaos.requests import Spec
+    from tests.chaos.clients.requests import Spec
 
 __all__ = ["LEAST_MARGIN", "NUM_LOGPROBS", "TokenScores", "least_margin"]
 

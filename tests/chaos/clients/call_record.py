@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.chaos.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
+from tests.chaos.history.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
 
 if TYPE_CHECKING:
-    from tests.chaos.history import History
+    from tests.chaos.history.writer import History
 
 __all__ = ["CallRecord"]
 

@@ -6,8 +6,8 @@ import math
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from tests.chaos.calls import CallJudge
-from tests.chaos.events import (
+from tests.chaos.history.calls import CallJudge
+from tests.chaos.history.events import (
     CallAccepted,
     CallEnded,
     CallSent,
@@ -19,15 +19,15 @@ from tests.chaos.events import (
     ServerExited,
     Tokens,
 )
-from tests.chaos.fault_windows import fault_windows
-from tests.chaos.movement import Movement
-from tests.chaos.verdict import Gap, Verdict, Violation
+from tests.chaos.history.fault_windows import fault_windows
+from tests.chaos.history.movement import Movement
+from tests.chaos.history.verdict import Gap, Verdict, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tests.chaos.events import Event
-    from tests.chaos.fault_windows import FaultWindow
+    from tests.chaos.history.events import Event
+    from tests.chaos.history.fault_windows import FaultWindow
 
 __all__ = ["STANDSTILL_S", "check"]
 
@@ -61,6 +61,7 @@ def check(events: Iterable[Event]) -> Verdict:
         *calls.violations,
         *_unexcused(calls, windows, movement),
         *_unhealed(windows, calls.spans),
+        *_paused(windows, calls.gaps),
         *_standstills(calls, movement, end_s),
         *_resources(others),
     ]
@@ -104,6 +105,14 @@ def _unhealed(
             yield Violation(rule="healed late", at_s=at_s, what=what)
         if not any(begin_s <= at_s <= end_s for begin_s, end_s in spans):
             yield Violation(rule="fault without open streams", at_s=at_s, what=one.name)
+
+
+def _paused(windows: Sequence[FaultWindow], gaps: Sequence[Gap]) -> Iterator[Violation]:
+    for one in windows:
+        longest_s = _longest(gap for gap in gaps if one.overlaps(gap))
+        if longest_s > one.injected.pause_limit_s:
+            what = f"{one.name}: {longest_s:.1f} s, {one.injected.pause_limit_s:g} s allowed"
+            yield Violation(rule="paused too long", at_s=one.injected.at_s, what=what)
 
 
 def _standstills(calls: CallJudge, movement: Movement, end_s: float) -> Iterator[Violation]:

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.chaos.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
-from tests.chaos.verdict import Gap, Violation
+from tests.chaos.history.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
+from tests.chaos.history.verdict import Gap, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.chaos.events import Event, Reference, ReferenceSequence
+    from tests.chaos.history.events import Event, Reference, ReferenceSequence
 
 __all__ = ["CallJudge", "Failure"]
 

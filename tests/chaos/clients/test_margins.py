@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.margins import NUM_LOGPROBS, least_margin
-from tests.chaos.requests import Spec
+from tests.chaos.clients.margins import NUM_LOGPROBS, least_margin
+from tests.chaos.clients.requests import Spec
 from workers.sampling.choice import Draws
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.randomness import generator_start, uniforms

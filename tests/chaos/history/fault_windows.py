@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.chaos.events import FaultHealed, FaultInjected, FaultSeen
+from tests.chaos.history.events import FaultHealed, FaultInjected, FaultSeen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tests.chaos.events import Event
-    from tests.chaos.verdict import Gap
+    from tests.chaos.history.events import Event
+    from tests.chaos.history.verdict import Gap
 
 __all__ = ["FaultWindow", "fault_windows"]
 

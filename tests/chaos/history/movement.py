@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tests.chaos.events import ClientLag, Readiness, Tokens
-from tests.chaos.verdict import Gap
+from tests.chaos.history.events import ClientLag, Readiness, Tokens
+from tests.chaos.history.verdict import Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tests.chaos.events import Event
+    from tests.chaos.history.events import Event
 
 __all__ = ["Movement"]
 

@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from pagedray.v1 import pagedray_pb2 as pb
-from tests.chaos.events import ReferenceSequence
-from tests.chaos.margins import LEAST_MARGIN, NUM_LOGPROBS, least_margin
+from tests.chaos.clients.margins import LEAST_MARGIN, NUM_LOGPROBS, least_margin
+from tests.chaos.history.events import ReferenceSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.chaos.frontends import GrpcFrontend
-    from tests.chaos.margins import TokenScores
-    from tests.chaos.requests import Spec
+    from tests.chaos.clients.frontends import GrpcFrontend
+    from tests.chaos.clients.margins import TokenScores
+    from tests.chaos.clients.requests import Spec
 
 __all__ = ["undisturbed"]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.checker import STANDSTILL_S, check
-from tests.chaos.events import (
+from tests.chaos.history.checker import STANDSTILL_S, check
+from tests.chaos.history.events import (
     CallAccepted,
     CallEnded,
     CallSent,
@@ -32,7 +32,7 @@ from tests.chaos.events import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.chaos.verdict import Verdict
+    from tests.chaos.history.verdict import Verdict
 
 STEP_S = 0.5
 FAULT_S, HEALED_S = 2.0, 6.0
@@ -309,7 +309,12 @@ def test_pauses_are_attributed_to_the_fault_in_which_they_fall() -> None:
             CallSent(at_s=0.5, call="a", spec="spec", frontend="grpc", tenant="ann"),
             CallAccepted(at_s=1.0, call="a"),
             FaultInjected(
-                at_s=1.5, number=1, faults=("a", "b"), may_end_streams=False, limit_s=9.0
+                at_s=1.5,
+                number=1,
+                faults=("a", "b"),
+                may_end_streams=False,
+                limit_s=9.0,
+                pause_limit_s=2.9,
             ),
             FaultHealed(at_s=2.0, number=1),
             *tokens,
@@ -319,3 +324,4 @@ def test_pauses_are_attributed_to_the_fault_in_which_they_fall() -> None:
     assert isinstance(by_fault, dict)
     assert by_fault["a + b"]["longest_pause_s"] == 3.0
     assert verdict.figures["longest_pause_without_fault_s"] == 5.0
+    assert "paused too long" in rules(verdict)

@@ -121,7 +121,9 @@ class FaultInjected(Event, frozen=True, tag="fault_injected"):
     """One, or a pair."""
     may_end_streams: bool
     limit_s: float
-    """The time to heal that the fault promises."""
+    """The time in which the fault must have healed."""
+    pause_limit_s: float = 60.0
+    """The longest pause that a stream may have."""
 
 
 class FaultSeen(Event, frozen=True, tag="fault_seen"):

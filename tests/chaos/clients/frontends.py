@@ -14,8 +14,8 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 
 if TYPE_CHECKING:
-    from tests.chaos.call_record import CallRecord
-    from tests.chaos.requests import Spec
+    from tests.chaos.clients.call_record import CallRecord
+    from tests.chaos.clients.requests import Spec
     from tests.chaos.targets.target import Target
 
 __all__ = ["CHANNEL_OPTIONS", "Frontend", "GrpcFrontend", "HttpFrontend"]
@@ -64,6 +64,7 @@ class GrpcFrontend(Frontend):
         metadata = (("authorization", f"Bearer {key}"),)
         stream = method(spec.to_message(call), metadata=metadata, timeout=_CALL_TIMEOUT_S)
         num_generated = None
+        is_cancelled = False
         try:
             async for answer in stream:
                 record.accept()
@@ -72,15 +73,14 @@ class GrpcFrontend(Frontend):
                     num_generated = answer.usage.num_generated_tokens
                 if aborts_after is not None and record.num_events >= aborts_after:
                     if aborts_after % 2:
-                        stream.cancel()
+                        is_cancelled = stream.cancel()
                     else:
                         aborts_after = None
                         await self.stub.Abort(
                             pb.AbortRequest(request_ids=[call]), metadata=metadata, timeout=30.0
                         )
         except asyncio.CancelledError:
-            # The call raises this when it was cancelled above.
-            if not stream.cancelled():
+            if not is_cancelled:
                 raise
             record.end("cancelled")
         except grpc.aio.AioRpcError as error:
