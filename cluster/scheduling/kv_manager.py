@@ -84,10 +84,11 @@ class KvManager:
         sequence.num_slots = len(hits) * self._block_size
         sequence.num_computed = sequence.num_slots
         sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
-        self._set_registered(sequence, len(hits))
         if self.prefix_cache is not None:
+            sequence.num_proven = self._num_proven(hits, self.prefix_cache)
             self.num_queried_tokens += len(sequence.token_ids)
             self.num_hit_tokens += sequence.num_slots
+        self._set_registered(sequence, len(hits))
         return True
 
     def fork(
@@ -112,6 +113,8 @@ class KvManager:
         sequence.num_slots = len(sequence.block_ids) * self._block_size
         sequence.num_computed = last_position
         sequence.keys = donor.keys[:num_shared]
+        sequence.keys_revision = donor.keys_revision
+        sequence.num_proven = min(donor.num_proven, num_shared)
         self._set_registered(sequence, num_shared)
         if last_position % self._block_size == 0:
             return []
@@ -145,17 +148,40 @@ class KvManager:
         num_full = num_tokens // self._block_size
         for index in range(sequence.num_registered, num_full):
             self._hash_up_to(sequence, index, self.prefix_cache)
-            if self.prefix_cache.add_block(sequence.keys[index], sequence.block_ids[index]):
-                self.pool.keep(sequence.block_ids[index])
+            block = sequence.block_ids[index]
+            if self.prefix_cache.add_block(sequence.keys[index], block):
+                self.pool.keep(block)
+                if index < sequence.num_proven:
+                    self.prefix_cache.prove_block(block)
         self._set_registered(sequence, max(num_full, sequence.num_registered))
 
-    def forget_blocks(self, sequence: Sequence) -> None:
-        """Remove a sequence's blocks from the prefix cache, because their content is invalid."""
+    def prove(self, sequence: Sequence) -> None:
+        """Record that the logits that gave a running sequence its last token were finite."""
         if self.prefix_cache is None:
             return
-        for block in sequence.block_ids[: sequence.num_registered]:
-            self.prefix_cache.forget_block(block)
-            self.pool.discard(block)
+        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_proven = min(num_full, sequence.num_registered)
+        for block in sequence.block_ids[sequence.num_proven : num_proven]:
+            self.prefix_cache.prove_block(block)
+        sequence.num_proven = max(num_proven, sequence.num_proven)
+
+    def forget_blocks(self, sequence: Sequence) -> None:
+        """Remove a sequence's blocks from the prefix cache, because its logits were not finite.
+
+        It may have lost them already, so they are found by their keys. Nor is anything found that
+        another sequence computed on top of those that are not proven.
+        """
+        if self.prefix_cache is None:
+            return
+        keys, first = sequence.keys, sequence.num_proven
+        for key in keys:
+            block = self.prefix_cache.find_block(key)
+            if block is not None:
+                self.prefix_cache.forget_block(block)
+                self.pool.discard(block)
+        if first < len(keys):
+            parent = self._parent(sequence, first, self.prefix_cache)
+            self.prefix_cache.renew_key(parent, keys[first])
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, in both pools."""
@@ -231,6 +257,9 @@ class KvManager:
         hits: list[int] = []
         if self.prefix_cache is None:
             return hits
+        if sequence.keys_revision != self.prefix_cache.revision:
+            sequence.keys = []
+            sequence.keys_revision = self.prefix_cache.revision
         for index in range((len(sequence.token_ids) - 1) // self._block_size):
             self._hash_up_to(sequence, index, self.prefix_cache)
             block = self.prefix_cache.find_block(sequence.keys[index])
@@ -245,13 +274,29 @@ class KvManager:
         if index < len(keys):
             return
         assert index == len(keys)
-        parent = keys[-1].digest if keys else cache.root(sequence.active.request.tenant)
+        parent = self._parent(sequence, index, cache)
         first = index * self._block_size
         keys.append(cache.key_after(parent, sequence.token_ids[first : first + self._block_size]))
+
+    def _parent(self, sequence: Sequence, index: int, cache: PrefixCache) -> bytes:
+        """Return the digest before that of block `index`."""
+        if index:
+            return sequence.keys[index - 1].digest
+        return cache.root(sequence.active.request.tenant)
+
+    def _num_proven(self, blocks: list[int], cache: PrefixCache) -> int:
+        """Return how many leading ones of cached blocks are proven."""
+        for number, block in enumerate(blocks):
+            if not cache.is_proven(block):
+                return number
+        return len(blocks)
 
     def _set_registered(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.num_registered = num_blocks
         if self.prefix_cache is None:
             sequence.next_full = sys.maxsize
+        elif sequence.num_proven < num_blocks:
+            # The next token proves some.
+            sequence.next_full = 0
         else:
             sequence.next_full = (num_blocks + 1) * self._block_size

@@ -4,6 +4,10 @@ The key of a full block is a digest over its tokens and the digest of the block 
 hence over all tokens up to its end. The chain starts with the tenant, under a key that only
 this process knows: clients can neither craft a collision nor reach another tenant's blocks.
 
+A block is proven once logits that depend on it were finite. If they are not, the tokens of the
+first block that is not proven get another key, and so does every continuation of them: whoever
+computed on top of its values, no new sequence finds the result.
+
 Ownership of blocks is the pool's concern.
 """
 
@@ -14,6 +18,7 @@ from typing import NamedTuple
 
 __all__ = ["BlockKey", "PrefixCache"]
 
+_MAX_RENEWED = 4096
 _INT32 = "i"
 assert array(_INT32).itemsize == 4
 
@@ -30,12 +35,17 @@ class BlockKey(NamedTuple):
 class PrefixCache:
     """Maps the content of full blocks to blocks, one to one."""
 
-    __slots__ = ("_block_of", "_hash_key", "_key_of")
+    __slots__ = ("_block_of", "_hash_key", "_key_of", "_proven", "_renewed", "revision")
 
     def __init__(self, hash_key: bytes) -> None:
         self._hash_key = hash_key
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
+        self._proven: set[int] = set()
+        self._renewed: dict[bytes, bytes] = {}
+        """The digests in place of those that were renewed."""
+        self.revision = 0
+        """Changes when keys are renewed; a lookup needs keys of the current revision."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -47,7 +57,24 @@ class PrefixCache:
     def key_after(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
         """Return the key of a full block that follows the block with digest `parent`."""
         token_bytes = array(_INT32, token_ids).tobytes()
-        return BlockKey(sha256(self._hash_key + parent + token_bytes).digest(), token_bytes)
+        digest = sha256(self._hash_key + parent + token_bytes).digest()
+        if self._renewed:
+            digest = self._renewed.get(digest, digest)
+        return BlockKey(digest, token_bytes)
+
+    def renew_key(self, parent: bytes, key: BlockKey) -> None:
+        """Give the tokens of a key that follows `parent`, and all that follow them, other keys.
+
+        Blocks that have the old keys are not found by them, and are evicted in time.
+        """
+        self.revision += 1
+        if len(self._renewed) >= _MAX_RENEWED:
+            # This renews every key.
+            self._hash_key = sha256(self._hash_key).digest()
+            self._renewed.clear()
+            return
+        digest = sha256(self._hash_key + parent + key.token_bytes).digest()
+        self._renewed[digest] = sha256(self._hash_key + key.digest).digest()
 
     def find_block(self, key: BlockKey) -> int | None:
         """Return the block with this key, or None."""
@@ -65,11 +92,21 @@ class PrefixCache:
         self._key_of[block] = key
         return True
 
+    def prove_block(self, block: int) -> None:
+        """Record that logits which depend on a block were finite, if it is in the cache."""
+        if block in self._key_of:
+            self._proven.add(block)
+
+    def is_proven(self, block: int) -> bool:
+        return block in self._proven
+
     def forget_block(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
+            self._proven.discard(block)
 
     def clear(self) -> None:
         self._block_of.clear()
         self._key_of.clear()
+        self._proven.clear()

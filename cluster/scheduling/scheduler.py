@@ -183,12 +183,14 @@ class Scheduler:
         plan, sampled = self._in_flight.popleft()
         self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
-        # A token is discarded if the previous step ended its sequence.
-        return [
-            self._take(sequence, token_id, () if found is None else (found,))
-            for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
-            if sequence.state is not SequenceState.FINISHED
-        ]
+        events = []
+        for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True):
+            # A token is discarded if the previous step ended its sequence.
+            if sequence.state is not SequenceState.FINISHED:
+                events.append(self._take(sequence, token_id, () if found is None else (found,)))
+            elif token_id < 0:
+                self._kv.forget_blocks(sequence)
+        return events
 
     def masked_step(self) -> MaskedStep | None:
         """Return the masked sequences of the only plan in flight, or None if there are none.
@@ -342,6 +344,7 @@ class Scheduler:
         active.share.time += active.token_cost
         length = len(token_ids)
         if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
+            self._kv.prove(sequence)
             self._kv.register(sequence)
         reason = stop_token_id = None
         if token_id in sequence.stop_token_ids and sequence.may_end_with(token_id):

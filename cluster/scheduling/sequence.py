@@ -78,6 +78,7 @@ class Sequence:
         "index",
         "is_prefill",
         "keys",
+        "keys_revision",
         "length",
         "matcher",
         "max_length",
@@ -86,6 +87,7 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_proven",
         "num_registered",
         "num_slots",
         "order",
@@ -148,10 +150,14 @@ class Sequence:
         self.cpu_block_ids: list[int] = []
         self.keys = list[BlockKey]()
         """Keys of the leading full blocks, as far as hashed."""
+        self.keys_revision = 0
+        """The prefix cache's revision when the first of them was hashed."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""
+        self.num_proven = 0
+        """Leading blocks that gave finite logits."""
         self.next_full = 0
-        """Number of tokens at which the next block can be registered."""
+        """Number of tokens at which the next block can be proven or registered."""
 
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""

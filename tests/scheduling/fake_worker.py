@@ -4,17 +4,32 @@ The fingerprint at a position stands for its tenant and every token up to it, as
 keys and values do. Plans are carried out in the order that `pagedray.batch` documents. Swaps
 are as late as they may be: a block gets its content when the step is acknowledged, and
 what it had is destroyed when the step runs. The worker checks everything it can observe.
+
+From a position on, the values of a sequence may be bad, as NaN is: whatever is computed on top of
+them is bad too, and so are the logits.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepOutput, StepPlan
 from pagedray.request import FinishReason, Request
 
 VOCAB_SIZE = 11
 EOS = 3
-Block = list[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BadValue:
+    """What a slot has in place of a fingerprint."""
+
+    seed: int
+    index: int
+    """The sequence that it comes from."""
+
+
+Block = list[int | BadValue | None]
 
 
 def next_fingerprint(parent: int, token_id: int) -> int:
@@ -76,7 +91,9 @@ class _Row:
         self.start = start
         self.token_ids = list(start.token_ids)
         self.block_ids = list(start.block_ids)
-        self.parent = first_parent(tenant)
+        self.bad: BadValue | None = None
+        """What it has read or computed, if that is bad."""
+        self.has_read_hits = False
         self.chain = fingerprints(tenant, start.token_ids)
 
     def append(self, token_id: int) -> None:
@@ -96,6 +113,8 @@ class FakeWorker:
         max_num_seqs: int,
         tenants: Mapping[int, str],
         bad_lengths: Mapping[int, int],
+        bad_positions: Mapping[int, int],
+        bad_sequences: set[tuple[int, int]],
         block_copy_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
@@ -105,6 +124,13 @@ class FakeWorker:
         """By seed: a plan names no tenant."""
         self.bad_lengths = bad_lengths
         """By seed: the length at which logits are not finite."""
+        self.bad_positions = bad_positions
+        """By seed: the position from which on values are bad."""
+        self.bad_sequences = bad_sequences
+        """Seed and index of those that sampled from bad values."""
+        self.bad_outputs: deque[set[BadValue]] = deque()
+        """For each output, what the logits came from that were bad."""
+        self._known_bad: deque[set[BadValue]] = deque()
         self._block_copy_s = block_copy_s
         self._token_s = token_s
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
@@ -121,10 +147,14 @@ class FakeWorker:
         """The first step whose swaps are not acknowledged."""
         return self._pending_swaps[0][0] if self._pending_swaps else None
 
-    def send(self, plan: StepPlan, held_rows: set[int]) -> None:
-        """Queue a plan, with the rows that sequences hold after it, which no plan contains."""
+    def send(self, plan: StepPlan, held_rows: set[int], known_bad: set[BadValue]) -> None:
+        """Queue a plan, with the rows that sequences hold after it, which no plan contains.
+
+        A sequence that it starts must not read values of `known_bad`.
+        """
         self.plans.append(plan)
         self._held_rows.append(held_rows)
+        self._known_bad.append(known_bad)
 
     def execute(self) -> None:
         """Run the oldest plan."""
@@ -138,9 +168,19 @@ class FakeWorker:
         self._copy_blocks(plan)
         for sequence in plan.sequences:
             self.rows[sequence.row].block_ids += sequence.new_block_ids
+        known_bad = self._known_bad.popleft()
+        # Siblings share a prompt and its fate.
+        started = {start.row for start in plan.starts if start.index == 0}
+        for sequence in plan.sequences:
+            found = self._bad_hit(self.rows[sequence.row], sequence.first_position)
+            # What was swapped out comes back as it was.
+            is_new = sequence.row in started
+            assert not (is_new and found in known_bad), "a block that is known to be bad was found"
         self._write(plan.sequences)
         for sequence in plan.sequences:
             self._attend(sequence)
+        rows = [self.rows[sequence.row] for sequence in plan.sequences if sequence.is_sampled]
+        self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
         token_ids = [self._sample(plan) for plan in plan.sequences if plan.is_sampled]
         num_copies = len(plan.swap_outs) + len(plan.swap_ins)
         self.outputs.append(
@@ -194,7 +234,7 @@ class FakeWorker:
                 block, slot = self._slot(row, position)
                 assert (block, slot) not in written, "two sequences write to one slot"
                 written.add((block, slot))
-                self.device[block][slot] = row.chain[position]
+                self.device[block][slot] = self._value(row, position)
         owners: dict[int, int] = {}
         for row in self.rows.values():
             for block in row.block_ids:
@@ -203,16 +243,42 @@ class FakeWorker:
 
     def _attend(self, plan: SequencePlan) -> None:
         row = self.rows[plan.row]
+        if row.bad is not None:
+            return
         for position in range(plan.first_position + plan.num_tokens):
             block, slot = self._slot(row, position)
             found = self.device[block][slot]
             assert found == row.chain[position], f"position {position} of row {plan.row} is wrong"
+
+    def _value(self, row: _Row, position: int) -> int | BadValue:
+        """Return what a row computes at its next position."""
+        seed, index = row.start.seed, row.start.index
+        if row.bad is None and position >= self.bad_positions.get(seed, position + 1):
+            row.bad = BadValue(seed, index)
+        return row.chain[position] if row.bad is None else row.bad
+
+    def _bad_hit(self, row: _Row, num_tokens: int) -> BadValue | None:
+        """Return the first bad value that a row finds when it starts, if any."""
+        if row.has_read_hits:
+            return row.bad
+        row.has_read_hits = True
+        for position in range(num_tokens):
+            block, slot = self._slot(row, position)
+            found = self.device[block][slot]
+            if isinstance(found, BadValue):
+                row.bad = found
+                break
+        return row.bad
 
     def _sample(self, plan: SequencePlan) -> int:
         row = self.rows[plan.row]
         length = plan.first_position + plan.num_tokens
         assert length == len(row.token_ids)
         seed, index = row.start.seed, row.start.index
+        if row.bad is not None:
+            self.bad_sequences.add((seed, index))
+            row.append(0)
+            return -1
         if self.bad_lengths.get(seed) == length:
             row.append(0)
             return -1

@@ -12,7 +12,7 @@ from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
-from tests.scheduling.fake_worker import EOS, FakeWorker, fingerprints, undisturbed
+from tests.scheduling.fake_worker import EOS, BadValue, FakeWorker, fingerprints, undisturbed
 
 HASH_KEY = b"a key that tests share"
 
@@ -54,6 +54,10 @@ class Harness:
         )
         self.tenants: dict[int, str] = {}
         self.bad_lengths: dict[int, int] = {}
+        self.bad_positions: dict[int, int] = {}
+        self.bad_sequences: set[tuple[int, int]] = set()
+        self.known_bad: set[BadValue] = set()
+        """What logits came from that the scheduler knows to be bad."""
         self._block_copy_s = block_copy_s
         self._token_s = token_s
         self.worker = self._make_worker(num_blocks, num_cpu_blocks)
@@ -78,6 +82,7 @@ class Harness:
         priority: int = 0,
         deadline_s: float | None = None,
         bad_length: int | None = None,
+        bad_position: int | None = None,
         n: int = 1,
         max_tokens: int = 8,
         min_tokens: int = 0,
@@ -86,7 +91,10 @@ class Harness:
         generated: Sequence[tuple[int, ...] | None] = (),
         seed: int | None = None,
     ) -> str:
-        """Add a request and return its id; its logits are not finite at `bad_length`."""
+        """Add a request and return its id.
+
+        Its logits are not finite at `bad_length`, or its values from `bad_position` on.
+        """
         seed = len(self.requests) if seed is None else seed
         request = Request(
             id=f"request-{seed}",
@@ -111,6 +119,8 @@ class Harness:
         self.tenants[seed] = tenant
         if bad_length is not None:
             self.bad_lengths[seed] = bad_length
+        if bad_position is not None:
+            self.bad_positions[seed] = bad_position
         active = self.scheduler._table.requests[request.id]
         self.sequences += active.sequences
         self.tokens |= {
@@ -132,7 +142,8 @@ class Harness:
         self._check_plan(plan)
         self.plans.append(plan)
         self._num_planned_tokens += plan.num_tokens
-        self.worker.send(plan, {s.row for s in self.sequences if s.row >= 0})
+        held_rows = {s.row for s in self.sequences if s.row >= 0}
+        self.worker.send(plan, held_rows, set(self.known_bad))
         self.check()
         return plan
 
@@ -143,6 +154,7 @@ class Harness:
     def collect(self) -> list[TokenEvent]:
         """Apply the oldest output to the scheduler."""
         events = self._note(self.scheduler.update(self.worker.outputs.popleft()))
+        self.known_bad |= self.worker.bad_outputs.popleft()
         self.check()
         return events
 
@@ -239,7 +251,10 @@ class Harness:
                 max_model_len=self.max_model_len,
                 bad_length=self.bad_lengths.get(request.seed),
             )
-            if reason in (None, FinishReason.ABORT):
+            has_read_bad = (request.seed, key[1]) in self.bad_sequences
+            if reason in (None, FinishReason.ABORT) or (
+                has_read_bad and reason is FinishReason.ERROR
+            ):
                 assert token_ids == expected[: len(token_ids)]
             else:
                 assert token_ids == expected
@@ -287,6 +302,8 @@ class Harness:
             max_num_seqs=self.config.max_num_seqs,
             tenants=self.tenants,
             bad_lengths=self.bad_lengths,
+            bad_positions=self.bad_positions,
+            bad_sequences=self.bad_sequences,
             block_copy_s=self._block_copy_s,
             token_s=self._token_s,
         )
@@ -339,7 +356,12 @@ class Harness:
             return
         # Keys match the content of their sequence.
         for block, key in key_of.items():
-            assert self.worker.device[block] == self._expected_content[key.digest]
+            content = self.worker.device[block]
+            if not any(isinstance(value, BadValue) for value in content):
+                assert content == self._expected_content[key.digest]
+            else:
+                # It may still be bad in the cache, but is not proven.
+                assert not kv.prefix_cache.is_proven(block)
 
     def _note_keys(self, sequence: ScheduledSequence) -> None:
         size = self.block_size

@@ -61,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         deadline_s=st.sampled_from([None, 1.0]),
         num_good=st.sampled_from([None, 2]),
+        bad_position=st.sampled_from([None, None, 1, 11]),
     )
     def add(
         self,
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         deadline_s: float | None,
         num_good: int | None,
+        bad_position: int | None,
     ) -> None:
         with suppress(CapacityError, OverloadedError):
             self.harness.add(
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ignore_eos=ignore_eos,
                 deadline_s=deadline_s,
                 bad_length=None if num_good is None else len(prompt) + num_good,
+                bad_position=bad_position,
             )
 
     @rule(num_turns=st.integers(1, 12))

@@ -1,0 +1,136 @@
+"""Sequences whose values are bad: no new request finds what was computed with them."""
+
+import random
+
+import pytest
+
+from cluster.scheduling.sequence import SequenceState
+from pagedray.config import Preemption
+from tests.scheduling.harness import Harness
+
+NUM_SEEDS = 100
+
+
+def live(seed: int) -> Harness:
+    """Run sequences that share prefixes in few blocks, of which some compute bad values."""
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 2, 4))
+    harness = Harness(
+        block_size=block_size,
+        num_blocks=rng.randint(24, 40) // block_size,
+        num_cpu_blocks=rng.choice((0, 20)),
+        max_num_seqs=rng.randint(2, 5),
+        max_num_batched_tokens=rng.choice((3, 5, 8)),
+        max_model_len=24,
+        preemption=rng.choice(("swap", "recompute")),
+    )
+    for _ in range(100):
+        match rng.choices(("add", "turn", "abort", "replace"), (20, 60, 2, 0.3))[0]:
+            case "add":
+                if len(harness.scheduler._table.requests) < 6:
+                    add_request(harness, rng)
+            case "turn":
+                harness.turn()
+                harness.acknowledge()
+            case "abort":
+                if harness.requests:
+                    harness.abort(rng.choice(list(harness.requests)))
+            case "replace":
+                harness.replace_worker()
+    harness.drain()
+    return harness
+
+
+def add_request(harness: Harness, rng: random.Random) -> None:
+    prompt = [1] * rng.randint(1, 12) + [rng.randint(1, 2) for _ in range(rng.randint(0, 3))]
+    harness.add(
+        prompt,
+        n=rng.choice((1, 1, 2)),
+        max_tokens=rng.randint(1, 24 - len(prompt)),
+        bad_position=rng.randint(0, len(prompt) + 6) if rng.random() < 0.3 else None,
+    )
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 10))
+def test_no_new_request_finds_a_block_that_is_known_to_be_bad(first_seed: int) -> None:
+    # The worker checks it.
+    for seed in range(first_seed, first_seed + 10):
+        live(seed)
+
+
+def num_hits(harness: Harness, prompt: list[int]) -> int:
+    """Return how many tokens of a prompt are cached."""
+    request_id = harness.add(prompt, max_tokens=1)
+    harness.drain()
+    (event,) = [event for event in harness.events if event.request_id == request_id]
+    return event.num_cached_tokens
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_blocks_of_a_sequence_that_was_preempted_meanwhile_are_forgotten(
+    preemption: Preemption,
+) -> None:
+    num_preempted = 0
+    for bad_position in range(4, 16):
+        harness = Harness(
+            block_size=2, num_blocks=9, num_cpu_blocks=9, preemption=preemption, max_model_len=18
+        )
+        harness.add([7] * 5, max_tokens=12)
+        harness.add([1] * 6, max_tokens=12, bad_position=bad_position)
+        bad = harness.sequences[1]
+        harness.schedule()
+        while bad.state is not SequenceState.FINISHED:
+            # The plan of the next step, then the output of this one.
+            harness.schedule()
+            state = bad.state
+            harness.execute()
+            harness.collect()
+            harness.acknowledge()
+        num_preempted += state in (SequenceState.WAITING, SequenceState.SWAPPED)
+        assert num_hits(harness, [1] * 5) == 0
+    assert num_preempted
+
+
+def test_blocks_of_a_sequence_that_ended_meanwhile_are_forgotten() -> None:
+    harness = Harness(block_size=2)
+    request_id = harness.add([1] * 6, bad_position=0)
+    harness.schedule()
+    harness.abort(request_id)
+    harness.settle()
+    assert num_hits(harness, [1] * 5) == 0
+
+
+def test_nothing_is_found_that_was_computed_on_top_of_bad_values() -> None:
+    harness = Harness(block_size=2, max_num_batched_tokens=4)
+    harness.add([1] * 4 + [5], bad_position=0)
+    aborted = harness.add([1] * 4 + [2] * 20)
+    harness.turn()
+    harness.schedule()
+    assert harness.sequences[1].num_computed > 4, "it has not started on top of bad values"
+    harness.settle()
+    harness.abort(aborted)
+    assert num_hits(harness, [1] * 4 + [3]) == 0
+    assert num_hits(harness, [1] * 4 + [2] * 3) == 4
+
+
+def test_what_continues_a_proven_prefix_is_still_found() -> None:
+    harness = Harness(block_size=2)
+    stem = [1] * 6
+    assert num_hits(harness, [*stem, 2, 2, 2]) == 0
+    harness.add([*stem, 3, 3, 3], bad_position=7)
+    harness.drain()
+    assert num_hits(harness, [*stem, 3, 3, 3]) == 0
+    assert num_hits(harness, [*stem, 2, 2, 2]) == 8
+
+
+def test_many_renewals_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.scheduling.prefix_cache._MAX_RENEWED", 3)
+    harness = Harness(block_size=2)
+    for first in range(10):
+        harness.add([first, 1, 1, 1, 1], bad_position=0)
+        harness.drain()
+        assert num_hits(harness, [first, 1, 1, 1, 1]) == 0
+        assert num_hits(harness, [first, 1, 1, 1, 1]) == 4
+    cache = harness.scheduler._kv.prefix_cache
+    assert cache is not None
+    assert len(cache._renewed) <= 3
