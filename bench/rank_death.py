@@ -183,7 +183,6 @@ def main() -> int:
         for spare_ranks in options.spare_ranks or [1, 0]:
             arguments = [
                 f"--tensor-parallel-size={options.num_ranks}",
-                f"--max-num-seqs={max(options.num_streams, 64)}",
                 f"--spare-ranks={spare_ranks}",
                 *options.server_flag,
             ]

@@ -25,13 +25,14 @@ from tests.greedy import (
     generated,
     truth_of,
 )
-from tests.system.test_rank_death import ranks
+from tests.system.test_rank_death import serving
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache
 from workers.runner.model_runner import ModelRunner
 from workers.sampler import Sampler
+from workers.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,6 +150,7 @@ def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
     )
     worker.load_weights(lambda done, total: None)
     worker.allocate_cache(8, 0)
+    worker.capture_graphs()
     start = SequenceStart(0, [1, 2, 3], 3, [0], SamplingParams(temperature=0.0), 0, 0)
     first = worker.launch(StepPlan(0, [SequencePlan(0, 0, 3, is_sampled=True)], [start]))
     torch.cuda._sleep(400_000_000)
@@ -156,6 +158,53 @@ def test_output_does_not_wait_for_the_step_behind_it(tmp_path: Path) -> None:
     assert len(first.output().token_ids) == 1
     assert not second.is_ready
     assert len(second.output().token_ids) == 1
+
+
+def test_graphs_captured_by_steps_in_a_later_epoch_give_the_same_tokens(tmp_path: Path) -> None:
+    save_checkpoint(CASES[0], tmp_path)
+    options = EngineOptions(device="cuda", num_blocks=64, num_cpu_blocks=0, max_num_seqs=20)
+    worker = DecoderWorker(engine_config(tmp_path, options), SoloGroup())
+    worker.load_weights(lambda done, total: None)
+
+    def tokens(num_rows: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0.0)
+        starts = [
+            SequenceStart(row, [3 + row, 5, 7], 3, [2 * row], sampling, row, 0)
+            for row in range(num_rows)
+        ]
+        plans = [StepPlan(0, [SequencePlan(s.row, 0, 3, is_sampled=True) for s in starts], starts)]
+        plans += (
+            StepPlan(step, [SequencePlan(s.row, 2 + step, 1, is_sampled=True) for s in starts])
+            for step in range(1, 8)
+        )
+        return [worker.launch(plan).output().token_ids for plan in plans]
+
+    worker.allocate_cache(64, 0)
+    worker.warm_up()
+    worker.capture_graphs()
+    expected = [tokens(size) for size in (3, 20, 7)]
+    worker.end_epoch()
+    free, _ = torch.cuda.mem_get_info()
+    worker.allocate_cache(64, 0)
+    worker.warm_up()
+    worker.capture_graphs(only_largest=True)
+    assert [tokens(size) for size in (3, 20, 7)] == expected
+    worker.end_epoch()
+    assert torch.cuda.mem_get_info()[0] >= free - 2**26
+
+
+def test_weights_copied_through_pinned_memory_are_those_of_the_file(tmp_path: Path) -> None:
+    save_checkpoint(CASES[0], tmp_path)
+    options = EngineOptions(device="cuda", num_blocks=8, num_cpu_blocks=0)
+    config = engine_config(tmp_path, options)
+    worker = DecoderWorker(config, SoloGroup())
+    assert worker._model is not None
+    shards = list(worker._model.weight_shards())
+    worker.load_weights(lambda done, total: None)
+    with Checkpoint(tmp_path) as checkpoint:
+        for shard in shards:
+            stored = torch.cat(list(checkpoint.chunks(shard.name)))[shard.part]
+            assert torch.equal(shard.target.cpu(), stored.to(shard.target.dtype))
 
 
 @pytest.mark.parametrize("truth", [CASES[1]], indirect=True, ids=lambda case: case.name)
@@ -208,7 +257,7 @@ def test_largest_steps_fit_when_the_cache_takes_all_memory(large_model: Path) ->
 def test_large_model_recovers_when_its_rank_dies(large_model: Path, ray_cluster: None) -> None:
     with gpu_llm(large_model, executor="ray", load_format="dummy") as llm:
         assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
-        ranks()[-1].kill()
+        serving()[-1].kill()
         assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
 
 

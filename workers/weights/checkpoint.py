@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
+from workers.weights.staged_copy import StagedCopy
 from workers.weights.tensor_entries import ITEM_BYTES, first_line, read_entries
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint"]
 
 # Parts pass through host memory in chunks, so that a large table is never copied whole.
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 16 * 2**20
 # Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
 # store the pooler of a training task.
 _IGNORED_SUFFIXES = (
@@ -39,12 +40,16 @@ _IGNORED_SUFFIXES = (
 
 
 class Checkpoint:
-    """The tensors of a folder; a context manager that keeps opened files open."""
+    """The tensors of a folder; a context manager that keeps opened files open.
+
+    Threads may fill shards at the same time.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._entries = read_entries(folder)
         self._stack = ExitStack()
+        self._staged = StagedCopy()
         self._files: dict[Path, Any] = {}  # Any: safetensors has no types
 
     def __enter__(self) -> Checkpoint:
@@ -78,7 +83,7 @@ class Checkpoint:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
         first, _, _ = shard.part[0].indices(shard.shape[0])
         for rows, chunk in self._chunks(shard.name, shard.part):
-            shard.target[rows.start - first : rows.stop - first] = chunk
+            self._staged.copy(shard.target[rows.start - first : rows.stop - first], chunk)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the rows of a whole tensor, as stored."""

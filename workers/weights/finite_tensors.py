@@ -19,28 +19,27 @@ __all__ = ["FiniteTensors"]
 
 
 class FiniteTensors:
-    """The tensors of a checkpoint, each checked once when it is loaded."""
+    """The tensors of a checkpoint, each checked once when it is loaded, by any thread."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._shards: list[WeightShard] = []
-        self._extremes: list[torch.Tensor] = []
+        self._extremes: list[tuple[WeightShard, torch.Tensor]] = []
         """The least and the greatest value of each shard, on its device."""
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
         self._checkpoint.fill_shard(shard)
-        self._shards.append(shard)
         # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
-        self._extremes += torch.aminmax(shard.target)
+        self._extremes.append((shard, torch.stack(torch.aminmax(shard.target))))
 
     def raise_if_not_finite(self) -> None:
         """Raise CheckpointError for the first tensor that has NaN or infinite values."""
-        if not self._shards:
+        if not self._extremes:
             return
         # A GPU is waited for only here, not after each tensor.
-        are_finite = torch.stack(self._extremes).view(-1, 2).isfinite().all(1).tolist()
-        for shard, is_finite in zip(self._shards, are_finite, strict=True):
+        extremes = torch.stack([extremes for _, extremes in self._extremes])
+        are_finite = extremes.isfinite().all(1).tolist()
+        for (shard, _), is_finite in zip(self._extremes, are_finite, strict=True):
             if not is_finite:
                 raise self._error(shard)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from workers.layers.weight import Layer, WeightShard
 
 __all__ = ["TensorSource", "fill_shards", "load_weights"]
+
+_MAX_THREADS = 8
 
 
 class TensorSource(Protocol):
@@ -43,7 +47,8 @@ def load_weights(
             with Checkpoint(config.model.folder) as checkpoint:
                 checkpoint.check_tensors(shards, is_head_tied=config.model.has_tied_embeddings)
                 tensors = FiniteTensors(checkpoint)
-                fill_shards(shards, tensors, report_progress)
+                num_threads = _num_threads(config)
+                fill_shards(shards, tensors, report_progress, num_threads=num_threads)
                 tensors.raise_if_not_finite()
         model.finalize()
 
@@ -52,12 +57,39 @@ def fill_shards(
     shards: Sequence[WeightShard],
     source: TensorSource,
     report_progress: Callable[[int, int], None] | None = None,
+    *,
+    num_threads: int = 1,
 ) -> None:
-    """Load every shard from a source."""
-    for done, shard in enumerate(shards):
-        if report_progress is not None:
-            report_progress(done, len(shards))
-        if shard.target.numel():
-            source.fill_shard(shard)
-    if report_progress is not None:
-        report_progress(len(shards), len(shards))
+    """Load every shard from a source, with several threads if it allows that."""
+
+    def fill(shard: WeightShard) -> None:
+        # The mode is that of a thread.
+        with torch.inference_mode():
+            if shard.target.numel():
+                source.fill_shard(shard)
+
+    report = report_progress or _ignore_progress
+    if num_threads == 1:
+        for done, shard in enumerate(shards):
+            report(done, len(shards))
+            fill(shard)
+    else:
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-load")
+        try:
+            for done, _ in enumerate(pool.map(fill, shards)):
+                report(done, len(shards))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    report(len(shards), len(shards))
+
+
+def _ignore_progress(done: int, total: int) -> None:
+    pass
+
+
+def _num_threads(config: EngineConfig) -> int:
+    """Return how many threads load weights: several for a GPU, which is faster than one copies."""
+    if config.parallel.device == "cpu":
+        return 1
+    share = len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size
+    return max(1, min(_MAX_THREADS, share))

@@ -87,6 +87,37 @@ def test_two_ranks_read_each_sharded_element_once(name: str, tmp_path: Path) -> 
         assert recorder.elements[shard.name] == times * torch.Size(shard.shape).numel()
 
 
+def test_threads_load_what_one_thread_loads(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    config = read_model_config(tmp_path)
+    alone, together = (list(_model(config, 1, 2).weight_shards()) for _ in range(2))
+    reported: list[tuple[int, int]] = []
+    with Checkpoint(tmp_path) as checkpoint:
+        fill_shards(alone, checkpoint)
+        fill_shards(
+            together,
+            checkpoint,
+            lambda done, total: reported.append((done, total)),
+            num_threads=4,
+        )
+    assert reported == [(done, len(together)) for done in range(len(together) + 1)]
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.target, other.target)
+
+
+def test_error_in_one_of_several_threads_is_raised(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path)
+    shards = list(_model(read_model_config(tmp_path)).weight_shards())
+
+    class Broken:
+        def fill_shard(self, shard: WeightShard) -> None:
+            if shard is shards[-1]:
+                raise CheckpointError("The tensor cannot be read.")
+
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        fill_shards(shards, Broken(), num_threads=4)
+
+
 def test_ranks_that_exceed_kv_heads_read_the_same_one(tmp_path: Path) -> None:
     save_checkpoint(UNTIED, tmp_path)
     config = read_model_config(tmp_path)
