@@ -1,0 +1,82 @@
+"""A rank that leaves its epoch: which ranks can join another one, and which cannot."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.engine.options import EngineOptions, engine_config
+from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
+from pagedray.channel import StepListener
+from pagedray.config import CacheSize
+from tests.system.server_process import TINY_LLAMA
+from workers.gpu_worker import GpuWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CACHE = CacheSize(num_blocks=8, num_cpu_blocks=0, block_bytes=0)
+
+
+@pytest.fixture
+def rank() -> GpuWorker:
+    options = EngineOptions(device="cpu", num_threads=1, load_format="dummy")
+    rank = GpuWorker(engine_config(TINY_LLAMA, options))
+    assert rank.load_rank(0, 0, CACHE) is None
+    assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
+    return rank
+
+
+def test_rank_that_has_left_joins_again_with_its_weights(rank: GpuWorker) -> None:
+    assert rank._worker is not None
+    model = rank._worker._model  # type: ignore[attr-defined]  # a decoder's
+    assert rank.leave_epoch(5.0) is None
+    assert rank.allocate_cache(8, 0)
+    assert rank.join_group(rank.open_rendezvous("127.0.0.1"), "127.0.0.1") is None
+    assert rank._worker._model is model  # type: ignore[attr-defined]  # as above
+
+
+def test_rank_whose_device_has_failed_says_so(
+    rank: GpuWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(rank._worker, "end_epoch", fail)
+    assert rank.leave_epoch(5.0) == (
+        "Rank 0 cannot continue: CUDA error: an illegal memory access was encountered"
+    )
+
+
+def test_rank_that_is_busy_does_not_hold_up_the_others(rank: GpuWorker) -> None:
+    is_over = threading.Event()
+    rank._thread.submit(is_over.wait)
+    assert rank.leave_epoch(0.2) == "Rank 0 did not leave its group within 0.2 s."
+    is_over.set()
+
+
+def test_rank_that_failed_by_itself_cannot_join_another_epoch(
+    rank: GpuWorker, tmp_path: Path
+) -> None:
+    secret = secrets.token_bytes(32)
+    with closing(StepListener(f"unix:{tmp_path / 'steps'}")) as listener:
+        pool = ThreadPoolExecutor(1)
+        serving = pool.submit(rank.serve_controller, listener.endpoint, secret)
+        (channel,) = listener.accept(1, secret, timeout_s=10.0)
+    # No batch has such a row.
+    channel.send(StepPlan(0, [SequencePlan(10**6, 0, 1, is_sampled=True)]))
+    failure = channel.receive(10.0)
+    assert isinstance(failure, WorkerFailure)
+    assert not failure.is_peer
+    channel.close()
+    with pytest.raises(IndexError):
+        serving.result(10.0)
+    pool.shutdown()
+    problem = rank.leave_epoch(5.0)
+    assert problem is not None
+    assert problem.startswith("Rank 0 failed: ")
