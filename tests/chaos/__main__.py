@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from tests.chaos.history.writer import History
 from tests.chaos.run import Run, RunOptions, write_keys
 from tests.chaos.schedule import applicable
 from tests.chaos.targets.server_target import ServerTarget
+from tests.chaos.targets.small_disk import SmallDisk
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -89,13 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, folder: Path, history_path: Path) -> None:
     keys_path = folder / "keys.toml"
     keys = write_keys(keys_path)
-    with History(history_path) as history:
-        target = _target(options, folder, history, keys_path)
-        known = {one.__name__: one for one in FAULTS}
-        chosen = [known[name] for name in options.faults] if options.faults else FAULTS
-        faults = tuple(
-            applicable(chosen, target=target.name, has_rank_processes=target.num_ranks > 0)
-        )
+    faults = _faults(options)
+    with History(history_path) as history, ExitStack() as stack:
+        disk = None
+        if any(one.needs_disk for one in faults):
+            disk = stack.enter_context(SmallDisk())
+        target = _target(options, folder, history, keys_path, disk)
         print(f"History and log: {folder}", flush=True)
         print("Faults: " + "; ".join(one.name for one in faults), flush=True)
         target.start()
@@ -107,6 +108,19 @@ def _run(options: argparse.Namespace, folder: Path, history_path: Path) -> None:
         finally:
             target.stop()
         run.note_leftovers(_alive(family))
+
+
+def _faults(options: argparse.Namespace) -> tuple[type[Fault], ...]:
+    known = {one.__name__: one for one in FAULTS}
+    chosen = [known[name] for name in options.faults] if options.faults else FAULTS
+    return tuple(
+        applicable(
+            chosen,
+            target=options.target,
+            has_rank_processes=options.executor == "ray",
+            can_fill_disk=SmallDisk.can_mount(),
+        )
+    )
 
 
 def _run_options(options: argparse.Namespace, faults: tuple[type[Fault], ...]) -> RunOptions:
@@ -122,7 +136,13 @@ def _run_options(options: argparse.Namespace, faults: tuple[type[Fault], ...]) -
     )
 
 
-def _target(options: argparse.Namespace, folder: Path, history: History, keys_path: Path) -> Target:
+def _target(
+    options: argparse.Namespace,
+    folder: Path,
+    history: History,
+    keys_path: Path,
+    disk: SmallDisk | None,
+) -> Target:
     has_rank_processes = options.executor == "ray"
     size = (options.tensor_parallel_size or 2) if has_rank_processes else 1
     if options.target == "serve":
@@ -143,6 +163,7 @@ def _target(options: argparse.Namespace, folder: Path, history: History, keys_pa
         log=folder / "server.log",
         num_ranks=size if has_rank_processes else 0,
         folder=options.model,
+        disk=disk,
     )
 
 

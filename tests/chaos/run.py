@@ -103,11 +103,14 @@ class Run:
 
     def note_leftovers(self, names: Sequence[str]) -> None:
         """Write down what is still there after the target was stopped."""
+        tracebacks = self._target.tracebacks()
         self._history.add(
             Leftovers(
                 at_s=self._history.now_s,
                 processes=tuple(names),
                 shared_memory=self._shared_memory.left(),
+                num_tracebacks=len(tracebacks),
+                first_traceback=tracebacks[0] if tracebacks else "",
             )
         )
 

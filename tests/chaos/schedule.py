@@ -17,13 +17,15 @@ _PAIRS = 0.25
 
 
 def applicable(
-    faults: Sequence[type[Fault]], *, target: str, has_rank_processes: bool
+    faults: Sequence[type[Fault]], *, target: str, has_rank_processes: bool, can_fill_disk: bool
 ) -> list[type[Fault]]:
     """Return the faults that can be injected into a target."""
     return [
         fault
         for fault in faults
-        if target in fault.targets and (has_rank_processes or not fault.needs_rank_processes)
+        if target in fault.targets
+        and (has_rank_processes or not fault.needs_rank_processes)
+        and (can_fill_disk or not fault.needs_disk)
     ]
 
 

@@ -8,6 +8,7 @@ from tests.chaos.faults.disconnect_clients import DisconnectClients
 from tests.chaos.faults.hostile_input import HostileInput
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
 from tests.chaos.faults.kill_rank import KillRank
+from tests.chaos.faults.kill_serve_controller import KillServeController
 from tests.chaos.faults.kill_two_ranks import KillTwoRanks
 from tests.chaos.faults.pause_everything import PauseEverything
 from tests.chaos.faults.stall_readers import StallReaders
@@ -29,5 +30,6 @@ FAULTS: tuple[type[Fault], ...] = (
     StallReaders,
     HostileInput,
     Terminate,
+    KillServeController,
 )
 """Each has a row in docs/reliability.md."""

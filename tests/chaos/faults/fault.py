@@ -30,6 +30,8 @@ class Fault(ABC):
     targets: ClassVar[frozenset[str]] = frozenset({"server"})
     """The kinds of targets that it applies to."""
     needs_rank_processes: ClassVar[bool] = False
+    needs_disk: ClassVar[bool] = False
+    """Whether it fills the disk of the target, which only root can make."""
     may_end_streams: ClassVar[bool] = False
     """Whether accepted streams may end with an error. They never end in silence."""
     limit_s: ClassVar[float] = 60.0

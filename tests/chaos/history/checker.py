@@ -132,9 +132,13 @@ def _resources(events: Sequence[Event]) -> Iterator[Violation]:
                 if found > allowed:
                     what = f"{name}: {found}, at most {allowed} expected"
                     yield Violation(rule="not given back", at_s=event.at_s, what=what)
-        elif isinstance(event, Leftovers) and (event.processes or event.shared_memory):
+        elif isinstance(event, Leftovers):
             what = ", ".join([*event.processes, *event.shared_memory])
-            yield Violation(rule="left behind", at_s=event.at_s, what=what)
+            if what:
+                yield Violation(rule="left behind", at_s=event.at_s, what=what)
+            if event.num_tracebacks:
+                what = f"{event.num_tracebacks}, the first: {event.first_traceback}"
+                yield Violation(rule="tracebacks in the log", at_s=event.at_s, what=what)
 
 
 def _compared(before: Resources | None, after: Resources) -> Iterator[tuple[str, int, int]]:

@@ -174,6 +174,9 @@ class Leftovers(Event, frozen=True, tag="leftovers"):
 
     processes: tuple[str, ...]
     shared_memory: tuple[str, ...]
+    num_tracebacks: int = 0
+    """Python tracebacks in the server's log: errors that nobody has handled."""
+    first_traceback: str = ""
 
 
 class ClientLag(Event, frozen=True, tag="client_lag"):

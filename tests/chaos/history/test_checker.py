@@ -257,6 +257,9 @@ DEFECTS: dict[str, tuple[Callable[[list[Event]], list[Event]], set[str]]] = {
     "a segment survives the server": (
         lambda events: changed(events, Leftovers, shared_memory=("/dev/shm/a",)), {"left behind"},
     ),
+    "the log has a traceback": (
+        lambda events: changed(events, Leftovers, num_tracebacks=1), {"tracebacks in the log"},
+    ),
     "the run is cut": (lambda events: without(events, RunEnded), {"the run did not end"}),
 }  # fmt: skip
 

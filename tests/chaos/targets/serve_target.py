@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import ray
 
-from tests.chaos.targets.target import Holdings, Target, named
+from tests.chaos.targets.target import Holdings, Target, named, tracebacks_in
 from tests.system.serve_cluster import ServeCluster
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ServeTarget(Target):
         self.num_ranks = num_replicas * num_ranks
         self._num_gpus = num_gpus
         self._cluster = ServeCluster()
+        self._logs = Path()
         self.grpc_target, self.url = self._cluster.grpc_target, self._cluster.url
 
     def start(self) -> None:
@@ -49,6 +51,7 @@ class ServeTarget(Target):
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        self._logs = Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[attr-defined]  # it is there
         self._cluster.start()
         self._cluster.deploy(**self._arguments)
 
@@ -62,6 +65,9 @@ class ServeTarget(Target):
     def family(self) -> list[psutil.Process]:
         return psutil.Process().children(recursive=True)
 
+    def tracebacks(self) -> list[str]:
+        return [one for log in self._replica_logs() for one in tracebacks_in(log)]
+
     async def holdings(self, key: str) -> Holdings:
         loads = await self._cluster.loads(key)
         return Holdings(
@@ -69,3 +75,7 @@ class ServeTarget(Target):
             num_blocks=sum(one.num_blocks for one in loads),
             num_free_blocks=sum(one.num_free_blocks for one in loads),
         )
+
+    def _replica_logs(self) -> list[Path]:
+        """Return the logs of the replicas, in which their requests' errors are."""
+        return sorted(self._logs.glob("serve/replica_*.log"))

@@ -15,13 +15,14 @@ import psutil
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.chaos.history.events import ServerExited, ServerStarted
-from tests.chaos.targets.target import Holdings, Target
+from tests.chaos.targets.target import Holdings, Target, tracebacks_in
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.chaos.history.writer import History
+    from tests.chaos.targets.small_disk import SmallDisk
 
 __all__ = ["ServerTarget"]
 
@@ -42,6 +43,7 @@ class ServerTarget(Target):
         log: Path,
         num_ranks: int,
         folder: Path = TINY_LLAMA,
+        disk: SmallDisk | None = None,
     ) -> None:
         """With 0 rank processes, the rank runs in the server's process."""
         self.num_ranks = num_ranks
@@ -50,8 +52,12 @@ class ServerTarget(Target):
         self.grpc_target = f"127.0.0.1:{self._grpc_port}"
         self.url = f"http://127.0.0.1:{self._http_port}"
         self._history = history
+        self._log_path = log
         self._log = log.open("wb")
         command, self._environment = serve_command(folder, *arguments)
+        self.disk = disk
+        if disk is not None:
+            self._environment |= {"TMPDIR": str(disk.path), "RAY_TMPDIR": str(disk.path)}
         # The last one of a repeated flag counts.
         ports = (f"--grpc-port={self._grpc_port}", f"--http-port={self._http_port}")
         self._command = [*command, *ports]
@@ -94,6 +100,9 @@ class ServerTarget(Target):
             with contextlib.suppress(psutil.Error):
                 found += server.children(recursive=True)
         return found
+
+    def tracebacks(self) -> list[str]:
+        return tracebacks_in(self._log_path)
 
     async def holdings(self, key: str) -> Holdings:
         metadata = (("authorization", f"Bearer {key}"),)

@@ -10,8 +10,13 @@ import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
-__all__ = ["Holdings", "Target", "named"]
+    from tests.chaos.targets.small_disk import SmallDisk
+
+__all__ = ["Holdings", "Target", "named", "tracebacks_in"]
+
+_TRACEBACK_LENGTH = 3000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,8 @@ class Target(ABC):
     num_ranks: int
     """Rank processes when nothing is wrong; 0 if ranks run in the servers."""
     num_servers: int
+    disk: SmallDisk | None = None
+    """Where it writes temporary files, if that is a file system of its own."""
 
     @abstractmethod
     def start(self) -> None:
@@ -59,16 +66,26 @@ class Target(ABC):
     async def holdings(self, key: str) -> Holdings:
         """Return what it holds, asked with the key of an admin."""
 
+    @abstractmethod
+    def tracebacks(self) -> list[str]:
+        """Return the Python tracebacks in its logs, shortened."""
+
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks."""
         return named(self.family(), "GpuWorker")
 
     def is_whole(self) -> bool:
-        """Whether all ranks and servers are there."""
+        """Whether all ranks and servers are there; spare ranks may be there too."""
         return (
-            len(self.ranks()) == self.num_ranks
+            len(self.ranks()) >= self.num_ranks
             and sum(map(psutil.Process.is_running, self.servers())) == self.num_servers
         )
+
+
+def tracebacks_in(log: Path) -> list[str]:
+    """Return the Python tracebacks in a log, shortened."""
+    _, *found = log.read_text(errors="replace").split("Traceback (most recent call last)")
+    return [one[:_TRACEBACK_LENGTH] for one in found]
 
 
 def named(processes: Iterable[psutil.Process], word: str) -> list[psutil.Process]:
