@@ -15,6 +15,9 @@ from pagedray.batch import BlockCopy
 
 __all__ = ["KvManager"]
 
+_MAX_UNPROVEN = 8
+"""Registered blocks of a running sequence that need not be proven yet, which costs time."""
+
 
 class _Swap(NamedTuple):
     """Blocks that are being copied between the pools until a step is acknowledged."""
@@ -156,14 +159,14 @@ class KvManager:
         self._set_registered(sequence, max(num_full, sequence.num_registered))
 
     def prove(self, sequence: Sequence) -> None:
-        """Record that the logits that gave a running sequence its last token were finite."""
-        if self.prefix_cache is None:
+        """Record that the logits that gave a sequence its last token were finite."""
+        if self.prefix_cache is None or sequence.num_proven >= sequence.num_registered:
             return
         num_full = (len(sequence.token_ids) - 1) // self._block_size
         num_proven = min(num_full, sequence.num_registered)
         for block in sequence.block_ids[sequence.num_proven : num_proven]:
             self.prefix_cache.prove_block(block)
-        sequence.num_proven = max(num_proven, sequence.num_proven)
+            sequence.num_proven += 1
 
     def forget_blocks(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from the prefix cache, because its logits were not finite.
@@ -295,7 +298,7 @@ class KvManager:
         sequence.num_registered = num_blocks
         if self.prefix_cache is None:
             sequence.next_full = sys.maxsize
-        elif sequence.num_proven < num_blocks:
+        elif num_blocks - sequence.num_proven > _MAX_UNPROVEN:
             # The next token proves some.
             sequence.next_full = 0
         else:

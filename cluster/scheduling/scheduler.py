@@ -134,6 +134,7 @@ class Scheduler:
         """End a sequence without an event; return whether it was unfinished."""
         for sequence in self._table.unfinished(request_id):
             if sequence.index == index:
+                self._kv.prove(sequence)
                 self._table.remove_sequence(sequence)
                 return True
         return False
@@ -183,13 +184,14 @@ class Scheduler:
         plan, sampled = self._in_flight.popleft()
         self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
-        events = []
-        for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True):
-            # A token is discarded if the previous step ended its sequence.
-            if sequence.state is not SequenceState.FINISHED:
-                events.append(self._take(sequence, token_id, () if found is None else (found,)))
-            elif token_id < 0:
-                self._kv.forget_blocks(sequence)
+        # A token is discarded if the previous step ended its sequence.
+        events = [
+            self._take(sequence, token_id, () if found is None else (found,))
+            for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
+            if sequence.state is not SequenceState.FINISHED
+        ]
+        if len(events) < len(sampled):
+            self._forget_ended(sampled, output)
         return events
 
     def masked_step(self) -> MaskedStep | None:
@@ -344,14 +346,17 @@ class Scheduler:
         active.share.time += active.token_cost
         length = len(token_ids)
         if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
-            self._kv.prove(sequence)
+            if not sequence.next_full:
+                self._kv.prove(sequence)
             self._kv.register(sequence)
         reason = stop_token_id = None
         if token_id in sequence.stop_token_ids and sequence.may_end_with(token_id):
             reason, stop_token_id = FinishReason.STOP, token_id
+            self._kv.prove(sequence)
             self._table.remove_sequence(sequence)
         elif length == sequence.max_length:
             reason = FinishReason.LENGTH
+            self._kv.prove(sequence)
             self._table.remove_sequence(sequence)
         return TokenEvent(
             sequence.request_id,
@@ -364,6 +369,12 @@ class Scheduler:
             sequence.num_prompt_tokens,
             sequence.active.started_s,
         )
+
+    def _forget_ended(self, sampled: list[Sequence], output: StepOutput) -> None:
+        """Forget the blocks of ended sequences whose logits were not finite."""
+        for sequence, token_id in zip(sampled, output.token_ids, strict=True):
+            if token_id < 0 and sequence.state is SequenceState.FINISHED:
+                self._kv.forget_blocks(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
         """End a sequence and return the event."""

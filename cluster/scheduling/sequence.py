@@ -157,7 +157,7 @@ class Sequence:
         self.num_proven = 0
         """Leading blocks that gave finite logits."""
         self.next_full = 0
-        """Number of tokens at which the next block can be proven or registered."""
+        """Number of tokens at which the next block can be registered; 0 while many are unproven."""
 
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""

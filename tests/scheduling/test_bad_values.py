@@ -113,6 +113,19 @@ def test_nothing_is_found_that_was_computed_on_top_of_bad_values() -> None:
     assert num_hits(harness, [1] * 4 + [2] * 3) == 4
 
 
+def test_a_long_prompt_is_proven_by_its_first_token() -> None:
+    harness = Harness(block_size=2)
+    stem = [1] * 20
+    harness.add(stem, max_tokens=50)
+    harness.step()
+    harness.add([*stem, 3, 3], bad_position=21)
+    harness.step()
+    assert num_hits(harness, [*stem, 4]) == 0
+    assert harness.scheduler._kv.prefix_cache is not None
+    (renewed,) = harness.scheduler._kv.prefix_cache._renewed
+    assert renewed != harness.sequences[0].keys[0].digest
+
+
 def test_what_continues_a_proven_prefix_is_still_found() -> None:
     harness = Harness(block_size=2)
     stem = [1] * 6
