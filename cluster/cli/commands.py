@@ -45,7 +45,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.reader_limits import BufferLimits, ReaderLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
     from cluster.serving.tls import certificate_store
@@ -65,7 +65,10 @@ def _serve(parsed: argparse.Namespace) -> int:
             tool_format=parsed.tool_call_format,
             reader_limits=ReaderLimits(
                 write_timeout_s=parsed.write_timeout_s,
-                buffer_bytes=parsed.unread_output_mib * 2**20,
+                unread_buffer=BufferLimits(parsed.unread_output_mib * 2**20),
+                resume_grace_s=parsed.resume_grace_s or None,
+                resumes_anonymous=parsed.resume_anonymous,
+                resume_buffer=BufferLimits(parsed.resume_buffer_mib * 2**20),
             ),
             drain_s=parsed.drain_s,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
-from cluster.serving.reader_limits import DEFAULT_BUFFER_BYTES
+from cluster.serving.reader_limits import BufferLimits
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
@@ -104,10 +104,30 @@ def _add_serve(commands: _Commands) -> None:
     group.add_argument(
         "--unread-output-mib",
         type=_count(32, 2**20),
-        default=DEFAULT_BUFFER_BYTES // 2**20,
+        default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
         help="Memory for output that clients have not read. A tenant's calls may use a quarter of "
         "it, one call a 32nd.",
+    )
+    group.add_argument(
+        "--resume-grace-s",
+        type=_seconds(0.0, 3600.0),
+        default=30.0,
+        metavar="SECONDS",
+        help="Time in which a client whose connection was cut may resume a resumable stream; 0 "
+        "disables them.",
+    )
+    group.add_argument(
+        "--resume-buffer-mib",
+        type=_count(32, 2**20),
+        default=BufferLimits().total_bytes // 2**20,
+        metavar="MIB",
+        help="Memory for resumable streams, shared like --unread-output-mib.",
+    )
+    group.add_argument(
+        "--resume-anonymous",
+        action="store_true",
+        help="Allow resumable streams without --api-keys: anyone who knows its id can read one.",
     )
     group.add_argument(
         "--served-model-name",

@@ -110,15 +110,23 @@ class GenerationCall:
         self._stream.close()
         self._stream.fail(error)
 
-    def close(self) -> None:
-        """Abort unfinished sequences and free the call's id; idempotent."""
+    @property
+    def tenant(self) -> str:
+        """The name of the tenant that made the call."""
+        return self._call.tenant.name
+
+    def close(self, outcome: str | PagedRayError = "cancelled") -> None:
+        """Abort unfinished sequences and free the call's id; idempotent.
+
+        `outcome` is reported if the call has not ended by itself.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         self._stop_timer()
         self._call.close()
         self._stream.close()
-        self._watch.note_end("cancelled")
+        self._watch.note_end(outcome)
 
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []

@@ -94,6 +94,8 @@ class GenerationInput:
     """Whether special tokens are left out of the text."""
     includes_stop: bool = False
     """Whether the stop string or stop token that ends a sequence is part of its text."""
+    is_resumable: bool = False
+    """Whether the client may come back for the stream after its connection was cut."""
     origin: CallOrigin = CallOrigin()
 
     @property

@@ -5,12 +5,12 @@ A buffer only counts bytes, within the limits of its call, of the call's tenant 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagedray.errors import OverloadedError, UnreadError
 
 if TYPE_CHECKING:
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.reader_limits import BufferLimits
 
 __all__ = ["OutputBuffer", "OutputBuffers"]
 
@@ -37,14 +37,6 @@ class OutputBuffer:
         self.num_bytes += num_bytes
         self._buffers.count(self._tenant, num_bytes)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more bytes are within the limits."""
-        try:
-            self._buffers.check(self._tenant, self.num_bytes, num_bytes)
-        except UnreadError:
-            return False
-        return True
-
     def remove(self, num_bytes: int) -> None:
         """Stop counting bytes that are no longer kept."""
         self.num_bytes -= num_bytes
@@ -59,8 +51,8 @@ class OutputBuffer:
 class OutputBuffers:
     """The buffers of a server. Used from the event loop only."""
 
-    def __init__(self, limits: ReaderLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: BufferLimits) -> None:
+        self.limits = limits
         self._by_tenant: dict[str, int] = {}
         self.num_bytes = 0
         """Bytes of all buffers."""
@@ -74,15 +66,15 @@ class OutputBuffers:
 
         A new call starts only if the largest call would have room.
         """
-        limits = self._limits
+        limits = self.limits
         held = self._by_tenant.get(tenant, 0)
-        if held + limits.call_buffer_bytes > limits.tenant_buffer_bytes:
+        if held + limits.call_bytes > limits.tenant_bytes:
             raise OverloadedError(
                 f"The server keeps {held} bytes of output that clients of this tenant have not "
                 "read; read or abort the open streams first.",
                 retry_after_s=_RETRY_S,
             )
-        if self.num_bytes + limits.call_buffer_bytes > limits.buffer_bytes:
+        if self.num_bytes + limits.call_bytes > limits.total_bytes:
             raise OverloadedError(
                 "The server's memory for unread output is in use; retry later.",
                 retry_after_s=_RETRY_S,
@@ -90,13 +82,20 @@ class OutputBuffers:
 
     def check(self, tenant: str, num_held: int, num_bytes: int) -> None:
         """Raise UnreadError if a call that holds `num_held` bytes may not hold more."""
-        limits = self._limits
-        if num_held + num_bytes > limits.call_buffer_bytes:
-            raise UnreadError("call", limits.call_buffer_bytes)
-        if self._by_tenant.get(tenant, 0) + num_bytes > limits.tenant_buffer_bytes:
-            raise UnreadError("tenant", limits.tenant_buffer_bytes)
-        if self.num_bytes + num_bytes > limits.buffer_bytes:
-            raise UnreadError("server", limits.buffer_bytes)
+        limits = self.limits
+        if num_held + num_bytes > limits.call_bytes:
+            raise UnreadError("call", limits.call_bytes)
+        scope = self.full_scope(tenant, num_bytes)
+        if scope == "tenant":
+            raise UnreadError("tenant", limits.tenant_bytes)
+        if scope == "server":
+            raise UnreadError("server", limits.total_bytes)
+
+    def full_scope(self, tenant: str, num_bytes: int) -> Literal["tenant", "server"] | None:
+        """Return whose limit so many more bytes of a tenant exceed; None if they fit."""
+        if self._by_tenant.get(tenant, 0) + num_bytes > self.limits.tenant_bytes:
+            return "tenant"
+        return "server" if self.num_bytes + num_bytes > self.limits.total_bytes else None
 
     def count(self, tenant: str, num_bytes: int) -> None:
         """Add bytes to the counts, or subtract them."""

@@ -21,6 +21,7 @@ from cluster.serving.generation_call import GenerationCall, GenerationOutput, Us
 from cluster.serving.open_calls import OpenCall, OpenCalls
 from cluster.serving.output_buffer import OutputBuffers
 from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.resume.registry import ResumableStreams
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
@@ -105,9 +106,15 @@ class Servicer:
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
-        self.buffers = OutputBuffers(self.reader_limits)
+        self.buffers = OutputBuffers(self.reader_limits.unread_buffer)
         """The output that clients have not read."""
-        self.metrics.follow_unread_output(lambda: self.buffers.num_bytes)
+        self.resumables = ResumableStreams(self.reader_limits)
+        """The streams that clients may resume."""
+        self.metrics.follow_readers(
+            num_unread_bytes=lambda: self.buffers.num_bytes,
+            num_streams=lambda: len(self.resumables),
+            num_stream_bytes=lambda: self.resumables.num_bytes,
+        )
         self._phase = _Phase.STARTING
         self._calls = OpenCalls()
         self._started_s = time.monotonic()
@@ -139,7 +146,7 @@ class Servicer:
         """Accept no more requests, and end those that run longer than `grace_s`."""
         self.stop_accepting()
         deadline_s = time.monotonic() + grace_s
-        while len(self._calls) and time.monotonic() < deadline_s:
+        while (len(self._calls) or self.resumables.num_awaited) and time.monotonic() < deadline_s:
             await asyncio.sleep(_IDLE_POLL_S)
         for call in self._calls:
             if call.task is not None:
@@ -147,6 +154,7 @@ class Servicer:
 
     async def close(self) -> None:
         """End the text threads and the structure compiler; nothing can be validated afterwards."""
+        self.resumables.close()
         await self._text_pool.close()
         await asyncio.to_thread(self.validator.close)
 
@@ -163,7 +171,8 @@ class Servicer:
         Frontends call it before they read a message, so that an overloaded server spends little on
         what it refuses. A server that is not ready is reported by `start_generation` and `embed`.
         """
-        if self._phase is not _Phase.READY:
+        if self._phase is not _Phase.READY or self.resumables.has_streams(arrival.tenant):
+            # A call that resumes a stream needs no room; others are rejected later.
             return
         try:
             self.client.engine.check_room(arrival.tenant, 0)
@@ -179,6 +188,9 @@ class Servicer:
         with self._watch(given.arrival) as watch:
             self._check_kind(is_encoder=False)
             tenant = self._admit(given)
+            if given.is_resumable:
+                self.resumables.check_allowed(tenant.name)
+                self.resumables.check_room(tenant.name)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")
             call = self._calls.open_call(tenant)
@@ -244,7 +256,8 @@ class Servicer:
         )
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:
-        """Abort a tenant's call by its id; an unknown id is ignored."""
+        """Abort a tenant's call by its id, and forget its stream; an unknown id is ignored."""
+        self.resumables.end_stream(tenant_name, client_id)
         call = self._calls.find_call(tenant_name, client_id)
         if call is not None and call.task is not None:
             call.task.abort()
@@ -316,6 +329,8 @@ class Servicer:
         watch.note_validated(num_prompt_tokens, requests)
         # Tokenizing took time, in which a drain may have begun.
         self._check_phase()
+        if given.client_id is not None:
+            self.resumables.check_id(given.tenant, given.client_id)
         call.set_id(requests[0].id if given.client_id is None else given.client_id)
         call.reserve_tokens(
             num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens

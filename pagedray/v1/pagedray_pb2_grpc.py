@@ -32,7 +32,8 @@ class GenerationServiceStub:
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
+    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
     DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
     PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
     drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
@@ -102,7 +103,8 @@ class GenerationServiceServicer:
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
+    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
     DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
     PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
     drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,
@@ -114,7 +116,7 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Streams the continuations of a prompt. The first message holds PromptInfo, the last one Usage.
-        Cancelling the call aborts the request.
+        Cancelling the call aborts the request, unless it is resumable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +124,7 @@ class GenerationServiceServicer:
 
     def Chat(self, request, context):
         """Streams the assistant's next turn of a conversation. The first message holds PromptInfo, the last
-        one Usage. Cancelling the call aborts the request.
+        one Usage. Cancelling the call aborts the request, unless it is resumable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +153,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts requests. Aborting a request twice, or an unknown or finished request, is not an error.
+        """Aborts requests and forgets their resumable streams. Aborting a request twice, or an unknown or finished request, is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,7 +243,8 @@ class GenerationService:
     Requests, their ids and shared prefixes belong to the tenant of the key.
 
     Errors are gRPC status codes: INVALID_ARGUMENT for an invalid request, NOT_FOUND for a model that is
-    not served, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
+    not served or a stream that cannot be resumed, ALREADY_EXISTS for a request_id that is in use,
+    ABORTED if the client does not read its stream, RESOURCE_EXHAUSTED if the queue is full or the tenant is at its limits,
     DEADLINE_EXCEEDED if the deadline passed, UNAUTHENTICATED for a missing or invalid API key,
     PERMISSION_DENIED for a call that the tenant may not make, UNAVAILABLE while the server starts or
     drains and if its engine failed. Each has the details of google.rpc.Status: always ErrorInfo,

@@ -20,7 +20,7 @@ from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint, HttpCall
 from cluster.serving.http.server import HttpServer
 from cluster.serving.output_buffer import OutputBuffers
-from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.reader_limits import BufferLimits, ReaderLimits
 from cluster.serving.servicer import Servicer
 from pagedray.errors import OverloadedError, UnreadError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -189,7 +189,7 @@ def test_stalled_grpc_client_that_leaves_is_forgotten(impatient: Server) -> None
 
 
 def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> None:
-    limits = ReaderLimits(buffer_bytes=32 * 2**19)
+    limits = ReaderLimits(unread_buffer=BufferLimits(32 * 2**19))
     with serving(tokenizer, limits) as server:
         most = 0
         with opened(server, stream=True) as connection:
@@ -201,7 +201,7 @@ def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> N
             while b"data: [DONE]" not in received[-100:]:
                 received += connection.recv(2**20)
         assert b"a call may leave at most 524288 bytes of output unread" in received[-1000:]
-        assert 0 < most <= limits.call_buffer_bytes
+        assert 0 < most <= limits.unread_buffer.call_bytes
         wait_for(lambda: is_idle(server))
         assert server.frontends.servicer.buffers.num_bytes == 0
 
@@ -223,7 +223,7 @@ def test_other_streams_run_on_beside_a_stalled_one(impatient: Server) -> None:
 
 
 def test_limits_hold_for_calls_tenants_and_the_server() -> None:
-    buffers = OutputBuffers(ReaderLimits(buffer_bytes=3200))
+    buffers = OutputBuffers(BufferLimits(3200))
     first, second = buffers.open_buffer("ann"), buffers.open_buffer("ann")
     with pytest.raises(UnreadError, match="a call may leave at most 100"):
         first.add(101)

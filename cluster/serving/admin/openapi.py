@@ -53,12 +53,14 @@ _ERROR_TEXTS = {
     400: "Invalid request; `param` names the invalid field.",
     401: "Missing or invalid API key.",
     403: "The API key does not permit this call.",
-    404: "The model or endpoint does not exist.",
+    404: "The model or endpoint does not exist, or the stream cannot be resumed.",
     408: "The body did not arrive in time.",
+    409: "The X-Request-Id is in use.",
     413: "The body is too large.",
     415: "The body is not uncompressed JSON.",
     429: "The queue is full; retry after `Retry-After` seconds.",
     500: "Internal server error.",
+    501: "The server does not support resumable streams.",
     503: "The server is not ready or is shutting down.",
     504: "The deadline passed.",
 }
@@ -114,15 +116,27 @@ def _operation(operation: ApiOperation) -> Json:
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
+    parameters: list[Json] = []
     if operation.parameter is not None:
-        written["parameters"] = [
+        parameters.append(
             {
                 "name": operation.parameter,
                 "in": "path",
                 "required": True,
                 "schema": {"type": "string", "minLength": 1},
             }
-        ]
+        )
+    parameters += [
+        {
+            "name": one.name,
+            "in": one.place,
+            "description": one.text,
+            "schema": {"type": "integer", "minimum": 0},
+        }
+        for one in operation.others
+    ]
+    if parameters:
+        written["parameters"] = parameters
     if operation.is_public:
         written["security"] = []
     return written

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OPERATIONS", "ApiOperation"]
+__all__ = ["OPERATIONS", "ApiOperation", "ApiParameter"]
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 409, 501)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiParameter:
+    """A parameter that is a number and may be absent."""
+
+    place: str
+    name: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +35,16 @@ class ApiOperation:
     """Media types and the names of their schemas; an empty name is any text."""
     body: str | None = None
     parameter: str | None = None
+    """The one at the end of its path."""
+    others: tuple[ApiParameter, ...] = ()
+    """Parameters in the header or the query."""
     errors: tuple[int, ...] = (401, 403, 500)
     is_public: bool = False
 
+
+_LAST_EVENT = ApiParameter(
+    "header", "Last-Event-ID", "Resumes the stream of X-Request-Id after this event."
+)
 
 OPERATIONS = (
     ApiOperation(
@@ -39,7 +56,8 @@ OPERATIONS = (
         response_text="The completion; with stream = true, its chunks as server-sent events.",
         contents=((_JSON, "ChatCompletion"), (_EVENTS, "")),
         body="ChatBody",
-        errors=_BODY_ERRORS,
+        others=(_LAST_EVENT,),
+        errors=_GENERATION_ERRORS,
     ),
     ApiOperation(
         id="createCompletion",
@@ -50,7 +68,8 @@ OPERATIONS = (
         response_text="The completion; with stream = true, its chunks as server-sent events.",
         contents=((_JSON, "Completion"), (_EVENTS, "")),
         body="CompletionBody",
-        errors=_BODY_ERRORS,
+        others=(_LAST_EVENT,),
+        errors=_GENERATION_ERRORS,
     ),
     ApiOperation(
         id="createEmbedding",
@@ -62,6 +81,32 @@ OPERATIONS = (
         contents=((_JSON, "EmbeddingList"),),
         body="EmbeddingBody",
         errors=_BODY_ERRORS,
+    ),
+    ApiOperation(
+        id="resumeStream",
+        path="/v1/streams/{request_id}",
+        tag="Streams",
+        summary="Read on a stream that was requested with stream_options.resumable, after its "
+        "connection was cut. Another response that still reads it ends with an error.",
+        response_text="The events after Last-Event-ID; all of them without it.",
+        contents=((_EVENTS, ""),),
+        parameter="request_id",
+        others=(
+            ApiParameter("header", "Last-Event-ID", "The id of the last event received."),
+            ApiParameter("query", "starting_after", "The same, if the header is absent."),
+        ),
+        errors=(400, 401, 403, 404, 500, 501),
+    ),
+    ApiOperation(
+        id="deleteStream",
+        method="DELETE",
+        path="/v1/streams/{request_id}",
+        tag="Streams",
+        summary="Abort a running request by its X-Request-Id, and forget its stream.",
+        response_text="The request does not run, whether or not it ever did.",
+        contents=((_JSON, "DeletedStream"),),
+        parameter="request_id",
+        errors=(401, 403, 500),
     ),
     ApiOperation(
         id="listModels",

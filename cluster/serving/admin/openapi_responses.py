@@ -88,6 +88,7 @@ RESPONSE_SCHEMAS: Json = {
         finish_reason=_FINISH,
         stop_reason=_STOP,
     ),
+    "DeletedStream": _object(id=_STRING, object=_const("stream"), deleted={"const": True}),
     "DetokenizedText": _object(prompt=_STRING),
     "Embedding": _object(
         object=_const("embedding"),

@@ -17,8 +17,11 @@ from cluster.serving.http.body import JSON_TYPE, read_raw
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.telemetry.metrics import Metrics
+from pagedray.errors import InvalidRequestError
 
 __all__ = ["Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
+
+_MOST_DIGITS = 18
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -56,11 +59,35 @@ class HttpCall:
             tracestate=headers.get("tracestate"),
         )
 
+    @property
+    def last_event_number(self) -> int | None:
+        """The number of the last event that the client has, if it resumes a stream.
+
+        It is in the header `Last-Event-ID`, or else in `starting_after` of the query. Raises
+        InvalidRequestError.
+        """
+        given = self.request.headers.get("last-event-id")
+        if given is None:
+            given = self.request.query_params.get("starting_after")
+        if given is None:
+            return None
+        if not (given.isascii() and given.isdecimal() and len(given) <= _MOST_DIGITS):
+            raise InvalidRequestError(
+                "Last-Event-ID must be the id of an event, which is a number, or 0.",
+                param="Last-Event-ID",
+            )
+        return int(given)
+
     async def body(self, kind: type[AnyBody]) -> AnyBody:
         """Return the body. Raises InvalidRequestError or HTTPException."""
+        return (await self.body_and_bytes(kind))[0]
+
+    async def body_and_bytes(self, kind: type[AnyBody]) -> tuple[AnyBody, bytes]:
+        """Return the body and its bytes. Raises InvalidRequestError or HTTPException."""
         with self.metrics.counting_refusals("http"):
             try:
-                return read_body(kind, await read_raw(self.request, self.read_timeout_s))
+                raw = await read_raw(self.request, self.read_timeout_s)
+                return read_body(kind, raw), raw
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise

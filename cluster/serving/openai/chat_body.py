@@ -109,6 +109,7 @@ class ChatBody(GenerationBody):
             model=self.model,
             client_id=client_id,
             priority=self.priority,
+            is_resumable=self.is_resumable,
             # Some models mark a call with special tokens.
             skips_special_tokens=self.skip_special_tokens and not tools.is_read,
             includes_stop=self.include_stop_str_in_output,

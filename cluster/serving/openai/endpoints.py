@@ -21,6 +21,7 @@ from cluster.serving.openai.completion_response import CompletionResponse
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.event_stream import EventStream, unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
+from cluster.serving.openai.resuming import StreamHandlers, format_of
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     """Return the endpoints of OpenAI's API."""
     handlers = _OpenAIHandlers(servicer)
     return (
+        Endpoint(method="GET", path="/v1/streams/{request_id}", handler=handlers.streams.resume),
+        Endpoint(method="DELETE", path="/v1/streams/{request_id}", handler=handlers.streams.end),
         Endpoint(method="GET", path="/v1/models", handler=handlers.models),
         Endpoint(method="GET", path="/v1/models/{model}", handler=handlers.model),
         Endpoint(
@@ -60,6 +63,7 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
 
 class _OpenAIHandlers:
     def __init__(self, servicer: Servicer) -> None:
+        self.streams = StreamHandlers(servicer)
         self._servicer = servicer
         self._model = servicer.config.model.name
         self._created_s = int(time.time())
@@ -72,17 +76,25 @@ class _OpenAIHandlers:
         return json_response(self._card())
 
     async def completion(self, call: HttpCall) -> Response:
-        body = await call.body(CompletionBody)
+        body, raw = await call.body_and_bytes(CompletionBody)
+        resumed = self._resumed(call, body, raw)
+        if resumed is not None:
+            return resumed
         with call.metrics.counting_refusals("http"):
             given = body.to_input(call.client_id)
             param = body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
         response = CompletionResponse(generation, token_bytes, self._options(body))
+        if body.is_resumable:
+            return self.streams.keep(generation, response, format_of(call, raw))
         return await _respond(call, body, generation, response)
 
     async def chat(self, call: HttpCall) -> Response:
-        body = await call.body(ChatBody)
+        body, raw = await call.body_and_bytes(ChatBody)
+        resumed = self._resumed(call, body, raw)
+        if resumed is not None:
+            return resumed
         with call.metrics.counting_refusals("http"):
             tools = body.tool_use(self._servicer.tool_format)
             given = body.to_input(call.client_id, tools)
@@ -90,6 +102,8 @@ class _OpenAIHandlers:
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
         response = ChatCompletionResponse(generation, token_bytes, self._options(body), tools)
+        if body.is_resumable:
+            return self.streams.keep(generation, response, format_of(call, raw))
         return await _respond(call, body, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:
@@ -109,6 +123,16 @@ class _OpenAIHandlers:
             _encode(usage),
         )
         return Response(content, media_type=JSON_TYPE)
+
+    def _resumed(self, call: HttpCall, body: GenerationBody, raw: bytes) -> Response | None:
+        """Return the response to a request that resumes its stream; None if it does not."""
+        if not body.is_resumable:
+            return None
+        with call.metrics.counting_refusals("http"):
+            number = call.last_event_number
+        if number is None:
+            return None
+        return self.streams.resume_post(call, number, format_of(call, raw))
 
     async def _start(
         self, call: HttpCall, given: GenerationInput, param: str | None
@@ -143,7 +167,7 @@ async def _respond(
     call: HttpCall, body: GenerationBody, generation: GenerationCall, response: GenerationResponse
 ) -> Response:
     if body.stream:
-        return EventStream(generation, response)
+        return EventStream(generation.id, response.events(), close=generation.close)
     try:
         content = await unless_disconnected(call.request.receive, response.complete())
     finally:

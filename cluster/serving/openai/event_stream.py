@@ -1,4 +1,7 @@
-"""Responses that end when their client disconnects: event streams, and awaited work."""
+"""Responses that end when their client disconnects: event streams, and awaited work.
+
+A stream that can be resumed goes on without its response.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from starlette.types import Receive, Scope, Send
-
-    from cluster.serving.openai.generation_response import GenerationResponse
-    from cluster.serving.servicer import GenerationCall
 
 __all__ = ["EventStream", "unless_disconnected"]
 
@@ -23,22 +23,25 @@ Result = TypeVar("Result")
 
 
 class EventStream(Response):
-    """A call's server-sent events; it owns the call and ends it with the connection."""
+    """Server-sent events, until they end or their client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: GenerationCall, response: GenerationResponse) -> None:
+    def __init__(
+        self, request_id: str, events: AsyncGenerator[bytes], *, close: Callable[[], None]
+    ) -> None:
+        """`close` ends what makes the events."""
         super().__init__(
             headers={
-                "x-request-id": generation.id,
+                "x-request-id": request_id,
                 "cache-control": "no-store",
                 # A buffering proxy would delay tokens.
                 "x-accel-buffering": "no",
             }
         )
         del self.headers["content-length"]
-        self._generation = generation
-        self._response = response
+        self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -46,11 +49,11 @@ class EventStream(Response):
         except ClientDisconnect:
             pass
         finally:
-            self._generation.close()
+            self._close()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._response.events()) as events:
+        async with aclosing(self._events) as events:
             async for written in events:
                 await send({"type": "http.response.body", "body": written, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

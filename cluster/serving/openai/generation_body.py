@@ -89,6 +89,11 @@ class StreamOptions(BodyPart):
 
     include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
     include_obfuscation: Literal[False] = False
+    resumable: bool = Field(
+        False,
+        description="Whether the stream is kept after its connection is cut, so that the client "
+        "can resume it. Its events have ids.",
+    )
 
 
 class GenerationBody(Body):
@@ -180,6 +185,11 @@ class GenerationBody(Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the stream is kept after its connection is cut."""
+        return self.stream_options is not None and self.stream_options.resumable
 
     @property
     @abstractmethod

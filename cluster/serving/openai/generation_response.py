@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.batch import TokenLogprobs
 
-__all__ = ["GenerationResponse", "ResponseChoice", "ResponseOptions", "finite"]
+__all__ = [
+    "DONE_EVENT",
+    "GenerationResponse",
+    "ResponseChoice",
+    "ResponseOptions",
+    "error_event",
+    "finite",
+]
+
+DONE_EVENT = b"data: [DONE]\n\n"
+"""The last event of every stream."""
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -107,8 +117,22 @@ class GenerationResponse(ABC):
                     if written:
                         yield written
         except PagedRayError as error:
-            yield b"data: " + _encode(refusal_body(error)) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            yield error_event(error)
+        yield DONE_EVENT
+
+    async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
+        """Yield the same events, those of an output together, each with its number as its id."""
+        number = 0
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for output in outputs:
+                    written = [event for event in self._events(output) if event]
+                    first, number = number + 1, number + len(written)
+                    yield [_numbered(event, first + place) for place, event in enumerate(written)]
+        except PagedRayError as error:
+            number += 1
+            yield [_numbered(error_event(error), number)]
+        yield [_numbered(DONE_EVENT, number + 1)]
 
     def _head(self, kind: str) -> Json:
         return {
@@ -206,9 +230,18 @@ class GenerationResponse(ABC):
         """Return log-probabilities in the endpoint's format."""
 
 
+def error_event(error: PagedRayError) -> bytes:
+    """Return the event of an error that ends a stream."""
+    return b"data: " + _encode(refusal_body(error)) + b"\n\n"
+
+
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can represent."""
     return max(logprob, _LEAST_LOGPROB)
+
+
+def _numbered(event: bytes, number: int) -> bytes:
+    return b"id: %d\n%b" % (number, event)
 
 
 def _check_failed(sequence: SequenceOutput) -> None:

@@ -82,7 +82,7 @@ def _unary(
 
 
 def _streaming(
-    method: Callable[[Message, RpcCall], AsyncGenerator[Message]],
+    method: Callable[[Message, RpcCall], AsyncGenerator[Message | bytes]],
     kind: type[Message],
     servicer: Servicer,
     writes: StalledWrites,
@@ -122,5 +122,6 @@ async def _abort_stalled(
         buffer.clear()
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _serialize(message: Message | bytes) -> bytes:
+    # A resumable stream keeps encoded messages.
+    return message if isinstance(message, bytes) else message.SerializeToString()

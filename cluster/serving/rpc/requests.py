@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pagedray.batch import Pooling
 
 __all__ = [
+    "check_resume",
     "check_size",
     "generation_input",
     "parse",
@@ -48,6 +49,7 @@ _MOST_NAMED_BYTES = 1024
 _MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
 # Fields of SamplingParams that are fields of GenerationInput.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
+_RESUME_FIELDS = frozenset(("request_id", "resume_from"))
 _FLOAT = struct.Struct("<f")
 _POOLINGS: dict[int, Pooling | None] = {
     pb.POOLING_UNSPECIFIED: None,
@@ -91,6 +93,7 @@ def generation_input(
         tenant=tenant.name,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
+        is_resumable=message.resumable,
         origin=call.origin,
     )
 
@@ -124,6 +127,19 @@ def tokenize_input(
         model=message.model or None,
         tenant=tenant.name,
     )
+
+
+def check_resume(message: pb.GenerateRequest | pb.ChatRequest) -> None:
+    """Raise InvalidRequestError if a request that resumes a stream has other fields."""
+    if not message.request_id:
+        raise InvalidRequestError(
+            "resume_from requires the request_id of the stream.", param="request_id"
+        )
+    for field, _ in message.ListFields():
+        if field.name not in _RESUME_FIELDS:
+            raise InvalidRequestError(
+                f"{field.name} cannot be combined with resume_from.", param=field.name
+            )
 
 
 def check_size(name: str, size: int, most: int) -> None:

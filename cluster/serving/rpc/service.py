@@ -7,8 +7,10 @@ PagedRayError, which `status` translates. Each authenticates its call first.
 from __future__ import annotations
 
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.serving.resume.registry import StreamFormat
 from cluster.serving.rpc import chat as grpc_chat
 from cluster.serving.rpc import requests as grpc_requests
 from cluster.serving.rpc import responses as grpc_responses
@@ -16,11 +18,20 @@ from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from typing import Protocol
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.inputs import Operation
     from cluster.serving.rpc.call import RpcCall
-    from cluster.serving.servicer import Servicer
+    from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer
+
+    class _Write(Protocol):
+        """Returns the message of an output."""
+
+        def __call__(
+            self, output: GenerationOutput, *, is_first: bool
+        ) -> pb.GenerateResponse | pb.ChatResponse: ...
+
 
 __all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
 
@@ -46,12 +57,23 @@ class GrpcService:
 
     async def generate(
         self, message: pb.GenerateRequest, call: RpcCall
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Stream the continuations of a prompt."""
+    ) -> AsyncGenerator[pb.GenerateResponse | bytes]:
+        """Stream the continuations of a prompt; the messages of a resumable stream are encoded."""
         tenant = self._tenant(call)
+        if message.HasField("resume_from"):
+            async with aclosing(self._resumed(message, "Generate", call, tenant)) as messages:
+                async for one in messages:
+                    yield one
+            return
         with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_generation(message, call, tenant)
         generation = await self._servicer.start_generation(given)
+        if message.resumable:
+            write = partial(grpc_responses.generate_response, generation.id)
+            async with aclosing(self._kept(generation, write, "Generate")) as messages:
+                async for one in messages:
+                    yield one
+            return
         # A cancelled call ends its request even while this coroutine waits for flow control.
         call.add_done_callback(generation.close)
         try:
@@ -63,13 +85,29 @@ class GrpcService:
         finally:
             generation.close()
 
-    async def chat(self, message: pb.ChatRequest, call: RpcCall) -> AsyncGenerator[pb.ChatResponse]:
-        """Stream the next turn of the assistant."""
+    async def chat(
+        self, message: pb.ChatRequest, call: RpcCall
+    ) -> AsyncGenerator[pb.ChatResponse | bytes]:
+        """Stream the assistant's next turn; the messages of a resumable stream are encoded."""
         tenant = self._tenant(call)
+        if message.HasField("resume_from"):
+            async with aclosing(self._resumed(message, "Chat", call, tenant)) as messages:
+                async for one in messages:
+                    yield one
+            return
         with self._servicer.metrics.counting_refusals(call.frontend):
             chat = grpc_chat.Chat(message, tool_format=self._tool_format)
             given = chat.to_input(call, tenant)
         generation = await self._servicer.start_generation(given)
+        if message.resumable:
+
+            def write(output: GenerationOutput, *, is_first: bool) -> pb.ChatResponse:
+                return chat.response(generation.id, output)
+
+            async with aclosing(self._kept(generation, write, "Chat")) as messages:
+                async for one in messages:
+                    yield one
+            return
         call.add_done_callback(generation.close)
         try:
             async with aclosing(generation.outputs()) as outputs:
@@ -138,5 +176,55 @@ class GrpcService:
         """Return the current load of the server."""
         return grpc_responses.loads_response(self._servicer.loads(self._tenant(call)))
 
+    async def _kept(
+        self, generation: GenerationCall, write: _Write, method: str
+    ) -> AsyncGenerator[bytes]:
+        """Yield the messages of a resumable stream to its first reader."""
+        reader = self._servicer.resumables.open_stream(
+            generation, _numbered(generation, write), StreamFormat("grpc", method)
+        )
+        try:
+            async for messages in reader:
+                for message in messages:
+                    yield message
+        finally:
+            reader.close()
+
+    async def _resumed(
+        self,
+        message: pb.GenerateRequest | pb.ChatRequest,
+        method: str,
+        call: RpcCall,
+        tenant: Tenant,
+    ) -> AsyncGenerator[bytes]:
+        """Yield the messages of a resumable stream from where the client asks."""
+        with self._servicer.metrics.counting_refusals(call.frontend):
+            grpc_requests.check_resume(message)
+            reader = self._servicer.resumables.resume_stream(
+                tenant.name,
+                message.request_id,
+                message.resume_from,
+                protocol="grpc",
+                form=StreamFormat("grpc", method),
+            )
+        self._servicer.metrics.count_resume(call.frontend)
+        try:
+            async for messages in reader:
+                for one in messages:
+                    yield one
+        finally:
+            reader.close()
+
     def _tenant(self, call: RpcCall) -> Tenant:
         return self._servicer.authenticate(call.authorization)
+
+
+async def _numbered(generation: GenerationCall, write: _Write) -> AsyncGenerator[tuple[bytes]]:
+    """Yield the encoded message of each output, numbered from 1."""
+    number = 0
+    async with aclosing(generation.outputs()) as outputs:
+        async for output in outputs:
+            number += 1
+            message = write(output, is_first=number == 1)
+            message.number = number
+            yield (message.SerializeToString(),)

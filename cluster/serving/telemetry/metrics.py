@@ -62,6 +62,17 @@ class Metrics:
             "Memory for output that clients have not read",
             registry=self.registry,
         )
+        self._resumes = self._counter("stream_resumes", "Calls that resumed a stream", "front")
+        for frontend in ("http", "grpc"):
+            self._resumes.labels(frontend)
+        self._streams = Gauge(
+            "pagedray_resumable_streams", "Streams that can be resumed", registry=self.registry
+        )
+        self._stream_bytes = Gauge(
+            "pagedray_resume_buffer_bytes",
+            "Memory for the messages of streams that can be resumed",
+            registry=self.registry,
+        )
         self._tenant_calls = self._counter("tenant_requests", "Calls that ended", "tenant")
         self._tenant_tokens = self._counter(
             "tenant_tokens", "Tokens of calls that ended", "tenant", "kind"
@@ -144,9 +155,21 @@ class Metrics:
         """Count a client that was disconnected because it did not read."""
         self._stalled_readers.labels(frontend).inc()
 
-    def follow_unread_output(self, num_bytes: Callable[[], float]) -> None:
-        """Report the memory for unread output, which `num_bytes` returns."""
-        self._unread_output.set_function(num_bytes)
+    def count_resume(self, frontend: Frontend) -> None:
+        """Count a call that resumed a stream."""
+        self._resumes.labels(frontend).inc()
+
+    def follow_readers(
+        self,
+        *,
+        num_unread_bytes: Callable[[], float],
+        num_streams: Callable[[], float],
+        num_stream_bytes: Callable[[], float],
+    ) -> None:
+        """Report what is kept for readers, which the functions return."""
+        self._unread_output.set_function(num_unread_bytes)
+        self._streams.set_function(num_streams)
+        self._stream_bytes.set_function(num_stream_bytes)
 
     def hold_tokens(self, num_tokens: int) -> None:
         """Add the tokens of a call that opens, or subtract those of one that ends."""

@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.admin.web_page import PAGE_PATHS
 from cluster.serving.http_app import build_http_app
+from cluster.serving.reader_limits import ReaderLimits
 from tests.load.generated_requests import ask_all
+from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import httpx
 
-    from tests.serving.conftest import Server
+    from cluster.serving.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    """A server on which every operation is supported."""
+    limits = ReaderLimits(resume_grace_s=5.0, resumes_anonymous=True)
+    server = Server(tokenizer, reader_limits=limits)
+    server.start()
+    yield server
+    server.stop()
 
 
 def test_document_is_valid_openapi_3_1() -> None:

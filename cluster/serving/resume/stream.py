@@ -1,0 +1,210 @@
+"""The messages of one call, kept so that a client whose connection was cut can read on.
+
+Messages are numbered from 1. A stream has one reader at a time, the call that resumed it last.
+Without a reader, generation goes on within the limits of the stream's buffer, until the grace time
+is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Self
+
+from pagedray.errors import InternalError, PagedRayError, StreamTakenError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from cluster.serving.generation_call import GenerationCall
+    from cluster.serving.output_buffer import OutputBuffer
+
+__all__ = ["ResumableStream", "StreamReader"]
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 160
+"""Memory of a message beside its content."""
+_MOST_TAKEN_BYTES = 2**16
+"""Bytes after which a reader takes no further messages at once."""
+
+
+class ResumableStream:
+    """One stream; its owner closes it after the grace time. Used from the event loop only."""
+
+    def __init__(
+        self,
+        generation: GenerationCall,
+        *,
+        buffer: OutputBuffer,
+        make_room: Callable[[int], None],
+        note_detached: Callable[[], None],
+    ) -> None:
+        """Messages are counted in `buffer`, where `make_room` frees bytes for one more.
+
+        `note_detached` is called when its reader leaves.
+        """
+        self.id = generation.id
+        self.is_finished = False
+        """Whether no message will follow."""
+        self.num_delivered_bytes = 0
+        """Bytes of messages that its reader has taken; they can be dropped."""
+        self._generation = generation
+        self._buffer = buffer
+        self._make_room = make_room
+        self._note_detached = note_detached
+        self._messages: dict[int, bytes] = {}
+        self._first = 1
+        """The oldest number that is kept."""
+        self._last = 0
+        self._num_sent = 0
+        """The last number that any reader has taken."""
+        self._num_delivered = 0
+        """The last number that the current reader, or the last one, has taken."""
+        self._error: PagedRayError | None = None
+        self._reader: StreamReader | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def has_reader(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether it is finished and a reader has taken all messages."""
+        return self.is_finished and self._num_delivered == self._last
+
+    def start(self, batches: AsyncGenerator[Sequence[bytes]]) -> None:
+        """Keep the messages that are generated, which are numbered from 1."""
+        self._task = asyncio.get_running_loop().create_task(self._keep_all(batches))
+
+    def can_resume(self, number: int) -> bool:
+        """Whether the message `number` was sent and all that follow it are kept."""
+        return self._first - 1 <= number <= self._num_sent
+
+    def attach_reader(self, number: int) -> StreamReader:
+        """Return a reader of the messages after `number`, in place of the current reader."""
+        assert self._first - 1 <= number <= self._last
+        taken, self._reader = self._reader, StreamReader(self, number)
+        if taken is not None:
+            taken.wake()
+        self._num_delivered = number
+        self.num_delivered_bytes = sum(
+            _size(self._messages[one]) for one in range(self._first, number + 1)
+        )
+        return self._reader
+
+    def detach_reader(self, reader: StreamReader) -> None:
+        """Go on without the reader, unless another one has taken its place."""
+        if self._reader is reader:
+            self._reader = None
+            self._note_detached()
+
+    def take_messages(self, reader: StreamReader, number: int) -> list[bytes]:
+        """Return messages after `number`. Raises StreamTakenError, or the error of the call."""
+        if self._reader is not reader:
+            raise StreamTakenError
+        taken: list[bytes] = []
+        num_bytes = 0
+        while number < self._last and num_bytes < _MOST_TAKEN_BYTES:
+            number += 1
+            taken.append(self._messages[number])
+            num_bytes += _size(taken[-1])
+        self._num_delivered = number
+        self._num_sent = max(self._num_sent, number)
+        self.num_delivered_bytes += num_bytes
+        if not taken and self._error is not None:
+            raise self._error
+        return taken
+
+    def drop_delivered(self, num_bytes: int) -> None:
+        """Drop the oldest delivered messages, of at least `num_bytes` if there are so many."""
+        num_dropped = 0
+        while num_dropped < num_bytes and self._first <= self._num_delivered:
+            num_dropped += _size(self._messages.pop(self._first))
+            self._first += 1
+        self.num_delivered_bytes -= num_dropped
+        self._buffer.remove(num_dropped)
+
+    def abort(self) -> None:
+        """End generation; the messages end with what was generated so far."""
+        if not self.is_finished:
+            self._generation.abort()
+
+    def close(self) -> None:
+        """Abort generation and drop all messages; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+        self._generation.close()
+        self._messages.clear()
+        self._first = self._last + 1
+        self._buffer.clear()
+        self.is_finished = True
+        if self._reader is not None:
+            self._error = self._error or StreamTakenError()
+            self._reader.wake()
+
+    async def _keep_all(self, batches: AsyncGenerator[Sequence[bytes]]) -> None:
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    for message in batch:
+                        self._keep(message)
+                    if self._reader is not None:
+                        self._reader.wake()
+        except PagedRayError as error:
+            self._error = error
+            self._generation.close(error)
+        except Exception as error:
+            logger.error("A resumable stream failed.", exc_info=error)
+            self._error = InternalError()
+        finally:
+            self.is_finished = True
+            self._generation.close()
+            if self._reader is not None:
+                self._reader.wake()
+
+    def _keep(self, message: bytes) -> None:
+        """Append a message. Raises UnreadError if there is no room."""
+        num_bytes = _size(message)
+        self._make_room(num_bytes)
+        self._buffer.add(num_bytes)
+        self._last += 1
+        self._messages[self._last] = message
+
+
+class StreamReader:
+    """Reads the messages of a stream, several at a time, until they end or another reader comes."""
+
+    def __init__(self, stream: ResumableStream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[bytes]:
+        while True:
+            messages = self._stream.take_messages(self, self._number)
+            if messages:
+                self._number += len(messages)
+                return messages
+            if self._stream.is_finished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def wake(self) -> None:
+        """Look again whether there are messages."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Leave the stream, which can be resumed; idempotent."""
+        self._stream.detach_reader(self)
+
+
+def _size(message: bytes) -> int:
+    return len(message) + _MESSAGE_BYTES

@@ -1,0 +1,45 @@
+"""A server whose streams can be resumed without API keys."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.reader_limits import ReaderLimits
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+    Serving = Callable[..., AbstractContextManager[Server]]
+
+GRACE_S = 30.0
+
+
+@pytest.fixture(scope="session")
+def serving(tokenizer: Tokenizer) -> Serving:
+    """Starts a server with other limits."""
+
+    @contextmanager
+    def serve(limits: ReaderLimits, *, key_file: Path | None = None) -> Iterator[Server]:
+        server = Server(tokenizer, context=2**20, reader_limits=limits, key_file=key_file)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def module_server(serving: Serving) -> Iterator[Server]:
+    limits = ReaderLimits(resume_grace_s=GRACE_S, resumes_anonymous=True)
+    with serving(limits) as server:
+        yield server
