@@ -2,8 +2,8 @@
 
 Ann sends prompts. Ben measures the time to first token of the same prompts and of unused ones,
 which must not differ. Ann's own repetition must differ, or the measurement is too coarse. The same
-holds for texts to tokenize, structures to compile, and Abort: of the id of Ann's running request,
-and of an unknown id.
+holds for texts to tokenize, structures to compile, Abort of Ann's running request and of an unknown
+one, and resuming Ann's stream, an unknown one, and Ben's own from beyond its end.
 """
 
 from __future__ import annotations
@@ -112,6 +112,36 @@ class TenantClocks:
             await asyncio.wait((reading,))
         return {"foreign_id": _compared(times["foreign"], times["unknown"])}
 
+    async def streams(self, number: int) -> dict[str, object]:
+        """Compare `number` attempts to resume Ann's stream with others that must fail."""
+        times: dict[str, list[float]] = {"foreign": [], "unknown": [], "beyond": []}
+        async with grpc.aio.insecure_channel(self._server.grpc_target) as channel:
+            # Any: the generated stub is not async to mypy.
+            stub: Any = pagedray_pb2_grpc.GenerationServiceStub(channel)
+            for name in ("ann", "ben"):
+                metadata = (("authorization", f"Bearer {self._keys[name]}"),)
+                request = pb.GenerateRequest(request_id=f"{name}s-0", text="x", resumable=True)
+                request.sampling.max_tokens = 8
+                await _read(stub.Generate(request, metadata=metadata))
+            for index in range(number):
+                looks = [
+                    ("foreign", "anns-0", 0),
+                    ("unknown", f"none-{index % 10}", 0),
+                    ("beyond", "bens-0", 1000),
+                ]
+                self._generator.shuffle(looks)
+                for look, name, after in looks:
+                    request = pb.GenerateRequest(request_id=name, resume_from=after)
+                    started_s = time.perf_counter()
+                    # The key is Ben's.
+                    code = await stub.Generate(request, metadata=metadata).code()
+                    times[look].append(time.perf_counter() - started_s)
+                    assert code is grpc.StatusCode.NOT_FOUND
+        return {
+            "foreign_id": _compared(times["foreign"], times["unknown"]),
+            "beyond_the_end": _compared(times["beyond"], times["unknown"]),
+        }
+
     async def _compare_looks(
         self,
         number: int,
@@ -185,6 +215,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=3000, help="of each kind (%(default)s)")
     parser.add_argument("--structures", type=int, default=100, help="of each kind (%(default)s)")
     parser.add_argument("--aborts", type=int, default=1000, help="of each kind (%(default)s)")
+    parser.add_argument("--streams", type=int, default=3000, help="of each kind (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     Report.add_argument(parser)
     options = parser.parse_args()
@@ -193,7 +224,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.toml"
         keys = write_keys(path, "ann", "ben")
-        with MeasuredServer(f"--api-keys={path}", "--log-level=warning") as server:
+        arguments = (f"--api-keys={path}", "--log-level=warning", "--resume-grace-s=3600")
+        with MeasuredServer(*arguments) as server:
             report.add("server", server.command)
             asyncio.run(TenantClocks(server, keys, seed=-1).first_tokens(20))
             clocks = TenantClocks(server, keys, seed=options.seed)
@@ -204,6 +236,7 @@ def main() -> None:
             report.add("structure", asyncio.run(
                 TenantClocks(server, keys, seed=options.seed).structures(options.structures)
             ))  # fmt: skip
+            report.add("stream", asyncio.run(clocks.streams(options.streams)))
             report.add("abort", asyncio.run(clocks.aborts(options.aborts)))
     report.write(options.output)
 
