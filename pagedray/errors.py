@@ -18,7 +18,8 @@
     |   |   `-- UnreadError     it has left too many bytes unread
     |   |-- StreamTakenError    409 ABORTED: another call reads the stream
     |   |-- UnsupportedError    501 UNIMPLEMENTED
-    |   `-- DeadlineError       504 DEADLINE_EXCEEDED
+    |   |-- DeadlineError       504 DEADLINE_EXCEEDED
+    |   `-- LethalRequestError  422 INTERNAL: its ranks die whenever it runs; not to be retried
     |-- EngineError             503 UNAVAILABLE
     |   |-- WorkerError         a rank failed or died
     |   `-- ShuttingDownError   no new requests are accepted
@@ -43,6 +44,7 @@ __all__ = [
     "ForbiddenError",
     "InternalError",
     "InvalidRequestError",
+    "LethalRequestError",
     "OverloadedError",
     "PagedRayError",
     "RequestError",
@@ -265,6 +267,19 @@ class DeadlineError(RequestError):
     outcome = "deadline"
 
 
+class LethalRequestError(RequestError):
+    """The ranks die whenever the request runs; the log says how."""
+
+    # Clients retry 500.
+    http_status = 422
+    grpc_reason = "LETHAL_REQUEST"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The request cannot be served: it ends the processes that run it. Do not send it again."
+        )
+
+
 class EngineError(PagedRayError):
     """The engine is not available; another replica may be."""
 
@@ -272,6 +287,8 @@ class EngineError(PagedRayError):
     grpc_status = "UNAVAILABLE"
     grpc_reason = "ENGINE_UNAVAILABLE"
     outcome = "unavailable"
+    retry_after_s = 1.0
+    """When the client may try again: this replica may be back soon, or another one is chosen."""
 
 
 class WorkerError(EngineError):

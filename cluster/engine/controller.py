@@ -13,18 +13,16 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from cluster.engine.open_requests import OpenRequests
+from cluster.engine.death_inquiry import DeathInquiry
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from pagedray.errors import ShuttingDownError, WorkerError
-from pagedray.request import FinishReason
+from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.engine.death_budget import DeathBudget
     from cluster.engine.executor import Executor
     from cluster.scheduling.event import TokenEvent
     from pagedray.batch import StepOutput, StepPlan
@@ -38,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
-_FATAL_DEATHS_IN_A_ROW = 3
-"""Deaths of groups without a step between them that end the engine."""
-_MAX_RESTARTS = 3
-"""Attempts to start new ranks before the engine ends."""
-_RESTART_PAUSE_S = 1.0
 # Steps of a small model on a GPU take milliseconds, prompts of a large one on a CPU minutes.
 _STEP_BOUNDS_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -69,11 +62,10 @@ class Controller(StepLoop):
         executor: Executor,
         sink: EventSink,
         *,
-        restart_pause_s: float = _RESTART_PAUSE_S,
+        death_budget: DeathBudget | None = None,
     ) -> None:
-        super().__init__(executor, _STEP_BOUNDS_S)
+        super().__init__(executor, _STEP_BOUNDS_S, death_budget)
         self._outlet = _Outlet(sink)
-        self._restart_pause_s = restart_pause_s
         self._scheduler = Scheduler(
             config=config.scheduler,
             block_size=config.cache.block_size,
@@ -82,7 +74,7 @@ class Controller(StepLoop):
             max_model_len=config.max_model_len,
             enable_prefix_cache=config.cache.enable_prefix_cache,
         )
-        self._open_requests = OpenRequests()
+        self._inquiry = DeathInquiry(self._scheduler)
         self._in_flight: deque[float] = deque()
         """Send times of the plans without an output yet."""
         self._step_ended_s = 0.0
@@ -94,7 +86,6 @@ class Controller(StepLoop):
         with self._wake:
             self._check_open()
             self._scheduler.add_request(request)
-            self._open_requests.add_request(request)
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
 
@@ -106,15 +97,13 @@ class Controller(StepLoop):
         """End a request; ignored if it has ended or does not exist."""
         with self._wake:
             events = self._scheduler.abort_request(request_id)
-            self._note(events)
             self._wake.notify()
         self._outlet.publish(events)
 
     def finish_sequence(self, request_id: str, index: int) -> None:
         """End one sequence, whose stop string the caller has found; no event follows."""
         with self._wake:
-            if self._scheduler.finish_sequence(request_id, index):
-                self._open_requests.end_sequence(request_id)
+            self._scheduler.finish_sequence(request_id, index)
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -139,55 +128,34 @@ class Controller(StepLoop):
 
     def _replace_ranks(self, error: WorkerError) -> None:
         """Begin an epoch with new ranks; every request continues from the tokens it has."""
-        if error.details:
-            logger.warning("%s", error.details)
-        self._num_deaths += 1
-        if self._num_deaths >= _FATAL_DEATHS_IN_A_ROW:
-            raise error
         self._is_replacing = True
         started_s = time.monotonic()
         with self._wake:
-            suspects = self._open_requests.note_death(self._scheduler.started_ids())
-            events = [
-                event for suspect in suspects for event in self._scheduler.abort_request(suspect)
-            ]
-            self._note(events)
-            num_waiting = len(self._open_requests)
+            has_narrowed = self._inquiry.note_death()
+            num_waiting = self._scheduler.num_open
         are_waiting = "1 request is" if num_waiting == 1 else f"{num_waiting} requests are"
-        logger.warning("%s Replacing ranks; %s waiting.", error, are_waiting)
-        self._outlet.publish(
-            [msgspec.structs.replace(e, finish_reason=FinishReason.ERROR) for e in events]
-        )
+        self._pause_after(error, f"Replacing ranks; {are_waiting} waiting.", has_narrowed)
         self._in_flight.clear()
         self._start_ranks()
         with self._wake:
             self._scheduler.reset()
+            events = self._inquiry.examine()
             self._num_replacements += 1
         self._is_replacing = False
+        self._outlet.publish(events)
         logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)
 
     def _start_ranks(self) -> None:
-        """Start new ranks. Raises WorkerError after several failed attempts."""
-        for attempt in range(1, _MAX_RESTARTS + 1):
+        """Start new ranks. Raises WorkerError once the budget of deaths is spent."""
+        while True:
             try:
                 return self._executor.restart_ranks()
             except WorkerError as error:
-                if error.details:
-                    logger.warning("%s", error.details)
-                if attempt == _MAX_RESTARTS:
-                    raise WorkerError(
-                        f"its ranks died {attempt} times during startup. {error}"
-                    ) from error
-                logger.warning("%s Starting the ranks again.", error)
-            with self._wake:
-                # The cause may be transient.
-                self._wake.wait_for(lambda: self._is_stopping, self._restart_pause_s)
-            if self._is_stopping:
-                raise ShuttingDownError
+                self._pause_after(error, "Starting the ranks again.")
 
     def _step(self) -> None:
-        plan, expired = self._next_plan()
-        self._outlet.publish(expired)
+        plan, ended = self._next_plan()
+        self._outlet.publish(ended)
         if plan is not None:
             self._executor.submit_plan(plan)
             self._in_flight.append(time.perf_counter())
@@ -218,7 +186,6 @@ class Controller(StepLoop):
             return
         with self._wake:
             events = self._scheduler.end_sequences(ends)
-            self._note(events)
         self._outlet.publish(events)
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
@@ -227,30 +194,26 @@ class Controller(StepLoop):
         with self._wake:
             self._scheduler.acknowledge(acknowledged_step)
             now_s = time.monotonic()
-            expired = self._scheduler.expire_requests(now_s)
-            self._note(expired)
+            ended = self._scheduler.expire_requests(now_s)
+            if self._inquiry.is_active:
+                ended += self._inquiry.examine()
             plan = self._scheduler.schedule(now_s)
-            if plan is None and not expired and not self._in_flight:
+            if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
-            return plan, expired
+            return plan, ended
 
     def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:
             events = self._scheduler.update(output)
-            self._note(events)
+            if self._inquiry.is_active:
+                events = self._inquiry.clients_events(events)
             self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
         self._outlet.publish(events)
 
-    def _note(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            self._open_requests.note_event(event)
-
     def _end_requests(self, error: EngineError) -> None:
-        with self._wake:
-            self._open_requests.clear()
         self._outlet.fail_all(error)
 
 

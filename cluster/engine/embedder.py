@@ -19,12 +19,13 @@ from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.suspects import Suspects
 from pagedray.batch import EmbedPlan
 from pagedray.errors import (
     DeadlineError,
     EngineError,
+    LethalRequestError,
     PagedRayError,
-    StartupError,
     WorkerError,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cluster.engine.death_budget import DeathBudget
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import Executor
     from pagedray.config import EngineConfig
@@ -42,17 +44,20 @@ __all__ = ["Embedder"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_FATAL_DEATHS_IN_A_ROW = 6
-"""Deaths of groups without a step between them that end the engine: a batch that fails has killed
-two, so this is three batches."""
 _STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
 class Embedder(StepLoop):
     """One replica of an encoder, with a fair queue."""
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
-        super().__init__(executor, _STEP_BOUNDS_S)
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        death_budget: DeathBudget | None = None,
+    ) -> None:
+        super().__init__(executor, _STEP_BOUNDS_S, death_budget)
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
         self._hidden_size = config.model.hidden_size
@@ -62,7 +67,7 @@ class Embedder(StepLoop):
         )
         self._waiting = FairQueue[EmbeddingJob]()
         self._jobs: dict[EmbeddingJob, None] = {}
-        self._is_broken = False
+        self._suspects = Suspects()
         self._num_arrivals = 0
         self._next_step = 0
         self._num_running = 0
@@ -86,7 +91,10 @@ class Embedder(StepLoop):
             self._num_arrivals += 1
             self._num_prompt_tokens += request.num_tokens
             self._jobs[job] = None
-            self._waiting.insert(job)
+            if self._suspects.may_run(job.id):
+                self._waiting.insert(job)
+            else:
+                job.is_barred = True
             self._wake.notify()
         return job.answer
 
@@ -123,15 +131,9 @@ class Embedder(StepLoop):
                 self._wake.wait(_POLL_S)
                 return
         try:
-            vectors = self._run_twice(batch)
-        except (WorkerError, StartupError) as error:
-            self._is_broken = True
-            if self._num_deaths >= _FATAL_DEATHS_IN_A_ROW:
-                raise
-            refusal = EngineError(f"The texts could not be embedded: {error}")
-            with self._wake:
-                for job in {job: None for job, _ in batch}:
-                    self._leave(job, refusal)
+            vectors = self._run(self._plan_of(batch))
+        except WorkerError as error:
+            self._replace_ranks(error, batch)
             return
         with self._wake:
             for (job, index), vector in zip(batch, vectors, strict=True):
@@ -139,6 +141,8 @@ class Embedder(StepLoop):
             for job in {job: None for job, _ in batch}:
                 if not job.undone:
                     self._leave(job, None)
+            if self._suspects.are_any:
+                self._examine(is_proven=True)
 
     def _drop_ended(self, now_s: float) -> None:
         """Drop cancelled requests, and end those past their deadline."""
@@ -187,41 +191,97 @@ class Embedder(StepLoop):
     def _leave(self, job: EmbeddingJob, error: PagedRayError | None) -> None:
         """Remove a job and resolve it."""
         del self._jobs[job]
-        if job.undone:
+        if job.undone and not job.is_barred:
             self._waiting.remove(job)
         if not job.has_started:
             self._backlog.drop_request(job.request.tenant, job.request.num_tokens)
         self._waiting.close_share(job.share)
         job.resolve(error)
 
-    def _run_twice(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
-        """Return the vectors of texts; if the ranks die, try once more with new ones."""
-        try:
-            if self._is_broken:
-                self._replace_ranks()
-            return self._run(batch)
-        except WorkerError as error:
-            self._num_deaths += 1
-            logger.warning("%s Replacing ranks.", error)
-        self._replace_ranks()
-        try:
-            return self._run(batch)
-        except WorkerError:
-            self._num_deaths += 1
-            raise
-
-    def _replace_ranks(self) -> None:
+    def _replace_ranks(self, error: WorkerError, batch: list[tuple[EmbeddingJob, int]]) -> None:
+        """Start new ranks after a death; the texts of the batch wait again."""
         self._is_replacing = True
-        self._num_replacements += 1
-        self._executor.restart_ranks()
-        self._next_step = 0
-        self._is_replacing = self._is_broken = False
+        with self._wake:
+            was_searching = self._suspects.is_searching
+            num_examined = self._suspects.num_examined
+            self._put_back(batch)
+            self._examine(has_died=True)
+            has_narrowed = was_searching and 0 < self._suspects.num_examined < num_examined
+        self._start_ranks(error, has_narrowed=has_narrowed)
+        while self._suspects.needs_proof:
+            # A text of our own, which proves that the ranks work.
+            try:
+                self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
+            except WorkerError as death:
+                self._start_ranks(death)
+            else:
+                with self._wake:
+                    self._examine(is_proven=True)
+        self._is_replacing = False
 
-    def _run(self, batch: list[tuple[EmbeddingJob, int]]) -> NDArray[np.float32]:
-        began_s = time.perf_counter()
+    def _start_ranks(self, error: WorkerError, *, has_narrowed: bool = False) -> None:
+        """Start new ranks. Raises WorkerError once the budget of deaths is spent."""
+        self._pause_after(error, "Replacing ranks.", has_narrowed=has_narrowed)
+        while True:
+            try:
+                self._executor.restart_ranks()
+                break
+            except WorkerError as death:
+                self._pause_after(death, "Starting the ranks again.")
+        self._num_replacements += 1
+        self._next_step = 0
+
+    def _put_back(self, batch: list[tuple[EmbeddingJob, int]]) -> None:
+        """Make the texts of a batch wait again; they ran at a death."""
+        ran: dict[str, dict[int, int]] = {}
+        for job, index in batch:
+            if job not in self._jobs:
+                continue
+            ran.setdefault(job.id, {})[index] = 0
+            if not job.undone and not job.is_barred:
+                self._waiting.insert(job)
+            job.put_back(index)
+        self._suspects.note_death(ran)
+
+    def _examine(self, *, has_died: bool = False, is_proven: bool = False) -> None:
+        """Note which suspects are left, end culprits, and decide which jobs run.
+
+        A suspect survives once the texts that ran at a death are embedded. `is_proven` says that a
+        step finished since the death.
+        """
+        suspects = self._suspects
+        undone = {job.id: dict.fromkeys(job.undone, 0) for job in self._jobs}
+        has_changed = suspects.note_lengths(undone)
+        for culprit in suspects.take_culprits(is_proven=is_proven):
+            logger.error(
+                "A request to embed %s texts ended with an error: the ranks died whenever it ran, "
+                "and work without it.",
+                len(undone[culprit]),
+            )
+            job = next(job for job in self._jobs if job.id == culprit)
+            self._leave(job, LethalRequestError())
+        if has_changed or has_died:
+            for job in self._jobs:
+                self._bar(job, is_barred=not suspects.may_run(job.id))
+
+    def _bar(self, job: EmbeddingJob, *, is_barred: bool) -> None:
+        if is_barred == job.is_barred:
+            return
+        job.is_barred = is_barred
+        # A job without texts left is in the running step.
+        if job.undone and is_barred:
+            self._waiting.remove(job)
+        elif job.undone:
+            self._waiting.insert(job)
+
+    def _plan_of(self, batch: list[tuple[EmbeddingJob, int]]) -> EmbedPlan:
         pooling, is_normalized = batch[0][0].kind
         token_ids = [list(job.request.texts[index]) for job, index in batch]
-        plan = EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
+        return EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
+
+    def _run(self, plan: EmbedPlan) -> NDArray[np.float32]:
+        """Return the vectors of a plan's texts. Raises WorkerError."""
+        began_s = time.perf_counter()
         self._next_step += 1
         output = self._executor.embed_texts(plan)
         self._count_step(time.perf_counter() - began_s)

@@ -43,10 +43,21 @@ class EmbeddingRequest:
 class EmbeddingJob:
     """An open request and the texts of it that are not embedded yet."""
 
-    __slots__ = ("answer", "has_started", "order", "request", "share", "undone", "vectors")
+    __slots__ = (
+        "answer",
+        "has_started",
+        "id",
+        "is_barred",
+        "order",
+        "request",
+        "share",
+        "undone",
+        "vectors",
+    )
 
     def __init__(self, request: EmbeddingRequest, arrival: int, share: Share[EmbeddingJob]) -> None:
         self.request = request
+        self.id = str(arrival)
         self.order = (arrival,)
         self.share = share
         self.answer: Future[NDArray[np.float32]] = Future()
@@ -55,11 +66,18 @@ class EmbeddingJob:
         texts = request.texts
         self.undone = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         self.has_started = False
+        self.is_barred = False
+        """Whether it may not run at present."""
 
     @property
     def kind(self) -> tuple[Pooling, bool]:
         """The parameters that all texts of a step share."""
         return self.request.pooling, self.request.is_normalized
+
+    def put_back(self, index: int) -> None:
+        """Embed a text again."""
+        self.undone.append(index)
+        self.undone.sort(key=lambda i: len(self.request.texts[i]), reverse=True)
 
     def resolve(self, error: PagedRayError | None) -> None:
         """Set the answer, unless it was cancelled."""

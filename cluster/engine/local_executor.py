@@ -1,23 +1,32 @@
-"""A single rank inside the calling process, for debugging and small models."""
+"""A single rank inside the calling process, for debugging and small models.
+
+An exception in a step ends neither the process nor the model: the rank gets new rows and a new
+cache. What ends the process, such as a segmentation fault, ends the engine with it.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.engine.executor import Executor
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
-from pagedray.errors import StartupError, WorkerError
+from pagedray.errors import PagedRayError, StartupError, WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import StepMasks, StepPlan
     from pagedray.config import CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
 __all__ = ["LocalExecutor"]
+
+Result = TypeVar("Result")
 
 
 class LocalExecutor(Executor):
@@ -62,18 +71,29 @@ class LocalExecutor(Executor):
 
     def collect_output(self) -> StepOutput:
         # Waited for here, so that the rank's thread can launch the next step meanwhile.
-        output = self._running.popleft().result().output()
+        running = self._running.popleft()
+        output = _survived(lambda: running.result().output())
         assert isinstance(output, StepOutput)
         self._acknowledged_step = output.step
         return output
 
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        output = self._thread.submit(lambda: self._worker.launch(plan).output()).result()
+        running = self._thread.submit(self._worker.launch, plan)
+        output = _survived(lambda: running.result().output())
         assert isinstance(output, EmbedOutput)
         return output
 
     def restart_ranks(self) -> None:
-        raise WorkerError("The local executor cannot restart its rank.")
+        """Give the rank new rows and a new cache; the model stays loaded."""
+        for step in self._running:
+            step.cancel()
+        # A step may be waiting for masks.
+        self._masks.put(None)
+        wait(self._running)
+        self._running.clear()
+        self._masks = SimpleQueue()
+        self._acknowledged_step = -1
+        _survived(self._thread.submit(self._allocate_cache).result)
 
     def close(self) -> None:
         # Release a step that is waiting for masks.
@@ -94,6 +114,10 @@ class LocalExecutor(Executor):
         worker.capture_graphs()
         return worker, cache_size, providers
 
+    def _allocate_cache(self) -> None:
+        size = self._cache_size
+        self._worker.allocate_cache(size.num_blocks, size.num_cpu_blocks)
+
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:
             raise StartupError("Loading was interrupted.")
@@ -107,3 +131,16 @@ class LocalExecutor(Executor):
                 raise WorkerError("The rank was closed.")
             pending.take_masks(masks)
         return pending
+
+
+def _survived(compute: Callable[[], Result]) -> Result:
+    """Return the result of what a rank computes. Raises WorkerError for most exceptions."""
+    try:
+        return compute()
+    except PagedRayError:
+        raise
+    except Exception as error:
+        lines = traceback.format_exception(error)
+        # They hold the cache, for which the next one needs the memory.
+        traceback.clear_frames(error.__traceback__)
+    raise WorkerError(f"Rank 0 failed: {lines[-1].strip()}.", details="".join(lines).strip())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from cluster.engine.death_budget import DeathBudget
 from cluster.engine.duration_histogram import DurationHistogram
 from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
 
@@ -26,15 +28,16 @@ class StepLoop(ABC):
     A subclass accesses what threads share under `_wake`, and notifies `_wake` of work.
     """
 
-    def __init__(self, executor: Executor, step_bounds_s: Sequence[float]) -> None:
+    def __init__(
+        self, executor: Executor, step_bounds_s: Sequence[float], death_budget: DeathBudget | None
+    ) -> None:
         """`step_bounds_s` are the bounds of the histogram of step durations."""
         self._executor = executor
         self._wake = threading.Condition()
         self._error: EngineError | None = None
         self._is_stopping = False
         self._is_replacing = False
-        self._num_deaths = 0
-        """Groups of ranks that died since the last finished step."""
+        self._death_budget = death_budget or DeathBudget()
         self._num_replacements = 0
         self._num_steps = 0
         self._last_step_s = 0.0
@@ -93,9 +96,23 @@ class StepLoop(ABC):
 
     def _count_step(self, step_s: float) -> None:
         self._num_steps += 1
-        self._num_deaths = 0
+        self._death_budget.note_step()
         self._last_step_s = step_s
         self._step_times.record(step_s)
+
+    def _pause_after(self, error: WorkerError, what: str, has_narrowed: bool = False) -> None:
+        """Log a death of ranks and what follows, and pause as long as the budget of deaths says.
+
+        `has_narrowed` says that fewer requests may have caused it. Raises WorkerError if the budget
+        is spent, and ShuttingDownError.
+        """
+        if error.details:
+            logger.warning("%s", error.details)
+        pause_s = self._death_budget.note_death(time.monotonic(), error, has_narrowed=has_narrowed)
+        logger.warning("%s %s", error, what)
+        with self._wake:
+            if self._wake.wait_for(lambda: self._is_stopping, pause_s):
+                raise ShuttingDownError
 
     def _loop(self) -> None:
         try:
@@ -109,7 +126,10 @@ class StepLoop(ABC):
     def _break_down(self, error: Exception) -> None:
         if isinstance(error, StartupError | WorkerError):
             logger.error("The engine is stopping: %s", error)
-            self._fail(EngineError(f"The engine has stopped: {error}"))
+            end = EngineError(f"The engine has stopped: {error}")
+            if isinstance(error, WorkerError):
+                end.retry_after_s = error.retry_after_s
+            self._fail(end)
             return
         logger.error("The engine is stopping after an internal error.", exc_info=error)
         self._fail(EngineError("The engine failed; see the server log."))

@@ -10,6 +10,7 @@ It has no clock and no thread: times are arguments, and callers hold a lock.
 import heapq
 import secrets
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cluster.scheduling.backlog import Backlog
@@ -38,6 +39,8 @@ class _Flight(NamedTuple):
 
     plan: StepPlan
     sampled: list[Sequence]
+    prefilled: list[Sequence]
+    """Sequences that compute known tokens, whether they sample or not."""
 
 
 class Scheduler:
@@ -76,6 +79,7 @@ class Scheduler:
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
+        self._may_run: Callable[[str], bool] = _allow_any
         self._has_structures = False
         """Whether any request so far had a grammar."""
         self._num_steps = 0
@@ -89,14 +93,19 @@ class Scheduler:
         return bool(self._table.requests or self._in_flight)
 
     @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._table.requests)
+
+    @property
     def num_running(self) -> int:
         """Sequences that have a row and all their blocks."""
         return len(self._table.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have neither row nor blocks."""
-        return len(self._table.waiting) + self._table.num_held
+        """Sequences that have neither row nor blocks, barred ones included."""
+        return len(self._table.waiting) + self._table.num_held + len(self._table.barred)
 
     @property
     def num_swapped(self) -> int:
@@ -110,6 +119,7 @@ class Scheduler:
             request, arrival=self._num_arrivals, max_model_len=self._max_model_len
         )
         self._num_arrivals += 1
+        active.is_barred = not self._may_run(request.id)
         self._has_structures = self._has_structures or request.grammar is not None
         self._table.add_request(active)
         if request.deadline_s is not None:
@@ -139,13 +149,43 @@ class Scheduler:
                 return True
         return False
 
-    def started_ids(self) -> list[str]:
-        """Return the ids of requests of which a sequence has started."""
-        return [
-            request_id
-            for request_id, active in self._table.requests.items()
-            if not active.is_queued
-        ]
+    def is_open(self, request_id: str) -> bool:
+        """Return whether a request has not ended."""
+        return request_id in self._table.requests
+
+    def lengths_in_flight(self) -> dict[str, dict[int, int]]:
+        """Return the known tokens of the sequences in the plans in flight, by request and index.
+
+        Some may have ended.
+        """
+        lengths: dict[str, dict[int, int]] = {}
+        for flight in self._in_flight:
+            for sequence in (*flight.prefilled, *flight.sampled):
+                known = lengths.setdefault(sequence.request_id, {})
+                known[sequence.index] = len(sequence.token_ids)
+        return lengths
+
+    def lengths_of(self, request_ids: Iterable[str]) -> dict[str, dict[int, int]]:
+        """Return the known tokens of unfinished sequences, by request and index."""
+        return {
+            request_id: {
+                sequence.index: len(sequence.token_ids)
+                for sequence in self._table.unfinished(request_id)
+            }
+            for request_id in request_ids
+        }
+
+    def restrict(self, may_run: Callable[[str], bool]) -> None:
+        """Have only the requests run whose ids satisfy `may_run`, until the next call.
+
+        Others lose their rows and blocks; their tokens in flight still arrive.
+        """
+        self._may_run = may_run
+        for request_id, active in self._table.requests.items():
+            if active.is_barred and may_run(request_id):
+                self._table.readmit_request(active)
+            elif not active.is_barred and not may_run(request_id):
+                self._table.bar_request(active)
 
     def expire_requests(self, now_s: float) -> list[TokenEvent]:
         """End the requests whose deadline has passed; to be called regularly."""
@@ -168,7 +208,7 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build_plan()
-        self._in_flight.append(_Flight(plan, draft.sampled))
+        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
@@ -181,7 +221,7 @@ class Scheduler:
     def update(self, output: StepOutput) -> list[TokenEvent]:
         """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
-        plan, sampled = self._in_flight.popleft()
+        plan, sampled, _ = self._in_flight.popleft()
         self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
         # A token is discarded if the previous step ended its sequence.
@@ -387,3 +427,8 @@ class Scheduler:
             num_prompt_tokens=sequence.num_prompt_tokens,
             started_s=sequence.active.started_s,
         )
+
+
+def _allow_any(request_id: str) -> bool:
+    """Return True for every request."""
+    return True

@@ -22,6 +22,8 @@ class SequenceState(Enum):
     """Has CPU blocks."""
     ARRIVING = auto()
     """Has a row and device blocks that are being swapped in."""
+    BARRED = auto()
+    """May not run at present; holds nothing."""
     FINISHED = auto()
 
 
@@ -30,6 +32,7 @@ class ActiveRequest:
 
     __slots__ = (
         "held",
+        "is_barred",
         "is_queued",
         "num_cached_tokens",
         "num_unfinished",
@@ -50,6 +53,8 @@ class ActiveRequest:
         """Its tenant's share, once it is queued."""
         self.token_cost = 1.0 / request.weight
         """Cost of a token on the tenant's clock."""
+        self.is_barred = False
+        """Whether none of its sequences may run at present."""
         self.is_queued = True
         """Whether none of its sequences has started."""
         self.started_s = 0.0

@@ -21,6 +21,7 @@ class SequenceTable:
         "_started",
         "arriving",
         "backlog",
+        "barred",
         "requests",
         "running",
         "swapped",
@@ -36,6 +37,7 @@ class SequenceTable:
         self.running = SequenceQueue()
         self.swapped = SequenceQueue()
         self.arriving = SequenceQueue()
+        self.barred = SequenceQueue()
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._started: list[ActiveRequest] = []
@@ -57,13 +59,39 @@ class SequenceTable:
                 yield sequence
 
     def add_request(self, active: ActiveRequest) -> None:
-        """Queue the sequences of a request, except those that wait for a sibling's prompt."""
+        """Queue the sequences of a request, except those that wait for a sibling's prompt.
+
+        A barred request waits for `readmit_request`.
+        """
         self.requests[active.request.id] = active
         active.share = self.waiting.open_share(active.request.tenant)
         self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
         for sequence in active.sequences:
             if sequence.state is SequenceState.WAITING:
-                self.waiting.insert(sequence)
+                self._queue_sequence(sequence)
+
+    def bar_request(self, active: ActiveRequest) -> None:
+        """Take rows and blocks from a request's sequences, which do not run until readmitted."""
+        active.is_barred = True
+        for sequence in active.sequences:
+            if sequence.state in (SequenceState.HELD, SequenceState.FINISHED):
+                continue
+            self._queue_of(sequence).remove(sequence)
+            if sequence.row >= 0:
+                self._end_row(sequence)
+            self._kv.release(sequence)
+            sequence.forget_computed()
+            self._queue_sequence(sequence)
+            # They may no longer wait for its prompt.
+            self.release_siblings(sequence)
+
+    def readmit_request(self, active: ActiveRequest) -> None:
+        """Queue the sequences of a barred request."""
+        active.is_barred = False
+        for sequence in active.sequences:
+            if sequence.state is SequenceState.BARRED:
+                self.barred.remove(sequence)
+                self._queue_sequence(sequence)
 
     def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
         """Give a waiting or swapped sequence a row."""
@@ -124,8 +152,7 @@ class SequenceTable:
         if sequence.index or not active.held:
             return
         for sibling in active.held:
-            sibling.state = SequenceState.WAITING
-            self.waiting.insert(sibling)
+            self._queue_sequence(sibling)
         active.held = []
 
     def reset_sequences(self) -> None:
@@ -139,11 +166,17 @@ class SequenceTable:
                 sequence.row = -1
                 sequence.ready_step = -1
                 self.waiting.insert(sequence)
-        for sequence in self.waiting:
+        for sequence in (*self.waiting, *self.barred):
             self._kv.disown(sequence)
             sequence.forget_computed()
             # Tokens in flight are lost and will be sampled again.
             sequence.length = len(sequence.token_ids)
+
+    def _queue_sequence(self, sequence: Sequence) -> None:
+        """Make a sequence waiting, or barred with its request."""
+        is_barred = sequence.active.is_barred
+        sequence.state = SequenceState.BARRED if is_barred else SequenceState.WAITING
+        self._queue_of(sequence).insert(sequence)
 
     def _end_row(self, sequence: Sequence) -> None:
         self._free_rows.append(sequence.row)
@@ -157,6 +190,8 @@ class SequenceTable:
                 return self.running
             case SequenceState.SWAPPED:
                 return self.swapped
+            case SequenceState.BARRED:
+                return self.barred
             case state:
                 assert state is SequenceState.ARRIVING
                 return self.arriving

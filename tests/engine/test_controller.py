@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine.controller import Controller
+from cluster.engine.death_budget import DeathBudget
 from pagedray.config import EngineConfig, ModelConfig
 from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
 from pagedray.request import FinishReason, Request, SamplingParams
@@ -17,16 +19,21 @@ from tests.fakes import FakeExecutor, RecordingSink, wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagedray.batch import StepOutput
+
 
 class Rig:
     """A controller with fake ranks and a recording sink."""
 
-    def __init__(self, *, restart_pause_s: float = 0.01) -> None:
-        self.executor = FakeExecutor()
+    def __init__(
+        self, executor: FakeExecutor | None = None, *, first_pause_s: float = 0.001
+    ) -> None:
+        self.executor = FakeExecutor() if executor is None else executor
         self.sink = RecordingSink()
-        self.controller = Controller(
-            config(), self.executor, self.sink, restart_pause_s=restart_pause_s
+        budget = DeathBudget(
+            max_barren=5, barren_s=0.0, first_pause_s=first_pause_s, max_pause_s=first_pause_s
         )
+        self.controller = Controller(config(), self.executor, self.sink, death_budget=budget)
 
     def submit(
         self,
@@ -36,6 +43,7 @@ class Rig:
         max_tokens: int = 5,
         num_prompt_tokens: int = 3,
         deadline_s: float | None = None,
+        seed: int = 0,
     ) -> None:
         self.sink.expect(request_id, n)
         self.controller.submit_request(
@@ -43,7 +51,7 @@ class Rig:
                 id=request_id,
                 prompt_token_ids=tuple(range(num_prompt_tokens)),
                 sampling=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True),
-                seed=0,
+                seed=seed,
                 deadline_s=deadline_s,
             )
         )
@@ -143,7 +151,9 @@ def test_engine_gives_up_when_every_replacement_dies(
     rig.submit("b")
     rig.controller.start_steps()
     errors = set(map(str, rig.ends().values()))
-    assert errors == {"The engine has stopped: its ranks died 3 times during startup. No luck."}
+    assert errors == {
+        "The engine has stopped: its ranks died 5 times in 0 s without finishing a step. No luck."
+    }
     assert not rig.controller.is_healthy
     with pytest.raises(EngineError, match="has stopped"):
         rig.submit("c")
@@ -160,26 +170,118 @@ def test_ranks_that_cannot_start_are_not_tried_again(rig: Rig) -> None:
 
 
 def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
-    rig.executor.step_failures += [WorkerError("A rank died.")] * 3
+    rig.executor.step_failures += [WorkerError("A rank died.")] * 100
     rig.submit("a")
+    rig.submit("b")
     rig.controller.start_steps()
-    assert isinstance(rig.ends()["a", 0], EngineError)
-    assert rig.executor.num_restarts == 2
+    errors = rig.ends().values()
+    assert all(isinstance(error, EngineError) for error in errors)
+    assert {error.retry_after_s for error in errors if isinstance(error, EngineError)} == {10.0}
+    assert rig.executor.num_restarts >= 4
 
 
-def test_request_that_saw_too_many_deaths_ends_alone(rig: Rig) -> None:
-    rig.executor.step_s = 0.002
-    rig.submit("poison", max_tokens=150)
+def test_deaths_with_steps_between_cost_nobody(rig: Rig) -> None:
+    rig.executor.step_s = 0.001
+    for number in range(8):
+        rig.submit(f"r{number}", max_tokens=150)
     rig.controller.start_steps()
-    for _ in range(3):
-        # A step finishes between two deaths, so that the engine itself continues.
+    for _ in range(12):
         num_steps, num_restarts = rig.controller.stats().num_steps, rig.executor.num_restarts
-        wait_for(lambda: rig.controller.stats().num_steps > num_steps)  # noqa: B023
+        wait_for(lambda: rig.controller.stats().num_steps > num_steps + 5)  # noqa: B023
         rig.executor.step_failures.append(WorkerError("A rank died."))
         wait_for(lambda: rig.executor.num_restarts > num_restarts)  # noqa: B023
-    rig.submit("other")
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert all(tokens == [7] * 150 for tokens in rig.sink.tokens.values())
+
+
+class PoisonedExecutor(FakeExecutor):
+    """Ranks that die when a row reaches the length at which its seed is poisonous."""
+
+    def __init__(self, poisons: dict[int, int]) -> None:
+        super().__init__()
+        self.poisons = poisons
+        """Lengths by seed."""
+        self.num_deaths = 0
+        self._seeds: dict[int, int] = {}
+        self.num_running: list[int] = []
+
+    def collect_output(self) -> StepOutput:
+        plan = self._plans[0]
+        self._seeds |= {start.row: start.seed for start in plan.starts}
+        self.num_running.append(len(plan.sequences))
+        for one in plan.sequences:
+            if one.first_position + one.num_tokens == self.poisons.get(self._seeds[one.row]):
+                self.num_deaths += 1
+                raise WorkerError("A rank died.")
+        return super().collect_output()
+
+
+@pytest.mark.parametrize("length", [3, 4, 20])
+@pytest.mark.parametrize(("number", "poison"), [(1, 0), (2, 1), (16, 0), (16, 9), (16, 15)])
+def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: int) -> None:
+    # The engine's own request has seed 0.
+    executor = PoisonedExecutor({poison + 1: length})
+    rig = Rig(executor)
+    for index in range(number):
+        rig.submit(f"r{index}", max_tokens=30, seed=index + 1)
+    rig.controller.start_steps()
     ends = rig.ends()
-    assert ends == {("poison", 0): FinishReason.ERROR, ("other", 0): FinishReason.LENGTH}
+    assert ends.pop((f"r{poison}", 0)) is FinishReason.ERROR
+    assert set(ends.values()) <= {FinishReason.LENGTH}
+    assert all(rig.sink.tokens[key] == [7] * 30 for key in ends)
+    assert executor.num_deaths <= 2 + max(1, math.ceil(math.log2(number)))
+    wait_for(lambda: rig.controller.is_healthy)
+    rig.submit("later", seed=99)
+    assert rig.ends()["later", 0] is FinishReason.LENGTH
+
+
+def test_several_poisons_end_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    executor = PoisonedExecutor({2: 3, 3: 3, 11: 10, 20: 25})
+    rig = Rig(executor)
+    for seed in range(32):
+        rig.submit(f"r{seed}", max_tokens=30, seed=seed, n=1 + seed % 3)
+    rig.controller.start_steps()
+    failed = {key[0] for key, end in rig.ends().items() if end is not FinishReason.LENGTH}
+    assert failed == {"r2", "r3", "r11", "r20"}
+    assert executor.num_deaths <= 4 * (4 + 5)
+    ended = [r for r in caplog.records if "ended with an error" in r.getMessage()]
+    assert len(ended) == 4
+
+
+def test_requests_that_arrive_during_a_search_wait_and_finish() -> None:
+    executor = PoisonedExecutor({3: 5})
+    rig = Rig(executor)
+    for seed in range(8):
+        rig.submit(f"r{seed}", max_tokens=30, seed=seed)
+    rig.controller.start_steps()
+    wait_for(lambda: executor.num_deaths >= 2)
+    rig.submit("new", max_tokens=30, seed=50)
+    ends = rig.ends()
+    assert ends.pop(("r3", 0)) is FinishReason.ERROR
+    assert set(ends.values()) == {FinishReason.LENGTH}
+
+
+def test_a_client_that_leaves_during_a_search_does_not_stop_it() -> None:
+    executor = PoisonedExecutor({1: 5})
+    rig = Rig(executor)
+    for index in range(4):
+        rig.submit(f"r{index}", max_tokens=30, seed=index + 1)
+    rig.controller.start_steps()
+    wait_for(lambda: executor.num_deaths >= 2)
+    rig.controller.abort_request("r0")
+    ends = rig.ends()
+    assert ends.pop(("r0", 0)) in (FinishReason.ABORT, FinishReason.ERROR)
+    assert set(ends.values()) == {FinishReason.LENGTH}
+
+
+def test_ranks_that_always_die_blame_no_request() -> None:
+    executor = PoisonedExecutor(dict.fromkeys(range(8), 4))
+    executor.poisons[0] = 1  # The engine's own request, too.
+    rig = Rig(executor)
+    for seed in range(1, 8):
+        rig.submit(f"r{seed}", seed=seed)
+    rig.controller.start_steps()
+    assert all(isinstance(end, EngineError) for end in rig.ends().values())
 
 
 def test_defect_ends_every_request(rig: Rig) -> None:
@@ -215,12 +317,12 @@ def test_step_that_ends_after_the_shutdown_adds_nothing(rig: Rig) -> None:
 
 
 def test_shutdown_does_not_wait_for_a_replacement(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(restart_pause_s=60.0)
+    rig = Rig(first_pause_s=60.0)
     rig.executor.step_failures.append(WorkerError("A rank died."))
-    rig.executor.restart_failures.append(WorkerError("So did the next."))
+    rig.executor.restart_failures += [WorkerError("So did the next."), WorkerError("And it, too.")]
     rig.submit("a")
     rig.controller.start_steps()
-    wait_for(lambda: rig.executor.num_restarts)
+    wait_for(lambda: rig.executor.num_restarts == 2)
     started_s = time.monotonic()
     rig.controller.stop_steps()
     assert time.monotonic() - started_s < 20.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cluster.engine.death_budget import DeathBudget
 from cluster.engine.embedder import Embedder
 from cluster.engine.embedding_job import EmbeddingRequest
 from pagedray.batch import EmbedOutput, EmbedPlan
@@ -18,6 +19,7 @@ from pagedray.config import EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.errors import (
     DeadlineError,
     EngineError,
+    LethalRequestError,
     OverloadedError,
     ShuttingDownError,
     WorkerError,
@@ -75,7 +77,8 @@ def opened() -> Iterator[Callable[..., Embedder]]:
 
     def open_one(executor: CountingExecutor, **limits: int) -> Embedder:
         config = EngineConfig(model=MODEL, scheduler=SchedulerConfig(**limits))  # type: ignore[arg-type]  # the stubs are narrower than the library
-        embedder = Embedder(config, executor)
+        budget = DeathBudget(barren_s=0.0, first_pause_s=0.001, max_pause_s=0.001)
+        embedder = Embedder(config, executor, death_budget=budget)
         embedder.start_steps()
         embedders.append((embedder, executor))
         return embedder
@@ -186,20 +189,66 @@ def test_texts_go_to_new_ranks_when_the_old_ones_die(opened: Callable[..., Embed
     assert [plan.step for plan in executor.plans] == [0, 0]
 
 
-def test_texts_that_kill_two_groups_fail(opened: Callable[..., Embedder]) -> None:
-    executor = CountingExecutor(num_failures=2)
+LETHAL = 49
+
+
+class PoisonedExecutor(CountingExecutor):
+    """Ranks that die of texts with one token, or always."""
+
+    def __init__(self, *, dies_always: bool = False) -> None:
+        super().__init__(is_open=False)
+        self.dies_always = dies_always
+        self.num_deaths = 0
+
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
+        output = super().embed_texts(plan)
+        if self.dies_always or any(LETHAL in ids for ids in plan.token_ids):
+            self.num_deaths += 1
+            raise WorkerError("A rank died.")
+        return output
+
+
+@pytest.mark.parametrize("poisons", [{0}, {5}, {15}, {3, 4, 12}])
+def test_texts_that_kill_their_ranks_fail_alone(
+    opened: Callable[..., Embedder], poisons: set[int]
+) -> None:
+    executor = PoisonedExecutor()
     embedder = opened(executor)
-    with pytest.raises(EngineError, match="could not be embedded: A rank died"):
-        embedder.submit_request(request([7])).result(TIMEOUT_S)
+    held(embedder, executor)
+    answers = [
+        embedder.submit_request(request([7], [LETHAL if index in poisons else 8, 9]))
+        for index in range(16)
+    ]
+    executor.gate.set()
+    failed = {i for i, answer in enumerate(answers) if answer.exception(TIMEOUT_S) is not None}
+    assert failed == poisons
+    assert all(isinstance(answers[i].exception(), LethalRequestError) for i in failed)
+    assert answers[1].result().tolist() == [[1.0, 7.0], [2.0, 8.0]]
+    assert executor.num_deaths <= len(poisons) * (2 + 4)
+    assert embedder.stats().scheduler.num_queued_requests == 0
+
+
+def test_a_lethal_request_that_is_alone_fails_after_three_deaths(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = PoisonedExecutor()
+    executor.gate.set()
+    embedder = opened(executor)
+    with pytest.raises(LethalRequestError):
+        embedder.submit_request(request([LETHAL])).result(TIMEOUT_S)
+    assert executor.num_deaths == 3
     assert embedder.submit_request(request([7])).result(TIMEOUT_S).tolist() == [[1.0, 7.0]]
-    assert executor.num_restarts == 2
+    assert embedder.is_healthy
 
 
 def test_deaths_without_a_step_between_end_the_engine(opened: Callable[..., Embedder]) -> None:
-    embedder = opened(CountingExecutor(num_failures=1000))
-    errors = [embedder.submit_request(request([7])).exception(TIMEOUT_S) for _ in range(3)]
+    executor = PoisonedExecutor(dies_always=True)
+    embedder = opened(executor)
+    answers = [embedder.submit_request(request([7])) for _ in range(3)]
+    executor.gate.set()
+    errors = [answer.exception(TIMEOUT_S) for answer in answers]
     assert all(isinstance(error, EngineError) for error in errors)
-    assert "has stopped" in str(errors[-1])
+    assert "without finishing a step" in str(errors[-1])
     with pytest.raises(EngineError, match="has stopped"):
         embedder.submit_request(request([7]))
     assert not embedder.is_healthy

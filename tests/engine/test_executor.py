@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+from pagedray.errors import WorkerError
 from pagedray.request import SamplingParams
 from tests.system.server_process import TINY_LLAMA
+from workers.decoder_worker import DecoderWorker
 
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
@@ -35,6 +38,42 @@ def test_step_reports_the_times_of_its_swaps_and_its_forward_pass() -> None:
     assert prefill.forward_s > 0.0
     assert prefill.swap_s == 0.0
     assert swap.swap_s > 0.0
+
+
+def test_failed_rank_gets_a_new_cache_and_keeps_its_model() -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    worker = executor._worker
+    assert isinstance(worker, DecoderWorker)
+    model, old_runner = worker._model, weakref.ref(worker._runner)
+    start = SequenceStart(0, [5, 6, 7], 3, [1], SamplingParams(temperature=0.0), 0, 0)
+    good = StepPlan(0, [SequencePlan(0, 0, 3, True)], [start])
+    executor.submit_plan(good)
+    expected = executor.collect_output().token_ids
+    bad = SequenceStart(1, [10**6], 1, [2], SamplingParams(), 0, 0)
+    executor.submit_plan(StepPlan(1, [SequencePlan(1, 0, 1, True)], [bad]))
+    executor.submit_plan(StepPlan(2, [SequencePlan(1, 1, 1, True)]))
+    with pytest.raises(WorkerError, match=r"Rank 0 failed: IndexError: ") as caught:
+        executor.collect_output()
+    assert "Traceback" in caught.value.details
+    executor.restart_ranks()
+    assert worker._model is model
+    assert old_runner() is None
+    assert executor.acknowledged_step == -1
+    executor.submit_plan(good)
+    assert executor.collect_output().token_ids == expected
+    executor.close()
+
+
+def test_rank_that_waits_for_masks_can_be_restarted() -> None:
+    executor = LocalExecutor(config(), lambda what, fraction: None)
+    masked = SequenceStart(0, [5], 1, [1], SamplingParams(), 0, 0, (), True)
+    for step in range(2):
+        executor.submit_plan(StepPlan(step, [SequencePlan(0, 0, 1, True)], [masked]))
+    executor.restart_ranks()
+    start = SequenceStart(0, [5], 1, [1], SamplingParams(), 0, 0)
+    executor.submit_plan(StepPlan(0, [SequencePlan(0, 0, 1, True)], [start]))
+    assert len(executor.collect_output().token_ids) == 1
+    executor.close()
 
 
 def test_loading_ends_soon_after_it_is_interrupted() -> None:

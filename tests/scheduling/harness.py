@@ -1,7 +1,7 @@
 """A scheduler with a fake worker, and the invariants of both."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.event import TokenEvent
@@ -70,6 +70,7 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.acknowledged_step = -1
         self._num_planned_tokens = 0
+        self._was_restricted = False
         self._first_starts: dict[int, int] = {}
         self._expected_content: dict[bytes, list[int]] = {}
 
@@ -135,7 +136,11 @@ class Harness:
         had_work = self.scheduler.has_work
         plan = self.scheduler.schedule()
         if plan is None:
-            is_waiting = num_in_flight or self.acknowledged_step < self.worker.executed_step
+            is_waiting = (
+                num_in_flight
+                or self.acknowledged_step < self.worker.executed_step
+                or len(self.scheduler._table.barred)
+            )
             assert is_waiting or not had_work, "nothing runs and nothing is waited for"
             return None
         assert num_in_flight < MAX_PLANS_IN_FLIGHT
@@ -191,6 +196,14 @@ class Harness:
         self.worker = self._make_worker(len(self.worker.device), len(self.worker.cpu))
         self.acknowledged_step = -1
         self.scheduler.reset()
+        self.check()
+
+    def restrict(self, allowed: Collection[str] | None) -> None:
+        """Allow only some requests to run, or all."""
+        self._was_restricted = True
+        self.scheduler.restrict(lambda name: allowed is None or name in allowed)
+        for active in self.scheduler._table.requests.values():
+            assert active.is_barred == (allowed is not None and active.request.id not in allowed)
         self.check()
 
     def step(self) -> list[TokenEvent]:
@@ -315,6 +328,7 @@ class Harness:
             SequenceState.RUNNING: list(sequence_table.running),
             SequenceState.SWAPPED: list(sequence_table.swapped),
             SequenceState.ARRIVING: list(sequence_table.arriving),
+            SequenceState.BARRED: list(sequence_table.barred),
             SequenceState.HELD: [s for a in sequence_table.requests.values() for s in a.held],
         }
         for state, sequences in places.items():
@@ -377,7 +391,8 @@ class Harness:
         stats, pool = self.scheduler.stats(), self.scheduler._kv.pool
         states = Counter(sequence.state for sequence in self.sequences)
         assert stats.num_running == states[SequenceState.RUNNING]
-        assert stats.num_waiting == states[SequenceState.WAITING] + states[SequenceState.HELD]
+        waiting = (SequenceState.WAITING, SequenceState.HELD, SequenceState.BARRED)
+        assert stats.num_waiting == sum(states[state] for state in waiting)
         assert stats.num_swapped == states[SequenceState.SWAPPED] + states[SequenceState.ARRIVING]
         assert stats.num_free_blocks == len(pool._free) + len(pool._idle)
         assert stats.num_cached_blocks == len(pool._idle)
@@ -395,7 +410,7 @@ class Harness:
         for start in plan.starts:
             request = next(r for r in self.requests.values() if r.seed == start.seed)
             is_first = start.index == 0 and request.seed not in self._first_starts
-            if is_first:
+            if is_first and not self._was_restricted:
                 earlier = [
                     seed
                     for seed in self._first_starts

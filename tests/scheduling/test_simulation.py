@@ -51,8 +51,8 @@ def add_random(harness: Harness, rng: random.Random) -> None:
         )
 
 
-def act(harness: Harness, rng: random.Random) -> None:
-    """Do one random operation that is possible."""
+def act(harness: Harness, rng: random.Random, *, restrictions: float = 0.0) -> None:
+    """Do one random operation that is possible; `restrictions` is the weight of one kind."""
     worker = harness.worker
     match rng.choices(
         (
@@ -65,8 +65,9 @@ def act(harness: Harness, rng: random.Random) -> None:
             "abort",
             "finish",
             "replace",
+            "restrict",
         ),
-        (16, 50, 20, 20, 20, 15, 1, 1, 0.3),
+        (16, 50, 20, 20, 20, 15, 1, 1, 0.3, restrictions),
     )[0]:
         case "add":
             if len(harness.scheduler._table.requests) < 7:
@@ -88,17 +89,22 @@ def act(harness: Harness, rng: random.Random) -> None:
                 harness.abort(rng.choice(list(harness.requests)))
         case "replace":
             harness.replace_worker()
+        case "restrict":
+            names = list(harness.scheduler._table.requests)
+            harness.restrict(rng.choice((None, {n for n in names if rng.random() < 0.5})))
         case "finish":
             if harness.tokens:
                 harness.finish(*rng.choice(list(harness.tokens)))
 
 
-def live(seed: int) -> Harness:
+def live(seed: int, *, restrictions: float = 0.0) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(rng)
     for _ in range(NUM_ACTIONS):
-        act(harness, rng)
+        act(harness, rng, restrictions=restrictions)
+    if restrictions:
+        harness.restrict(None)
     harness.drain()
     return harness
 
@@ -107,6 +113,11 @@ def live(seed: int) -> Harness:
 def test_every_sequence_ends_as_if_it_had_been_alone(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):
         live(seed)
+
+
+def test_barred_requests_lose_nothing_and_continue() -> None:
+    for seed in range(60):
+        live(seed, restrictions=5.0)
 
 
 def test_equal_runs_give_equal_plans() -> None:

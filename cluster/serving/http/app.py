@@ -20,6 +20,7 @@ from cluster.serving.http.errors import error_body, refusal_body
 from cluster.serving.inputs import Arrival
 from pagedray.errors import (
     AuthenticationError,
+    EngineError,
     ForbiddenError,
     InternalError,
     OverloadedError,
@@ -154,7 +155,7 @@ async def _live(receive: Receive, send: Send) -> None:
 
 def _refusal(error: PagedRayError) -> Response:
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | EngineError):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"

@@ -33,7 +33,6 @@ DOMAIN = "pagedray"
 DETAILS_KEY = "grpc-status-details-bin"
 """The trailing metadata that holds a serialized status."""
 
-_RETRY_S = 1.0
 # Fields whose name in HTTP differs.
 _FIELDS = {"input": "prompts", "tokens": "token_ids"}
 _SAMPLING_FIELDS = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
@@ -91,7 +90,4 @@ def _field_of(error: PagedRayError) -> str | None:
 
 
 def _retry_s_of(error: PagedRayError) -> float | None:
-    if isinstance(error, OverloadedError):
-        return error.retry_after_s
-    # Another replica may serve it, and this one may be back soon.
-    return _RETRY_S if isinstance(error, EngineError) else None
+    return error.retry_after_s if isinstance(error, OverloadedError | EngineError) else None

@@ -1,0 +1,101 @@
+"""Which requests cause the deaths of ranks: asks the scheduler, and tells it what to run."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.scheduling.suspects import Suspects
+from pagedray.request import FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from cluster.scheduling.event import TokenEvent
+    from cluster.scheduling.scheduler import Scheduler
+
+__all__ = ["DeathInquiry"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE = Request(
+    id="probe",
+    prompt_token_ids=(0,),
+    sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+    seed=0,
+    # No client has this tenant, so the queue has room.
+    tenant="\0",
+)
+"""A request of the engine itself; if it survives, the ranks work."""
+
+
+class DeathInquiry:
+    """Restricts the scheduler to some requests after deaths, and ends those that cause them.
+
+    Used under the controller's lock.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._suspects = Suspects()
+        self._has_probe = False
+        self._has_died = False
+        """Whether ranks died since the last call of `examine`."""
+        self.is_active = False
+        """Whether requests are suspected; then `examine` is to be called before each plan."""
+        self.num_culprits = 0
+        """Requests that ended because they killed their ranks."""
+
+    def note_death(self) -> bool:
+        """Note a death, before the scheduler is reset; return whether fewer requests are suspected.
+
+        `examine` must be called after the reset.
+        """
+        suspects = self._suspects
+        was_searching, num_examined = suspects.is_searching, suspects.num_examined
+        suspects.note_death(self._scheduler.lengths_in_flight())
+        self._has_died = True
+        if suspects.is_searching and not was_searching:
+            logger.warning(
+                "Ranks died twice at the same tokens. The requests that ran then are examined in "
+                "groups to find the cause; other requests wait meanwhile."
+            )
+        return was_searching and 0 < suspects.num_examined < num_examined
+
+    def examine(self) -> list[TokenEvent]:
+        """Note how far the suspects are, decide who runs, and return the ends of culprits."""
+        suspects, scheduler = self._suspects, self._scheduler
+        if self._has_probe and _PROBE.id in suspects.accused:
+            # The ranks do not work; whether the engine ends is up to its budget of deaths.
+            scheduler.abort_request(_PROBE.id)
+            self._has_probe = False
+        if suspects.note_lengths(scheduler.lengths_of(suspects.ids)) or self._has_died:
+            scheduler.restrict(suspects.may_run)
+            self._has_died = False
+        is_proven = self._has_probe and not scheduler.is_open(_PROBE.id)
+        events = [
+            event
+            for culprit in suspects.take_culprits(is_proven=is_proven)
+            for event in self._end(culprit)
+        ]
+        self._has_probe = self._has_probe and not is_proven
+        if suspects.needs_proof and not self._has_probe:
+            scheduler.add_request(_PROBE)
+            self._has_probe = True
+        self.is_active = suspects.are_any
+        return events
+
+    def clients_events(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Return the events of clients' requests."""
+        return [event for event in events if event.request_id != _PROBE.id]
+
+    def _end(self, culprit: str) -> list[TokenEvent]:
+        self.num_culprits += 1
+        logger.error(
+            "Request %s ended with an error: the ranks died whenever it ran, and work without it.",
+            culprit,
+        )
+        return [
+            msgspec.structs.replace(event, finish_reason=FinishReason.ERROR)
+            for event in self._scheduler.abort_request(culprit)
+        ]

@@ -1,0 +1,86 @@
+"""Requests that may not run wait, whatever their state, and continue when they may."""
+
+import pytest
+
+from pagedray.request import FinishReason
+from tests.scheduling.harness import Harness
+
+
+def make_harness(**options: object) -> Harness:
+    given = {
+        "block_size": 2,
+        "num_blocks": 40,
+        "num_cpu_blocks": 10,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 40,
+        "preemption": "swap",
+    }
+    return Harness(**{**given, **options})  # type: ignore[arg-type]  # options of several types
+
+
+def test_barred_requests_run_no_step() -> None:
+    harness = make_harness()
+    first, second = harness.add([1, 2, 3], max_tokens=9), harness.add([4, 5], max_tokens=9)
+    for _ in range(3):
+        harness.turn()
+    harness.restrict({second})
+    harness.settle()
+    known = harness.scheduler.lengths_of([first])
+    for _ in range(4):
+        harness.step()
+    assert harness.scheduler.lengths_of([first]) == known
+    assert harness.scheduler.num_running == 1
+    harness.restrict(None)
+    harness.drain()
+    assert harness.reasons[first, 0] is harness.reasons[second, 0] is FinishReason.LENGTH
+
+
+def test_a_request_that_arrives_barred_waits() -> None:
+    harness = make_harness()
+    harness.restrict(set())
+    harness.add([1, 2], n=2, max_tokens=4)
+    assert harness.scheduler.schedule() is None
+    assert harness.scheduler.num_waiting == 2
+    harness.restrict(None)
+    harness.drain()
+
+
+def test_siblings_that_wait_for_a_barred_prompt_are_barred_too() -> None:
+    harness = make_harness(max_num_batched_tokens=2)
+    name = harness.add([1] * 9, n=3, max_tokens=4)
+    harness.turn()
+    harness.restrict(set())
+    harness.settle()
+    assert harness.scheduler.schedule() is None
+    harness.abort(name)
+    harness.restrict(None)
+    harness.drain()
+
+
+def test_a_death_while_some_are_barred_loses_nothing() -> None:
+    harness = make_harness()
+    first, _ = harness.add([1, 2, 3], max_tokens=9), harness.add([4, 5], max_tokens=9)
+    for _ in range(4):
+        harness.turn()
+    # Tokens of the other request are in flight.
+    harness.restrict({first})
+    harness.replace_worker()
+    harness.turn()
+    harness.restrict(None)
+    harness.drain()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_lengths_in_flight_are_those_of_the_plans_without_an_output(num_steps: int) -> None:
+    harness = make_harness(max_num_batched_tokens=4)
+    first, second = harness.add([1] * 7, max_tokens=9), harness.add([4], max_tokens=9)
+    assert harness.scheduler.lengths_in_flight() == {}
+    for _ in range(num_steps):
+        harness.schedule()
+    # Four tokens of the first, then its other three and the second.
+    expected = {first: {0: 7}, second: {0: 1}} if num_steps == 2 else {first: {0: 7}}
+    assert harness.scheduler.lengths_in_flight() == expected
+    harness.settle()
+    assert harness.scheduler.lengths_in_flight() == {}
+    harness.drain()

@@ -1,0 +1,241 @@
+"""Which requests are blamed for the deaths of ranks, by simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.scheduling.suspects import Suspects
+
+MAX_TURNS = 20_000
+
+
+@dataclass
+class Rig:
+    """Ranks that run a token of each request per turn, two steps in flight, and may die."""
+
+    poisons: dict[str, int]
+    """The length at which a request kills its ranks."""
+    max_length: int = 30
+    batch: int = 1_000
+    pairs: tuple[frozenset[str], ...] = ()
+    """Requests that kill their ranks together."""
+    suspects: Suspects = field(default_factory=Suspects)
+    lengths: dict[str, int] = field(default_factory=dict)
+    culprits: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    num_deaths: int = 0
+
+    def add(self, name: str, length: int = 1) -> None:
+        self.lengths[name] = length
+
+    def turn(self, *, is_killed: bool = False) -> None:
+        """Run a step, or lose it with the ranks."""
+        running = [one for one in self.lengths if self.suspects.may_run(one)][: self.batch]
+        assert running or not self.lengths, "nobody runs"
+        deadly = any(self.lengths[one] == self.poisons.get(one) for one in running)
+        deadly = deadly or any(pair <= set(running) for pair in self.pairs)
+        if deadly or is_killed:
+            self.num_deaths += 1
+            self.suspects.note_death({one: {0: self.lengths[one]} for one in running})
+        else:
+            for one in running:
+                self.lengths[one] += 1
+                if self.lengths[one] >= self.max_length:
+                    del self.lengths[one]
+                    self.finished.append(one)
+        self.look()
+
+    def look(self) -> None:
+        """Have the suspects see what has become of the requests."""
+        known = {one: {0: self.lengths[one]} for one in self.suspects.ids if one in self.lengths}
+        self.suspects.note_lengths(known)
+        # The ranks work, so a request that nobody suspects would survive.
+        for culprit in self.suspects.take_culprits(is_proven=self.suspects.needs_proof):
+            self.culprits.append(culprit)
+            del self.lengths[culprit]
+
+    def drain(self) -> None:
+        for _ in range(MAX_TURNS):
+            if not self.lengths:
+                break
+            self.turn()
+        assert not self.lengths
+        assert not self.suspects.ids
+        assert not self.suspects.is_searching
+
+
+def names(number: int) -> list[str]:
+    return [f"r{index}" for index in range(number)]
+
+
+@given(
+    number=st.integers(1, 200),
+    place=st.integers(0, 199),
+    length=st.integers(1, 29),
+    batch=st.sampled_from([7, 64, 1_000]),
+)
+@settings(max_examples=80, deadline=None)
+def test_one_poison_ends_alone_within_the_bound(
+    number: int, place: int, length: int, batch: int
+) -> None:
+    requests = names(number)
+    poison = requests[place % number]
+    rig = Rig({poison: length}, batch=batch)
+    for one in requests:
+        rig.add(one)
+    rig.drain()
+    assert rig.culprits == [poison]
+    assert sorted(rig.finished) == sorted(set(requests) - {poison})
+    num_suspects = min(number, batch)
+    assert rig.num_deaths <= 2 + max(1, math.ceil(math.log2(num_suspects)))
+
+
+@given(
+    data=st.data(),
+    number=st.integers(1, 60),
+    batch=st.sampled_from([3, 16, 1_000]),
+)
+@settings(max_examples=80, deadline=None)
+def test_only_poisons_are_blamed_whatever_their_number_and_arrival(
+    data: st.DataObject, number: int, batch: int
+) -> None:
+    requests = names(number)
+    poisons = data.draw(st.dictionaries(st.sampled_from(requests), st.integers(1, 29)))
+    rig = Rig(poisons, batch=batch)
+    for one in requests:
+        for _ in range(data.draw(st.integers(0, 3))):
+            rig.turn()
+        rig.add(one)
+    rig.drain()
+    assert sorted(rig.culprits) == sorted(poisons)
+    assert sorted(rig.finished) == sorted(set(requests) - set(poisons))
+    assert rig.num_deaths <= len(poisons) * (4 + math.ceil(math.log2(number)))
+
+
+@given(kills=st.sets(st.integers(0, 300)), number=st.integers(1, 20))
+@settings(max_examples=80, deadline=None)
+def test_deaths_with_steps_between_cost_nobody(kills: set[int], number: int) -> None:
+    rig = Rig({}, max_length=60)
+    for one in names(number):
+        rig.add(one)
+    for turn in range(300):
+        # At least a few steps between two deaths.
+        rig.turn(is_killed=turn in kills and not kills & set(range(turn - 4, turn)))
+    rig.drain()
+    assert rig.culprits == []
+    assert len(rig.finished) == number
+
+
+@pytest.mark.parametrize("number", [4, 20])
+def test_a_few_deaths_in_a_row_without_a_step_blame_none_of_many(number: int) -> None:
+    rig = Rig({})
+    for one in names(number):
+        rig.add(one)
+    for _ in range(3):
+        rig.turn(is_killed=True)
+    rig.drain()
+    assert rig.culprits == []
+    assert len(rig.finished) == number
+
+
+@given(
+    number=st.integers(2, 40),
+    first=st.integers(0, 39),
+    second=st.integers(0, 39),
+)
+@settings(max_examples=60, deadline=None)
+def test_requests_that_die_only_together_all_finish(number: int, first: int, second: int) -> None:
+    requests = names(number)
+    pair = {requests[first % number], requests[second % number]}
+    if len(pair) == 1:
+        pair = set(requests[:2])
+    rig = Rig({}, pairs=(frozenset(pair),), max_length=100)
+    for one in requests:
+        rig.add(one)
+    rig.drain()
+    assert rig.culprits == []
+    assert len(rig.finished) == number
+    assert rig.num_deaths <= 2 * (2 + math.ceil(math.log2(number)))
+
+
+def test_others_wait_while_suspects_are_examined() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        assert suspects.may_run("new")
+        suspects.note_death({name: {0: 5} for name in names(4)})
+    assert [suspects.may_run(name) for name in [*names(4), "new"]] == [True] * 2 + [False] * 3
+
+
+def test_the_end_of_the_examined_continues_the_search() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.note_death({name: {0: 5} for name in names(2)})
+    assert suspects.note_lengths({"r1": {0: 5}})
+    assert [suspects.may_run(name) for name in names(2)] == [False, True]
+    assert suspects.note_lengths({})
+    assert not suspects.is_searching
+    assert suspects.may_run("new")
+
+
+def test_every_sequence_of_a_request_must_get_beyond_a_death() -> None:
+    suspects = Suspects()
+    suspects.note_death({"a": {0: 5, 1: 7}})
+    suspects.note_lengths({"a": {0: 20, 1: 9}})
+    assert suspects.ids
+    suspects.note_lengths({"a": {0: 20, 1: 10}})
+    assert not suspects.ids
+
+
+def test_nobody_is_accused_while_a_step_of_others_is_in_flight() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.note_death({name: {0: 5} for name in names(2)})
+    suspects.note_death({"r0": {0: 5}, "r9": {0: 1}})
+    assert suspects.may_run("r0")
+    suspects.note_death({"r0": {0: 5}})
+    assert not suspects.may_run("r0")
+
+
+def test_no_request_is_a_culprit_before_another_survives() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.note_death({name: {0: 5} for name in names(2)})
+    suspects.note_death({"r0": {0: 5}})
+    assert suspects.take_culprits() == []
+    assert not suspects.needs_proof
+    suspects.note_lengths({name: {0: 7} for name in names(2)})
+    assert suspects.take_culprits() == []
+    suspects.note_lengths({name: {0: 8} for name in names(2)})
+    assert suspects.take_culprits() == ["r0"]
+    assert suspects.take_culprits() == []
+
+
+def test_the_only_request_is_a_culprit_once_the_ranks_are_proven_to_work() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        suspects.note_death({"r0": {0: 5}})
+    assert suspects.take_culprits() == []
+    assert suspects.needs_proof
+    assert suspects.take_culprits(is_proven=True) == ["r0"]
+
+
+def test_ranks_that_always_die_accuse_without_a_culprit() -> None:
+    suspects = Suspects()
+    running = names(8)
+    for _ in range(30):
+        suspects.note_death({one: {0: 5} for one in running})
+        assert suspects.take_culprits() == []
+        running = [one for one in names(8) if suspects.may_run(one)]
+    assert suspects.needs_proof
+
+
+def test_a_death_while_idle_accuses_nobody() -> None:
+    suspects = Suspects()
+    for _ in range(5):
+        suspects.note_death({})
+    assert not suspects.ids

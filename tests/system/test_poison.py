@@ -1,0 +1,180 @@
+"""A request that kills its rank whenever it runs ends alone, on Ray and in this process."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+import pytest
+
+from cluster.engine.controller import Controller
+from cluster.engine.open_engine import open_engine
+from cluster.engine.options import EngineOptions, engine_config
+from pagedray.request import FinishReason, Request, SamplingParams
+from tests.checkpoints import CASES, save_checkpoint
+from tests.fakes import RecordingSink, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+UNKNOWN_TOKEN = 10**6
+"""The model has no such token, so that its rank dies. The validator would reject it."""
+MAX_TOKENS = 40
+
+
+class Rig:
+    """An engine with one rank."""
+
+    def __init__(self, folder: Path, executor: Literal["ray", "local"]) -> None:
+        options = EngineOptions(executor=executor, device="cpu", num_threads=1, num_blocks=400)
+        self.sink = RecordingSink()
+        engine = open_engine(
+            engine_config(str(folder), options), self.sink, lambda what, fraction: None
+        )
+        assert isinstance(engine, Controller)
+        self.engine = engine
+
+    def submit(self, name: str, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> None:
+        self.sink.expect(name)
+        self.engine.submit_request(
+            Request(
+                id=name,
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+                seed=0,
+            )
+        )
+
+    def ends(self) -> dict[str, object]:
+        wait_for(lambda: not self.sink.num_open, timeout_s=240.0)
+        return {name: ends[0] for (name, _), ends in self.sink.ends.items()}
+
+    def tokens(self) -> dict[str, list[int]]:
+        return {name: list(ids) for (name, _), ids in self.sink.tokens.items()}
+
+    @property
+    def num_deaths(self) -> int:
+        return self.engine.stats().num_replacements
+
+
+@pytest.fixture
+def rig(tmp_path: Path, ray_cluster: None) -> Iterator[Rig]:
+    save_checkpoint(CASES[0], tmp_path)
+    rig = Rig(tmp_path, "ray")
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture
+def local_rig(tmp_path: Path) -> Iterator[Rig]:
+    save_checkpoint(CASES[0], tmp_path)
+    rig = Rig(tmp_path, "local")
+    yield rig
+    rig.engine.close()
+
+
+def prompts(number: int) -> dict[str, tuple[int, ...]]:
+    return {f"r{i}": tuple(3 + n % 120 for n in range(i, 7 + 2 * i)) for i in range(number)}
+
+
+def undisturbed(rig: Rig, given: dict[str, tuple[int, ...]]) -> dict[str, list[int]]:
+    """Return the tokens of requests without a fault."""
+    for name, prompt in given.items():
+        rig.submit(name, prompt)
+    rig.ends()
+    tokens = rig.tokens()
+    rig.sink.tokens.clear()
+    rig.sink.ends.clear()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "number",
+    [3, pytest.param(15, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)],
+)
+def test_poison_prompt_ends_and_others_get_their_tokens(rig: Rig, number: int) -> None:
+    check_poison_prompt(rig, number)
+
+
+def check_poison_prompt(rig: Rig, number: int) -> None:
+    """Serve a poison among other requests."""
+    given = prompts(number)
+    expected = undisturbed(rig, given)
+    for name, prompt in given.items():
+        rig.submit(name, prompt)
+    rig.submit("poison", (5, UNKNOWN_TOKEN, 6))
+    ends = rig.ends()
+    assert ends.pop("poison") is FinishReason.ERROR
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert rig.tokens() == expected | {"poison": []}
+    assert rig.num_deaths <= 2 + math.ceil(math.log2(number + 1))
+    assert rig.engine.is_healthy
+
+
+def test_rank_in_this_process_survives_a_poison_prompt(local_rig: Rig) -> None:
+    check_poison_prompt(local_rig, 15)
+
+
+@pytest.mark.slow
+def test_request_whose_later_token_kills_the_rank_ends_alone(rig: Rig) -> None:
+    given = prompts(7)
+    expected = undisturbed(rig, given)
+    killer = Killer(rig, "r3", length=len(given["r3"]) + 12)
+    for name, prompt in given.items():
+        rig.submit(name, prompt)
+    ends = rig.ends()
+    killer.stop()
+    assert ends.pop("r3") is FinishReason.ERROR
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    tokens = rig.tokens()
+    poison = tokens.pop("r3")
+    assert poison == expected.pop("r3")[: len(poison)]
+    assert 5 <= len(poison) < MAX_TOKENS
+    assert tokens == expected
+    assert rig.num_deaths <= 2 + 3
+
+
+class Killer:
+    """Kills the rank whenever a request runs that has so many tokens."""
+
+    def __init__(self, rig: Rig, name: str, *, length: int) -> None:
+        self._rig = rig
+        self._name = name
+        self._length = length
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        engine = self._rig.engine
+        killed: set[int] = set()
+        while not self._is_over.is_set():
+            with engine._wake:
+                running = engine._scheduler.lengths_in_flight().get(self._name, {})
+                is_deadly = running.get(0, 0) >= self._length and not engine._is_replacing
+                if is_deadly:
+                    # Its step cannot end meanwhile, or its output is not read.
+                    for rank in ranks():
+                        if rank.pid not in killed:
+                            killed.add(rank.pid)
+                            rank.kill()
+            time.sleep(0.0005)
+
+
+def ranks() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "GpuWorker" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
