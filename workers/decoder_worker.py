@@ -87,8 +87,6 @@ class DecoderWorker(Worker):
         )
 
     def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        # A rank that failed gets another cache, and there may be no memory for two.
-        self._runner = None
         self._runner = self._make_runner(num_blocks, num_cpu_blocks, self._graph_sizes)
         if self._group.rank == 0 and not self._is_warm:
             # The layers of all ranks are alike.

@@ -192,17 +192,33 @@ class Controller(StepLoop):
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
         with self._wake:
-            self._scheduler.acknowledge(acknowledged_step)
+            self._acknowledge(acknowledged_step)
             now_s = time.monotonic()
             ended = self._scheduler.expire_requests(now_s)
             if self._inquiry.is_active:
                 ended += self._inquiry.examine()
-            plan = self._scheduler.schedule(now_s)
+            if self._scheduler.needs_repair:
+                ended += self._scheduler.repair()
+            plan = self._schedule(now_s)
             if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, ended
+
+    def _acknowledge(self, step: int) -> None:
+        try:
+            self._scheduler.acknowledge(step)
+        except Exception as error:
+            self._scheduler.note_fault(error)
+
+    def _schedule(self, now_s: float) -> StepPlan | None:
+        try:
+            return self._scheduler.schedule(now_s)
+        except Exception as error:
+            # A defect that concerns one request ends only that one.
+            self._scheduler.note_fault(error)
+            return None
 
     def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:

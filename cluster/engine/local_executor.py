@@ -93,7 +93,7 @@ class LocalExecutor(Executor):
         self._running.clear()
         self._masks = SimpleQueue()
         self._acknowledged_step = -1
-        _survived(self._thread.submit(self._allocate_cache).result)
+        _survived(self._thread.submit(self._begin_epoch).result)
 
     def close(self) -> None:
         # Release a step that is waiting for masks.
@@ -114,9 +114,16 @@ class LocalExecutor(Executor):
         worker.capture_graphs()
         return worker, cache_size, providers
 
-    def _allocate_cache(self) -> None:
+    def _begin_epoch(self) -> None:
+        try:
+            self._worker.end_epoch()
+        except RuntimeError as error:
+            # Only a new process could use it again.
+            raise StartupError(f"The device of this process has failed: {error}.") from error
         size = self._cache_size
         self._worker.allocate_cache(size.num_blocks, size.num_cpu_blocks)
+        self._worker.warm_up()
+        self._worker.capture_graphs(only_largest=True)
 
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:

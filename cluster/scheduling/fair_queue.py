@@ -101,6 +101,12 @@ class FairQueue(Generic[Item]):
         share.time += cost
         self._last = share
 
+    def clear(self) -> None:
+        """Remove all items; the clocks remain."""
+        for share in self._backlogged:
+            share.waiting.clear()
+        self._backlogged.clear()
+
     def insert(self, item: Item) -> None:
         share = item.share
         if not share.waiting:

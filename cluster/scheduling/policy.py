@@ -43,6 +43,9 @@ class SequenceQueue:
     def __getitem__(self, index: int) -> Sequence:
         return self._sequences[index]
 
+    def clear(self) -> None:
+        self._sequences.clear()
+
     def insert(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_order)
 

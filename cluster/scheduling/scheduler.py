@@ -8,6 +8,7 @@ It has no clock and no thread: times are arguments, and callers hold a lock.
 """
 
 import heapq
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.request_fault import request_at_fault
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
@@ -29,6 +31,8 @@ from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
+
+logger = logging.getLogger(__name__)
 
 MAX_PLANS_IN_FLIGHT = 2
 _MAX_TOKEN_ID = 2**31 - 1
@@ -80,6 +84,8 @@ class Scheduler:
         self._acknowledged_step = -1
         self._num_arrivals = 0
         self._may_run: Callable[[str], bool] = _allow_any
+        self._faulty: list[str] = []
+        """Requests with which one of our methods failed, until `repair`."""
         self._has_structures = False
         """Whether any request so far had a grammar."""
         self._num_steps = 0
@@ -202,7 +208,7 @@ class Scheduler:
 
         Requests that it starts have started at `now_s`.
         """
-        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
+        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self._faulty:
             return None
         draft = self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
@@ -224,12 +230,15 @@ class Scheduler:
         plan, sampled, _ = self._in_flight.popleft()
         self._measure(plan, output)
         logprobs = output.logprobs or [None] * len(sampled)
-        # A token is discarded if the previous step ended its sequence.
-        events = [
-            self._take(sequence, token_id, () if found is None else (found,))
-            for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True)
-            if sequence.state is not SequenceState.FINISHED
-        ]
+        events: list[TokenEvent] = []
+        for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True):
+            # A token is discarded if the previous step ended its sequence.
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            try:
+                events.append(self._take(sequence, token_id, () if found is None else (found,)))
+            except Exception as error:
+                self.note_fault(error)
         if len(events) < len(sampled):
             self._forget_ended(sampled, output)
         return events
@@ -261,6 +270,37 @@ class Scheduler:
         self._kv.acknowledge(step)
         for sequence in self._table.run_arrived(step):
             self._kv.register(sequence)
+
+    def note_fault(self, error: Exception) -> None:
+        """Note an exception of a method of this object, to be repaired before the next plan.
+
+        Raises it if it concerns no request.
+        """
+        request_id = request_at_fault(error)
+        if request_id is None:
+            raise error
+        logger.error(
+            "Request %s will end with an error after an internal error.", request_id, exc_info=error
+        )
+        self._faulty.append(request_id)
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether `repair` is to be called; there are no plans meanwhile."""
+        return bool(self._faulty)
+
+    def repair(self) -> list[TokenEvent]:
+        """End the requests at fault, and recompute all others, once no step is in flight."""
+        if self._in_flight or self._acknowledged_step < self._step - 1:
+            return []
+        # The exception may have left any state behind.
+        self._table.reset_sequences()
+        faulty, self._faulty = self._faulty, []
+        return [
+            self._end(sequence, FinishReason.ERROR)
+            for request_id in faulty
+            for sequence in self._table.unfinished(request_id)
+        ]
 
     def reset(self) -> None:
         """Begin an epoch with new ranks: steps count from 0, blocks are empty.

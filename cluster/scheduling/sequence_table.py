@@ -159,18 +159,22 @@ class SequenceTable:
         """Make every sequence waiting with the tokens it has, and every row and block free."""
         self._kv.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        for queue in (self.running, self.swapped, self.arriving):
-            for sequence in list(queue):
-                queue.remove(sequence)
-                sequence.state = SequenceState.WAITING
-                sequence.row = -1
-                sequence.ready_step = -1
-                self.waiting.insert(sequence)
-        for sequence in (*self.waiting, *self.barred):
-            self._kv.disown(sequence)
-            sequence.forget_computed()
-            # Tokens in flight are lost and will be sampled again.
-            sequence.length = len(sequence.token_ids)
+        for queue in (self.waiting, self.running, self.swapped, self.arriving, self.barred):
+            queue.clear()
+        for active in self.requests.values():
+            for sequence in active.sequences:
+                if sequence.state is not SequenceState.FINISHED:
+                    self._reset_sequence(sequence)
+
+    def _reset_sequence(self, sequence: Sequence) -> None:
+        self._kv.disown(sequence)
+        sequence.forget_computed()
+        # Tokens in flight are lost and will be sampled again.
+        sequence.length = len(sequence.token_ids)
+        sequence.row = -1
+        sequence.ready_step = -1
+        if sequence.state is not SequenceState.HELD:
+            self._queue_sequence(sequence)
 
     def _queue_sequence(self, sequence: Sequence) -> None:
         """Make a sequence waiting, or barred with its request."""

@@ -7,11 +7,12 @@ many requests it covers.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from cluster.engine.embedder import Embedder
 from cluster.scheduling.event import TokenEvent
-from pagedray.errors import EngineError, StalledReaderError
+from pagedray.errors import EngineError, InternalError, StalledReaderError
 from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pagedray.errors import PagedRayError
 
 __all__ = ["EmbeddingEngine", "Engine", "EngineClient", "EngineStream", "GenerationEngine"]
+
+logger = logging.getLogger(__name__)
 
 _FEW_EVENTS = 64
 """Unread events that are not counted: a busy event loop is late, too."""
@@ -183,8 +186,15 @@ class EngineClient:
     def _deliver(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 stream.put_event(event)
+            except Exception as error:
+                # The events of the other calls follow.
+                logger.error("A call failed.", exc_info=error)
+                stream.close()
+                stream.fail(InternalError())
 
     def _fail(self, error: EngineError) -> None:
         for stream in set(self._streams.values()):

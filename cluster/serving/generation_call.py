@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
-from pagedray.errors import DeadlineError, PagedRayError
+from pagedray.errors import DeadlineError, InternalError, PagedRayError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pagedray.request import Request
 
 __all__ = ["GenerationCall", "GenerationOutput", "Usage"]
+
+logger = logging.getLogger(__name__)
 
 
 # Made for every token; they hold no reference cycles, so the garbage collector need not track them.
@@ -100,6 +103,11 @@ class GenerationCall:
         except PagedRayError as error:
             self._watch.note_end(error)
             raise
+        except Exception as error:
+            logger.error("Call %s failed.", self.id, exc_info=error)
+            failure = InternalError()
+            self._watch.note_end(failure)
+            raise failure from error
 
     def abort(self) -> None:
         """End every sequence; the outputs end with the tokens generated so far."""

@@ -106,14 +106,14 @@ def test_every_error_has_a_code_and_a_reason() -> None:
         wanted = {
             "CapacityError": (5, 3), "InternalError": (), "ShuttingDownError": (),
             "UnknownModelError": ("a", "b"), "StreamTakenError": (), "UnknownStreamError": (),
-            "UnreadError": ("call", 5),
+            "UnreadError": ("call", 5), "LethalRequestError": (),
         }.get(name, ("text",))  # fmt: skip
         error = kind(*wanted)
         status = status_of(error)
         assert code_of(status).name == kind.grpc_status
         assert status.message == str(error)
         reasons.add(_details(status)["ErrorInfo"].reason)
-    assert len(reasons) == 15
+    assert len(reasons) == 16
 
 
 def test_defect_has_a_generic_message(caplog: pytest.LogCaptureFixture) -> None:
