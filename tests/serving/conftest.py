@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.tls import CertificateStore
     from pagedray.request import Request
 
 CONTEXT = 256
@@ -60,6 +61,7 @@ class Server:
         context: int = CONTEXT,
         key_file: Path | None = None,
         reader_limits: ReaderLimits | None = None,
+        certificates: CertificateStore | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -74,6 +76,7 @@ class Server:
             http_port=0,
             authenticator=None if key_file is None else Authenticator(key_file),
             reader_limits=reader_limits,
+            certificates=certificates,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

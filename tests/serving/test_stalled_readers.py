@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from contextlib import contextmanager
@@ -22,17 +23,21 @@ from cluster.serving.http.server import HttpServer
 from cluster.serving.output_buffer import OutputBuffers
 from cluster.serving.reader_limits import BufferLimits, ReaderLimits
 from cluster.serving.servicer import Servicer
+from cluster.serving.tls import certificate_store
 from pagedray.errors import OverloadedError, UnreadError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
+from tests.serving.certificates import Authority
 from tests.serving.conftest import Server, engine_config
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
+    from cluster.serving.tls import CertificateStore
 
 MANY_TOKENS = 900_000
 SEQUENCES = 64
@@ -43,8 +48,10 @@ PATIENCE_S = 20.0
 
 
 @contextmanager
-def serving(tokenizer: Tokenizer, limits: ReaderLimits) -> Iterator[Server]:
-    server = Server(tokenizer, context=2**20, reader_limits=limits)
+def serving(
+    tokenizer: Tokenizer, limits: ReaderLimits, *, certificates: CertificateStore | None = None
+) -> Iterator[Server]:
+    server = Server(tokenizer, context=2**20, reader_limits=limits, certificates=certificates)
     server.start()
     try:
         yield server
@@ -60,11 +67,15 @@ def impatient(tokenizer: Tokenizer) -> Iterator[Server]:
 
 
 # Any: fields of the body
-def opened(server: Server, *, stream: bool, **fields: Any) -> socket.socket:
+def opened(
+    server: Server, *, stream: bool, context: ssl.SSLContext | None = None, **fields: Any
+) -> socket.socket:
     """Return the connection of a call that generates much, with a small window."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.frontends.http_port))
+    if context is not None:
+        connection = context.wrap_socket(connection, server_hostname="127.0.0.1")
     body = json.dumps(
         {
             "model": "tiny", "prompt": "x", "n": SEQUENCES, "max_tokens": MANY_TOKENS,
@@ -147,6 +158,20 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
         assert is_reset(connection)
     await server.stop_server()
     await servicer.close()
+
+
+def test_tls_reader_that_stops_is_disconnected(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    authority = Authority()
+    authority.issue().write(tmp_path)
+    (tmp_path / "ca.crt").write_bytes(authority.certificate)
+    certificates = certificate_store(tmp_path / "tls.crt", tmp_path / "tls.key", None)
+    limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
+    with serving(tokenizer, limits, certificates=certificates) as server:
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        with opened(server, context=context, stream=True):
+            wait_for(lambda: server.engine.num_sequences)
+            wait_for(lambda: is_idle(server), timeout_s=PATIENCE_S)
+            assert num_stalled(server, "http") == 1
 
 
 def test_reader_that_reads_is_not_disconnected(impatient: Server) -> None:

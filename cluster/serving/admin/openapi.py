@@ -104,12 +104,15 @@ def _operation(operation: ApiOperation) -> Json:
         }
         for status in operation.errors
     }
+    responses: Json = {"200": success, **errors}
     written: Json = {
         "operationId": operation.id,
         "summary": operation.summary,
         "tags": [operation.tag],
-        "responses": {"200": success, **errors},
+        "responses": responses,
     }
+    if operation.empty_text is not None:
+        responses["204"] = {"description": operation.empty_text}
     if operation.body is not None:
         schema = _reference(operation.body)
         written["requestBody"] = {

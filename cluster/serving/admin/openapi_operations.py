@@ -38,10 +38,13 @@ class ApiOperation:
     """The one at the end of its path."""
     others: tuple[ApiParameter, ...] = ()
     """Parameters in the header or the query."""
+    empty_text: str | None = None
+    """Describes a response without content, status 204, if there is one."""
     errors: tuple[int, ...] = (401, 403, 500)
     is_public: bool = False
 
 
+_AT_END = "No event follows."
 _LAST_EVENT = ApiParameter(
     "header", "Last-Event-ID", "Resumes the stream of X-Request-Id after this event."
 )
@@ -57,6 +60,7 @@ OPERATIONS = (
         contents=((_JSON, "ChatCompletion"), (_EVENTS, "")),
         body="ChatBody",
         others=(_LAST_EVENT,),
+        empty_text=_AT_END,
         errors=_GENERATION_ERRORS,
     ),
     ApiOperation(
@@ -69,6 +73,7 @@ OPERATIONS = (
         contents=((_JSON, "Completion"), (_EVENTS, "")),
         body="CompletionBody",
         others=(_LAST_EVENT,),
+        empty_text=_AT_END,
         errors=_GENERATION_ERRORS,
     ),
     ApiOperation(
@@ -95,6 +100,7 @@ OPERATIONS = (
             ApiParameter("header", "Last-Event-ID", "The id of the last event received."),
             ApiParameter("query", "starting_after", "The same, if the header is absent."),
         ),
+        empty_text=_AT_END,
         errors=(400, 401, 403, 404, 500, 501),
     ),
     ApiOperation(

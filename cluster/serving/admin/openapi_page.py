@@ -68,14 +68,20 @@ def _operation(path: str, method: str, operation: _Document) -> str:
     body = operation.get("requestBody")
     rows = [
         f"<tr><td><code>{escape(status)}</code></td><td>{escape(response['description'])}</td>"
-        f"<td>{_contents(response['content'])}</td></tr>"
+        f"<td>{_contents(response.get('content', {}))}</td></tr>"
         for status, response in operation["responses"].items()
     ]
+    parameters = "".join(
+        f"<p>{escape(one['in'].capitalize())} <code>{escape(one['name'])}</code>: "
+        f"{escape(one['description'])}</p>"
+        for one in operation.get("parameters", ())
+        if "description" in one
+    )
     request = "" if body is None else f"<p>Request body: {_contents(body['content'])}</p>"
     return (
         f'<details><summary><span class="method">{escape(method.upper())}</span> '
         f"<code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
-        f"{request}<table>{''.join(rows)}</table></details>"
+        f"{parameters}{request}<table>{''.join(rows)}</table></details>"
     )
 
 

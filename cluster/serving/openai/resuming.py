@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from starlette.responses import Response
+
 from cluster.serving.http.endpoint import json_response
 from cluster.serving.openai.event_stream import EventStream
 from cluster.serving.openai.generation_response import DONE_EVENT, error_event
@@ -13,8 +15,6 @@ from pagedray.errors import InvalidRequestError, PagedRayError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-    from starlette.responses import Response
 
     from cluster.serving.http.endpoint import HttpCall
     from cluster.serving.openai.generation_response import GenerationResponse
@@ -44,7 +44,7 @@ class StreamHandlers:
         reader = self._servicer.resumables.open_stream(generation, events, form)
         return _event_stream(generation.id, reader)
 
-    def resume_post(self, call: HttpCall, number: int, form: StreamFormat) -> EventStream:
+    def resume_post(self, call: HttpCall, number: int, form: StreamFormat) -> Response:
         """Return the response to a request that was sent again. Raises PagedRayError."""
         with call.metrics.counting_refusals("http"):
             if call.client_id is None:
@@ -65,11 +65,14 @@ class StreamHandlers:
 
     def _resume(
         self, call: HttpCall, client_id: str, number: int, form: StreamFormat | None
-    ) -> EventStream:
+    ) -> Response:
         reader = self._servicer.resumables.resume_stream(
             call.tenant.name, client_id, number, protocol="http", form=form
         )
         call.metrics.count_resume("http")
+        if reader is None:
+            # An EventSource asks again until it gets this status.
+            return Response(status_code=204)
         return _event_stream(client_id, reader)
 
 

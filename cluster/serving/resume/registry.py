@@ -153,8 +153,8 @@ class ResumableStreams:
         *,
         protocol: Literal["http", "grpc"],
         form: StreamFormat | None = None,
-    ) -> StreamReader:
-        """Return a reader of a tenant's own stream after the message `number`.
+    ) -> StreamReader | None:
+        """Return a reader of a tenant's own stream after the message `number`; None at its end.
 
         Without a format, any format of the protocol will do. Raises UnknownStreamError, or
         InvalidRequestError if the request is another one.
@@ -172,6 +172,9 @@ class ResumableStreams:
             raise InvalidRequestError(
                 "The body differs from the one of the stream that Last-Event-ID resumes."
             )
+        if entry.stream.ends_at(number):
+            # Its grace time goes on, or a client that always asks again would keep the stream.
+            return None
         entry.stop_timer()
         return entry.stream.attach_reader(number)
 

@@ -83,6 +83,10 @@ class ResumableStream:
         """Whether the message `number` was sent and all that follow it are kept."""
         return self._first - 1 <= number <= self._num_sent
 
+    def ends_at(self, number: int) -> bool:
+        """Whether nothing follows the message `number`."""
+        return self.is_finished and self._error is None and number == self._last
+
     def attach_reader(self, number: int) -> StreamReader:
         """Return a reader of the messages after `number`, in place of the current reader."""
         assert self._first - 1 <= number <= self._last

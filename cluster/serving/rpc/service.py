@@ -208,6 +208,8 @@ class GrpcService:
                 form=StreamFormat("grpc", method),
             )
         self._servicer.metrics.count_resume(call.frontend)
+        if reader is None:
+            return
         try:
             async for messages in reader:
                 for one in messages:

@@ -55,6 +55,8 @@ def _answer(received: bytes) -> Answer:
     if not mark:
         return Answer(0, [], False)
     status = int(head.split()[1])
+    if status == 204:
+        return Answer(status, [], True)
     if b"content-length" in head:
         return Answer(status, [], True, rest)
     body, is_complete = _joined(rest)

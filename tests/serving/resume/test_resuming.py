@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -180,6 +181,19 @@ def test_stream_is_aborted_after_its_grace_time(serving: Serving) -> None:
         assert (servicer.num_open_calls, servicer.resumables.num_bytes) == (0, 0)
         assert rest(http, "late", 1).status_code == 404
         begin(http, "late")
+
+
+def test_asking_again_at_the_end_does_not_keep_a_stream(serving: Serving) -> None:
+    limits = ReaderLimits(resume_grace_s=0.5, resumes_anonymous=True)
+    with serving(limits) as server, httpx.Client(base_url=server.url) as http:
+        whole = http.post("/v1/completions", json=body(), headers={"x-request-id": "ended"}).text
+        statuses = []
+        deadline_s = time.monotonic() + 10
+        while 404 not in statuses and time.monotonic() < deadline_s:
+            statuses.append(rest(http, "ended", numbers(whole)[-1]).status_code)
+            time.sleep(0.05)
+        assert set(statuses) == {204, 404}
+        assert len(server.frontends.servicer.resumables) == 0
 
 
 def test_reader_keeps_a_stream_alive(serving: Serving) -> None:
