@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import random
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.serving.auth.key_file import digest_of, new_key
 from tests.chaos.clients.frontends import Frontend, GrpcFrontend, HttpFrontend
 from tests.chaos.clients.references import undisturbed
+from tests.chaos.clients.relay import Relay
 from tests.chaos.clients.requests import make_specs
+from tests.chaos.clients.resuming import ResumingGrpcFrontend, ResumingHttpFrontend
 from tests.chaos.clients.streams import Clients
 from tests.chaos.faults.fault import Fault, Scene
 from tests.chaos.history.events import Leftovers, Reference, Resources, RunEnded, RunStarted
@@ -82,8 +85,18 @@ class Run:
 
     async def run(self) -> None:
         """Run from the undisturbed texts to the last call, and close the clients."""
-        over_grpc, over_http = GrpcFrontend(self._target), HttpFrontend(self._target)
-        try:
+        async with AsyncExitStack() as stack:
+            over_grpc, over_http = GrpcFrontend(self._target), HttpFrontend(self._target)
+            frontends: list[Frontend] = [over_grpc, over_http]
+            relays = []
+            if self._target.can_resume:
+                for address in (self._target.grpc_target, self._target.url):
+                    relay = Relay(int(address.rpartition(":")[2]))
+                    relays.append(await stack.enter_async_context(relay))
+                frontends.append(ResumingGrpcFrontend(relays[0]))
+                frontends.append(ResumingHttpFrontend(relays[1], self._target.model))
+            for frontend in frontends:
+                stack.push_async_callback(frontend.close)
             specs = await self._usable_specs(over_grpc)
             self._history.add(await self._resources("before"))
             self._history.add(
@@ -94,10 +107,7 @@ class Run:
                     target=self._target.name,
                 )
             )
-            await self._disturb(specs, (over_grpc, over_http))
-        finally:
-            await over_grpc.close()
-            await over_http.close()
+            await self._disturb(specs, frontends, relays)
         self._history.add(await self._resources("after"))
         self._history.add(RunEnded(at_s=self._history.now_s))
 
@@ -126,7 +136,9 @@ class Run:
             )
         return list(usable)
 
-    async def _disturb(self, specs: Sequence[Spec], frontends: Sequence[Frontend]) -> None:
+    async def _disturb(
+        self, specs: Sequence[Spec], frontends: Sequence[Frontend], relays: Sequence[Relay]
+    ) -> None:
         """Stream and inject faults; return when every call has ended."""
         options = self._options
         readiness = ReadinessWatch(self._target.url, self._history)
@@ -142,6 +154,7 @@ class Run:
             target=self._target,
             generator=random.Random(f"{options.seed} faults"),
             key=self._keys[_HOSTILE],
+            relays=tuple(relays),
         )
         plan = schedule(options.faults, scene.generator)
         injector = Injector(plan, scene, readiness, self._history)

@@ -18,7 +18,7 @@ SMALL = ("--streams", "12", "--requests", "8", "--max-tokens", "64")
 def test_streams_survive_other_clients_and_a_history_that_lost_one_is_rejected(
     tmp_path: Path,
 ) -> None:
-    faults = ("--faults", "DisconnectClients", "HostileInput")
+    faults = ("--faults", "DisconnectClients", "CutConnections")
     times = ("--seconds", "5", "--every", "1")
     folder = ("--folder", str(tmp_path))
     assert main(["--executor", "local", *SMALL, *faults, *times, *folder]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.chaos.history.events import CallAccepted, CallEnded, CallSent, SequenceEnded, Tokens
@@ -17,8 +18,9 @@ _GATHER_S = 0.25
 class _Gathered:
     """What a sequence gained and was not written down yet."""
 
-    def __init__(self, at_s: float) -> None:
+    def __init__(self, at_s: float, begin: int) -> None:
         self.at_s = at_s
+        self.begin = begin
         self.until_s = at_s
         self.token_ids: list[int] = []
         self.texts: list[str] = []
@@ -30,7 +32,9 @@ class CallRecord:
     def __init__(self, history: History, sent: CallSent) -> None:
         self._history = history
         self._call = sent.call
+        self._has_tokens = sent.frontend.startswith("grpc")
         self._gathered: dict[int, _Gathered] = {}
+        self._lengths: Counter[int] = Counter()
         self.is_accepted = False
         self.num_events = 0
         """Parts with tokens or text that have arrived."""
@@ -54,7 +58,8 @@ class CallRecord:
             self._write(sequence)
             gathered = None
         if gathered is None:
-            gathered = self._gathered[sequence] = _Gathered(now_s)
+            gathered = self._gathered[sequence] = _Gathered(now_s, self._lengths[sequence])
+        self._lengths[sequence] += len(token_ids) if self._has_tokens else len(text)
         gathered.until_s = now_s
         gathered.token_ids += token_ids
         gathered.texts.append(text)
@@ -89,6 +94,7 @@ class CallRecord:
             Tokens(
                 at_s=gathered.at_s,
                 until_s=gathered.until_s,
+                begin=gathered.begin,
                 call=self._call,
                 sequence=sequence,
                 token_ids=tuple(gathered.token_ids),

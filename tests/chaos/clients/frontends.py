@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from tests.chaos.clients.requests import Spec
     from tests.chaos.targets.target import Target
 
-__all__ = ["CHANNEL_OPTIONS", "Frontend", "GrpcFrontend", "HttpFrontend"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "Frontend",
+    "GrpcFrontend",
+    "HttpFrontend",
+    "note_choice",
+    "note_sequences",
+]
 
 CHANNEL_OPTIONS = (
     # A client that waits two minutes before it connects again would see nothing of the recovery.
@@ -68,7 +75,7 @@ class GrpcFrontend(Frontend):
         try:
             async for answer in stream:
                 record.accept()
-                _note(answer, record)
+                note_sequences(answer, record)
                 if answer.HasField("usage"):
                     num_generated = answer.usage.num_generated_tokens
                 if aborts_after is not None and record.num_events >= aborts_after:
@@ -143,14 +150,15 @@ class HttpFrontend(Frontend):
             if event.get("usage") is not None:
                 num_generated = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
-                _note_choice(choice, record)
+                note_choice(choice, record)
             if aborts_after is not None and record.num_events >= aborts_after:
                 record.end("cancelled")
                 return
         record.end("connection: the stream ended without [DONE]")
 
 
-def _note(answer: pb.GenerateResponse | pb.ChatResponse, record: CallRecord) -> None:
+def note_sequences(answer: pb.GenerateResponse | pb.ChatResponse, record: CallRecord) -> None:
+    """Write down what a gRPC message holds."""
     for one in answer.sequences:
         text = one.text if isinstance(one, pb.SequenceOutput) else one.content
         record.gain(one.index, tuple(one.token_ids), text)
@@ -159,7 +167,8 @@ def _note(answer: pb.GenerateResponse | pb.ChatResponse, record: CallRecord) -> 
             record.end_sequence(one.index, name.lower())
 
 
-def _note_choice(choice: dict[str, Any], record: CallRecord) -> None:  # Any: JSON
+def note_choice(choice: dict[str, Any], record: CallRecord) -> None:  # Any: JSON
+    """Write down what a choice of a server-sent event holds."""
     text = choice["text"] if "text" in choice else choice["delta"].get("content")
     record.gain(choice["index"], (), text or "")
     if choice["finish_reason"] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
 from tests.chaos.faults.hostile_input import HostileInput
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
@@ -27,6 +28,7 @@ FAULTS: tuple[type[Fault], ...] = (
     StopRank,
     PauseEverything,
     DisconnectClients,
+    CutConnections,
     StallReaders,
     HostileInput,
     Terminate,

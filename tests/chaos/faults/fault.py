@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tests.chaos.clients.relay import Relay
 from tests.chaos.targets.target import Target
 
 __all__ = ["Fault", "Scene"]
@@ -20,6 +21,8 @@ class Scene:
     generator: random.Random
     key: str
     """The API key of a tenant that no checked call belongs to."""
+    relays: tuple[Relay, ...]
+    """Through them clients connect that resume their streams."""
 
 
 class Fault(ABC):

@@ -112,6 +112,11 @@ class CallJudge:
         sequence = call.sequence(event.sequence)
         if sequence.reason:
             self._violate("tokens after the finish reason", event.at_s, event.call)
+        is_grpc = call.sent.frontend.startswith("grpc")
+        length = len(sequence.token_ids) if is_grpc else sum(map(len, sequence.texts))
+        if event.begin != length:
+            what = f"{event.call}: {event.begin} after {length}"
+            self._violate("the history has a hole", event.at_s, what)
         sequence.token_ids += event.token_ids
         sequence.texts.append(event.text)
 
@@ -129,7 +134,7 @@ class CallJudge:
             self.spans.append((self._accepted_s[event.call], event.at_s))
             self._note_gap(call, event.at_s)
         expected = self._references[call.sent.spec].sequences
-        if call.sent.frontend == "http":
+        if call.sent.frontend.startswith("http"):
             self.num_tokens += event.num_generated or 0
         self._compare(call, event, expected)
         if event.status == "ok":

@@ -90,6 +90,8 @@ class Tokens(Event, frozen=True, tag="tokens"):
     call: str
     sequence: int
     until_s: float
+    begin: int
+    """How many tokens the sequence had before, or how many characters over HTTP."""
     token_ids: tuple[int, ...] = ()
     """Empty for HTTP, which sends text alone."""
     text: str = ""

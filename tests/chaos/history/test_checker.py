@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -64,23 +65,26 @@ def call_events(
         CallSent(at_s=at_s, call=name, spec=spec.spec, frontend=frontend, tenant="ann"),
         CallAccepted(at_s=at_s, call=name),
     ]
+    lengths = Counter[int]()
     waiting = {index: list(one.token_ids) for index, one in enumerate(spec.sequences)}
     while waiting:
         index = generator.choice(list(waiting))
         size = generator.randint(1, 5)
         gained, waiting[index] = waiting[index][:size], waiting[index][size:]
         at_s += STEP_S
-        is_grpc = frontend == "grpc"
+        is_grpc, text = frontend == "grpc", "".join(map(text_of, gained))
         events.append(
             Tokens(
                 at_s=at_s,
                 until_s=at_s + 0.2,
                 call=name,
                 sequence=index,
+                begin=lengths[index],
                 token_ids=tuple(gained) if is_grpc else (),
-                text="".join(map(text_of, gained)),
+                text=text,
             )
         )
+        lengths[index] += len(gained) if is_grpc else len(text)
         if not waiting[index]:
             del waiting[index]
             events.append(SequenceEnded(at_s=at_s, call=name, sequence=index, reason="length"))
@@ -218,6 +222,9 @@ DEFECTS: dict[str, tuple[Callable[[list[Event]], list[Event]], set[str]]] = {
     ),
     "tokens come twice": (lambda events: with_tokens(events, repeated), {"repeated"}),
     "tokens are left out": (lambda events: with_tokens(events, emptied), {"left out"}),
+    "the index of tokens is wrong": (
+        lambda events: changed(events, Tokens, begin=77), {"the history has a hole"},
+    ),
     "tokens are wrong": (lambda events: with_tokens(events, other), {"different"}),
     "a call is cut without a fault that allows it": (
         lambda events: failed(events, FAULT_S + 1.0, is_accepted=True), {"lost"},
@@ -303,7 +310,7 @@ def test_a_stand_still_that_the_server_reports_is_excused(events: list[Event]) -
 def test_pauses_are_attributed_to_the_fault_in_which_they_fall() -> None:
     spec = reference("spec", [[1, 2, 3]])
     tokens = (
-        Tokens(at_s=at_s, until_s=at_s + 0.1, call="a", sequence=0, token_ids=(one,))
+        Tokens(at_s=at_s, until_s=at_s + 0.1, call="a", sequence=0, begin=one - 1, token_ids=(one,))
         for at_s, one in ((1.0, 1), (4.1, 2), (9.2, 3))
     )
     verdict = check(

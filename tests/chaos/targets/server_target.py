@@ -35,6 +35,7 @@ class ServerTarget(Target):
 
     name = "server"
     num_servers = 1
+    can_resume = True
 
     def __init__(
         self,

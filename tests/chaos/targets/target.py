@@ -43,6 +43,8 @@ class Target(ABC):
     num_ranks: int
     """Rank processes when nothing is wrong; 0 if ranks run in the servers."""
     num_servers: int
+    can_resume: bool = False
+    """Whether clients can resume their streams."""
     disk: SmallDisk | None = None
     """Where it writes temporary files, if that is a file system of its own."""
 

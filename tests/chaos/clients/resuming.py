@@ -1,0 +1,220 @@
+"""Clients that resume their streams when the connection is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.chaos.clients.frontends import CHANNEL_OPTIONS, Frontend, note_choice, note_sequences
+
+if TYPE_CHECKING:
+    from tests.chaos.clients.call_record import CallRecord
+    from tests.chaos.clients.relay import Relay
+    from tests.chaos.clients.requests import Spec
+
+__all__ = ["ResumingGrpcFrontend", "ResumingHttpFrontend"]
+
+_TIMEOUT_S = 600.0
+_RETRY_S = 0.2
+_PATIENCE_S = 60.0
+"""How long a client tries to resume a stream; a server keeps it for 30 s without a reader."""
+
+
+class _Progress:
+    """How far a client has read a stream."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        """The number of the last message; None if the request must be sent, 0 if it has arrived."""
+        self._failed_s: float | None = None
+
+    def note_message(self, number: int) -> None:
+        """Note a message."""
+        self.last = number
+        self._failed_s = None
+
+    def may_retry(self) -> bool:
+        """Note a failure; return whether to try again."""
+        if self._failed_s is None:
+            self._failed_s = time.monotonic()
+        return time.monotonic() - self._failed_s < _PATIENCE_S
+
+
+class ResumingGrpcFrontend(Frontend):
+    """Generate and Chat through a relay."""
+
+    name = "grpc resumed"
+
+    def __init__(self, relay: Relay) -> None:
+        self._channel = grpc.aio.insecure_channel(relay.address, CHANNEL_OPTIONS)
+        # Any: the generated stub is not async to mypy.
+        self._stub: Any = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
+
+    async def run(
+        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
+    ) -> None:
+        metadata = (("authorization", f"Bearer {key}"),)
+        progress = _Progress()
+        while True:
+            try:
+                num_generated = await self._read(
+                    spec, call, record, progress, metadata, aborts_after
+                )
+            except grpc.aio.AioRpcError as error:
+                if not _goes_on(error.code(), record, progress):
+                    record.end(error.code().name + ": " + (error.details() or "")[:120])
+                    return
+                await asyncio.sleep(_RETRY_S)
+            else:
+                record.end("ok", num_generated)
+                return
+
+    async def close(self) -> None:
+        await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+
+    async def _read(
+        self,
+        spec: Spec,
+        call: str,
+        record: CallRecord,
+        progress: _Progress,
+        metadata: tuple[tuple[str, str], ...],
+        aborts_after: int | None,
+    ) -> int | None:
+        """Read from where the client is; return the number of generated tokens."""
+        message = spec.to_message(call)
+        if progress.last is None:
+            message.resumable = True
+        else:
+            message = type(message)(request_id=call, resume_from=progress.last)
+        method = self._stub.Chat if spec.is_chat else self._stub.Generate
+        num_generated = None
+        async for answer in method(message, metadata=metadata, timeout=_TIMEOUT_S):
+            record.accept()
+            progress.note_message(answer.number)
+            note_sequences(answer, record)
+            if answer.HasField("usage"):
+                num_generated = answer.usage.num_generated_tokens
+            if aborts_after is not None and record.num_events >= aborts_after:
+                aborts_after = None
+                # A resumable stream does not end with its connection.
+                abort = pb.AbortRequest(request_ids=[call])
+                await self._stub.Abort(abort, metadata=metadata, timeout=30.0)
+        return num_generated
+
+
+class ResumingHttpFrontend(Frontend):
+    """Completions and chat completions through a relay."""
+
+    name = "http resumed"
+
+    def __init__(self, relay: Relay, model: str) -> None:
+        self._model = model
+        self._http = httpx.AsyncClient(
+            base_url=f"http://{relay.address}",
+            timeout=httpx.Timeout(_TIMEOUT_S, connect=5.0),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=0.5),
+        )
+
+    async def run(
+        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
+    ) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        progress = _Progress()
+        while True:
+            try:
+                if await self._read(spec, call, record, progress, headers, aborts_after):
+                    return
+            except httpx.HTTPError as error:
+                if not progress.may_retry():
+                    record.end(f"connection: {type(error).__name__}: {error}")
+                    return
+            await asyncio.sleep(_RETRY_S)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _read(
+        self,
+        spec: Spec,
+        call: str,
+        record: CallRecord,
+        progress: _Progress,
+        headers: dict[str, str],
+        aborts_after: int | None,
+    ) -> bool:
+        """Read from where the client is; return whether the call has ended."""
+        if progress.last is None:
+            body = spec.to_body(self._model)
+            body["stream_options"] |= {"resumable": True}
+            path = "/v1/chat/completions" if spec.is_chat else "/v1/completions"
+            request = self._http.stream(
+                "POST", path, json=body, headers=headers | {"x-request-id": call}
+            )
+        else:
+            resumed = headers | {"last-event-id": str(progress.last)}
+            request = self._http.stream("GET", f"/v1/streams/{call}", headers=resumed)
+        async with request as answer:
+            if answer.status_code == 409 and progress.last is None:
+                progress.last = 0
+                return False
+            if answer.status_code == 404 and progress.last == 0:
+                progress.last = None
+                return False
+            if answer.status_code != 200:
+                text = (await answer.aread())[:120].decode(errors="replace")
+                record.end(f"{answer.status_code}: {text}")
+                return True
+            record.accept()
+            return await self._follow(answer, call, record, progress, headers, aborts_after)
+
+    async def _follow(
+        self,
+        answer: httpx.Response,
+        call: str,
+        record: CallRecord,
+        progress: _Progress,
+        headers: dict[str, str],
+        aborts_after: int | None,
+    ) -> bool:
+        number, num_generated = 0, None
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                number = int(line[4:])
+            elif line == "data: [DONE]":
+                record.end("ok", num_generated)
+                return True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    record.end(f"error event: {event['error']['message']}")
+                    return True
+                progress.note_message(number)
+                if event.get("usage") is not None:
+                    num_generated = event["usage"]["completion_tokens"]
+                for choice in event["choices"]:
+                    note_choice(choice, record)
+                if aborts_after is not None and record.num_events >= aborts_after:
+                    aborts_after = None
+                    await self._http.delete(f"/v1/streams/{call}", headers=headers)
+                    record.end("cancelled")
+                    return True
+        return False
+
+
+def _goes_on(code: grpc.StatusCode, record: CallRecord, progress: _Progress) -> bool:
+    """Return whether a client calls again after an error."""
+    if code is grpc.StatusCode.ALREADY_EXISTS and progress.last is None:
+        progress.last = 0
+        return True
+    if code is grpc.StatusCode.NOT_FOUND and progress.last == 0:
+        progress.last = None
+        return True
+    return code is grpc.StatusCode.UNAVAILABLE and record.is_accepted and progress.may_retry()
