@@ -23,7 +23,7 @@ __all__ = ["FakeExecutor", "RecordingSink", "wait_for"]
 
 
 class FakeExecutor(Executor):
-    """Ranks that sample token 7 without computing, with failures to inject."""
+    """Ranks that sample one token without computing, with failures to inject."""
 
     def __init__(self, *, num_blocks: int = 64) -> None:
         self._num_blocks = num_blocks
@@ -39,6 +39,8 @@ class FakeExecutor(Executor):
         """The masks that were sent."""
         self.step_s = 0.0
         """Duration of a step."""
+        self.token_id = 7
+        """What every sequence samples; -1 if its logits are not finite."""
         self.may_step = threading.Event()
         """Steps end only while this is set."""
         self.may_step.set()
@@ -73,7 +75,9 @@ class FakeExecutor(Executor):
             raise self.step_failures.popleft()
         plan = self._plans.popleft()
         self._acknowledged_step = plan.step
-        return StepOutput(plan.step, [7] * sum(one.is_sampled for one in plan.sequences))
+        return StepOutput(
+            plan.step, [self.token_id] * sum(one.is_sampled for one in plan.sequences)
+        )
 
     def restart_ranks(self) -> None:
         self.num_restarts += 1

@@ -14,10 +14,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.death_inquiry import DeathInquiry
+from cluster.engine.output_watch import OutputWatch
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from pagedray.errors import WorkerError
+from pagedray.errors import OverloadedError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,11 +76,17 @@ class Controller(StepLoop):
             enable_prefix_cache=config.cache.enable_prefix_cache,
         )
         self._inquiry = DeathInquiry(self._scheduler)
+        self._output_watch = OutputWatch()
         self._in_flight: deque[float] = deque()
         """Send times of the plans without an output yet."""
         self._step_ended_s = 0.0
         self._num_generated_tokens = 0
         self._num_prompt_tokens = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether steps run and their outputs are finite; False while ranks are being replaced."""
+        return super().is_healthy and not self._output_watch.is_broken
 
     def submit_request(self, request: Request) -> None:
         """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
@@ -121,6 +128,8 @@ class Controller(StepLoop):
             )
 
     def _turn(self) -> None:
+        if self._output_watch.is_suspicious:
+            self._test_outputs()
         try:
             self._step()
         except WorkerError as error:
@@ -222,12 +231,32 @@ class Controller(StepLoop):
 
     def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:
+            num_bad = self._scheduler.num_nonfinite_sequences
             events = self._scheduler.update(output)
             if self._inquiry.is_active:
                 events = self._inquiry.clients_events(events)
             self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
+            if self._scheduler.num_nonfinite_sequences != num_bad or (
+                self._output_watch.is_suspicious
+            ):
+                self._output_watch.note_events(events, time.monotonic())
+                events = self._output_watch.without_tests(events)
         self._outlet.publish(events)
+
+    def _test_outputs(self) -> None:
+        """Submit a test request if one is due.
+
+        Raises WorkerError, which ends the engine, if tests have failed for too long.
+        """
+        with self._wake:
+            request = self._output_watch.next_test(time.monotonic())
+            if request is None:
+                return
+            try:
+                self._scheduler.add_request(request)
+            except OverloadedError:
+                self._output_watch.drop_test()
 
     def _end_requests(self, error: EngineError) -> None:
         self._outlet.fail_all(error)

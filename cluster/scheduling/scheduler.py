@@ -89,6 +89,8 @@ class Scheduler:
         self._has_structures = False
         """Whether any request so far had a grammar."""
         self._num_steps = 0
+        self.num_nonfinite_sequences = 0
+        """Sequences that ended because their logits were not finite."""
         self._num_scheduled_tokens = 0
         self._num_swapped_out_blocks = 0
         self._num_swapped_in_blocks = 0
@@ -335,6 +337,7 @@ class Scheduler:
             num_swapped_in_blocks=self._num_swapped_in_blocks,
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
+            num_nonfinite_sequences=self.num_nonfinite_sequences,
         )
 
     def _check(self, request: Request) -> None:
@@ -418,6 +421,7 @@ class Scheduler:
     ) -> TokenEvent:
         """Append a sampled token to its sequence and return the event."""
         if token_id < 0:
+            self.num_nonfinite_sequences += 1
             self._kv.forget_blocks(sequence)
             return self._end(sequence, FinishReason.ERROR)
         token_ids = sequence.token_ids

@@ -38,6 +38,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recompute_preemptions: int = 0
     num_scheduled_tokens: int
     num_steps: int
+    num_nonfinite_sequences: int = 0
+    """Sequences that ended because their logits were not finite."""
     num_swapped_out_blocks: int = 0
     """Blocks copied to the CPU pool; the next field counts those copied back."""
     num_swapped_in_blocks: int = 0

@@ -341,3 +341,16 @@ def test_replacement_is_logged_in_two_lines(rig: Rig, caplog: pytest.LogCaptureF
     assert len(messages) == 2
     assert messages[0] == "A rank died. Replacing ranks; 1 request is waiting."
     assert messages[1].startswith("All ranks are ready again after")
+
+
+def test_a_controller_without_finite_logits_is_not_healthy_until_there_are(rig: Rig) -> None:
+    rig.controller.start_steps()
+    rig.executor.token_id = -1
+    for request_id in "abc":
+        rig.submit(request_id, n=2)
+    assert set(rig.ends().values()) == {FinishReason.ERROR}
+    wait_for(lambda: not rig.controller.is_healthy)
+    rig.executor.token_id = 7
+    wait_for(lambda: rig.controller.is_healthy)
+    assert set(rig.sink.ends) == {(request_id, index) for request_id in "abc" for index in (0, 1)}
+    assert rig.controller.error is None

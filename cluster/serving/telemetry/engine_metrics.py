@@ -85,6 +85,11 @@ class EngineCollector(Collector):
         yield _counter(
             "prefix_hit_tokens", "Tokens found in the prefix cache", scheduler.num_hit_tokens
         )
+        yield _counter(
+            "nonfinite_sequences",
+            "Sequences that ended because their logits were not finite",
+            scheduler.num_nonfinite_sequences,
+        )
         yield _labelled_counter(
             "preemptions",
             "Preempted sequences, by kind",

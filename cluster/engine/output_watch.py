@@ -1,0 +1,134 @@
+"""Whether the model still computes: what to do when request after request has bad logits.
+
+Loading refuses weights that are not finite, so either the requests are to blame, which concerns
+nobody else, or the ranks no longer compute what they should, for example because device memory is
+corrupt. A test request of one token tells which.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from pagedray.errors import WorkerError
+from pagedray.request import FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.scheduling.event import TokenEvent
+
+__all__ = ["OutputWatch"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_IN_A_ROW = 3
+"""Requests in a row whose logits may be bad before the ranks are tested."""
+_TEST_INTERVAL_S = 1.0
+_MAX_TEST_S = 10.0
+"""How long a test may take before another one is made: it may have ended with its ranks."""
+_MAX_BROKEN_S = 30.0
+"""How long tests may fail before the engine ends, so that its supervisor starts another one."""
+_LOG_INTERVAL_S = 60.0
+_TEST_PREFIX = "test-of-outputs-"
+# No client has this tenant, so the queue has room.
+_TENANT = "\0"
+
+
+class OutputWatch:
+    """Follows the requests whose logits were not finite, and makes test requests.
+
+    It has no clock and no thread: times are arguments, and callers hold a lock.
+    """
+
+    def __init__(self) -> None:
+        self._bad_ids: set[str] = set()
+        """Requests with bad logits since the last finite ones."""
+        self._num_tests = 0
+        self._open_test: str | None = None
+        self._tested_s = -math.inf
+        self._broken_since_s: float | None = None
+        self._next_log_s = -math.inf
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last test request failed."""
+        return self._broken_since_s is not None
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether no logits were finite since some were not."""
+        return bool(self._bad_ids) or self.is_broken or self._open_test is not None
+
+    def note_events(self, events: Iterable[TokenEvent], now_s: float) -> None:
+        """Note the events of a step in which, or before which, logits were not finite."""
+        is_test_finite = has_finite = False
+        for event in events:
+            is_test = event.request_id == self._open_test
+            if event.token_ids:
+                has_finite = True
+                is_test_finite = is_test_finite or is_test
+            elif event.finish_reason is FinishReason.ERROR:
+                if is_test:
+                    self._note_failed_test(now_s)
+                elif len(self._bad_ids) < _MAX_IN_A_ROW:
+                    self._bad_ids.add(event.request_id)
+            if is_test and event.finish_reason is not None:
+                self._open_test = None
+        if not has_finite:
+            return
+        if self.is_broken:
+            logger.warning("The logits of the model are finite again.")
+        elif is_test_finite and now_s >= self._next_log_s:
+            self._next_log_s = now_s + _LOG_INTERVAL_S
+            logger.warning(
+                "The logits of the last %d requests were not finite, but those of a test request "
+                "are: the cause is in these requests. If the dtype is float16, try bfloat16.",
+                _MAX_IN_A_ROW,
+            )
+        self._bad_ids.clear()
+        self._broken_since_s = None
+
+    def next_test(self, now_s: float) -> Request | None:
+        """Return a test request that is due.
+
+        Raises WorkerError if tests have failed for too long.
+        """
+        if self._broken_since_s is not None and now_s >= self._broken_since_s + _MAX_BROKEN_S:
+            raise WorkerError(f"The logits of the model were not finite for {_MAX_BROKEN_S:g} s.")
+        is_due = self.is_broken or len(self._bad_ids) == _MAX_IN_A_ROW
+        wait_s = _TEST_INTERVAL_S if self._open_test is None else _MAX_TEST_S
+        if not is_due or now_s < self._tested_s + wait_s:
+            return None
+        self._tested_s = now_s
+        self._num_tests += 1
+        self._open_test = f"{_TEST_PREFIX}{self._num_tests}"
+        return Request(
+            id=self._open_test,
+            prompt_token_ids=(0,),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            seed=0,
+            tenant=_TENANT,
+        )
+
+    def drop_test(self) -> None:
+        """Note that the test request could not be queued."""
+        self._open_test = None
+
+    def without_tests(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Return the events that a client waits for."""
+        return [event for event in events if not event.request_id.startswith(_TEST_PREFIX)]
+
+    def _note_failed_test(self, now_s: float) -> None:
+        if self._broken_since_s is not None:
+            return
+        self._broken_since_s = now_s
+        logger.error(
+            "The logits of %d requests in a row and of a test request are not finite, so the "
+            "engine is not ready. It ends in %g s unless a test request succeeds. Check the "
+            "device's memory, for example with `nvidia-smi -q -d ECC,ROW_REMAPPER`; if the dtype "
+            "is float16, try bfloat16.",
+            _MAX_IN_A_ROW,
+            _MAX_BROKEN_S,
+        )
