@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,8 @@ class Injector:
         except TimeoutError:
             # The checker finds that the fault has not healed.
             injecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await injecting
 
     async def _until_healed(
         self, injecting: asyncio.Future[list[None]], faults: list[Fault], number: int

@@ -34,7 +34,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 _CALL_TIMEOUT_S = 600.0
-_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 30.0
 _REASONS = {"abort": "aborted"}
 
 

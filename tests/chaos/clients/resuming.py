@@ -119,7 +119,7 @@ class ResumingHttpFrontend(Frontend):
         self._model = model
         self._http = httpx.AsyncClient(
             base_url=f"http://{relay.address}",
-            timeout=httpx.Timeout(_TIMEOUT_S, connect=5.0),
+            timeout=httpx.Timeout(_TIMEOUT_S, connect=30.0),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=0.5),
         )
 

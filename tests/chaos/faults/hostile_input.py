@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 
@@ -13,7 +14,7 @@ from tests.load.request_bodies import json_bodies, protobuf_bodies
 
 __all__ = ["HostileInput"]
 
-_NUM_BODIES = 150
+_SECONDS = 5.0
 _TIMEOUT_S = 10.0
 
 
@@ -24,14 +25,15 @@ class HostileInput(Fault):
     targets = frozenset({"server", "serve"})
 
     async def inject(self) -> None:
-        await asyncio.gather(self._over_http(), self._over_grpc())
+        end_s = time.monotonic() + _SECONDS
+        await asyncio.gather(self._over_http(end_s), self._over_grpc(end_s))
 
-    async def _over_http(self) -> None:
+    async def _over_http(self, end_s: float) -> None:
         scene = self._scene
         good = json_bodies(scene.target.model)
         port = int(scene.target.url.rpartition(":")[2])
         connection = KeepAlive(port, headers={"authorization": f"Bearer {scene.key}"})
-        for _ in range(_NUM_BODIES):
+        while time.monotonic() < end_s:
             kind = scene.generator.choice(list(good))
             body = mutated_json(good[kind], scene.generator)
             try:
@@ -42,12 +44,12 @@ class HostileInput(Fault):
                 connection.close()
         connection.close()
 
-    async def _over_grpc(self) -> None:
+    async def _over_grpc(self, end_s: float) -> None:
         scene = self._scene
         good = protobuf_bodies(scene.target.model)
         metadata = (("authorization", f"Bearer {scene.key}"),)
         async with grpc.aio.insecure_channel(scene.target.grpc_target) as channel:
-            for _ in range(_NUM_BODIES):
+            while time.monotonic() < end_s:
                 kind = scene.generator.choice(list(good))
                 method = f"/pagedray.v1.GenerationService/{kind.partition(' ')[0]}"
                 body = mutated_protobuf(good[kind], scene.generator)
