@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.scheduling.event import TokenEvent
+from cluster.serving.continuation import Progress, SequenceProgress
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
-from pagedray.errors import DeadlineError, InternalError, PagedRayError
+from pagedray.batch import TokenLogprobs
+from pagedray.errors import (
+    DeadlineError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    PagedRayError,
+)
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.open_calls import OpenCall
@@ -77,13 +85,21 @@ class GenerationCall:
             for prompt_index, request in enumerate(requests)
             for index in range(request.sampling.n)
         }
-        self._num_unfinished = len(self._texts)
+        self._num_unfinished = sum(len(request.open_indices) for request in requests)
         self._started_ids: set[str] = set()
         self._num_cached_tokens = 0
+        self._continuation = given.continuation
+        self._num_per_prompt = requests[0].sampling.n
+        self._unsent: list[SequenceProgress] = []
+        self._is_last = False
+        self._has_failed = False
+        self.replayed = self._replay(requests) if given.is_continued else None
+        """What another replica generated, if this call continues; its client has received it."""
         self._is_closed = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine if anything above fails.
-        self._stream = client.open_stream(requests, buffer=buffer)
+        open_requests = [one for one in requests if one.open_indices]
+        self._stream = client.open_stream(open_requests, buffer=buffer)
         watch.note_open(call.id)
         self._start_timer()
 
@@ -101,6 +117,7 @@ class GenerationCall:
                 if output.is_last:
                     return
         except PagedRayError as error:
+            self._has_failed = isinstance(error, EngineError)
             self._watch.note_end(error)
             raise
         except Exception as error:
@@ -108,6 +125,17 @@ class GenerationCall:
             failure = InternalError()
             self._watch.note_end(failure)
             raise failure from error
+
+    def take_progress(self) -> Progress:
+        """Return what the outputs since the last call add to a call that may continue elsewhere."""
+        unsent, self._unsent = self._unsent, []
+        return Progress(
+            num_sequences=len(self._texts),
+            sequences=tuple(unsent),
+            num_cached_tokens=self._num_cached_tokens,
+            is_last=self._is_last,
+            has_failed=self._has_failed,
+        )
 
     def abort(self) -> None:
         """End every sequence; the outputs end with the tokens generated so far."""
@@ -147,27 +175,21 @@ class GenerationCall:
                 sequence = self._push(request_id, index, group)
                 num_tokens += len(sequence.token_ids)
                 sequences.append(sequence)
+        if self._continuation is not None:
+            self._unsent += map(self._progress_of, sequences)
         self._call.num_generated_tokens += num_tokens
         self._watch.add_tokens(
             num_tokens,
             num_cached_tokens=self._num_cached_tokens,
             started_s=events[0].started_s,
         )
-        is_last = self._num_unfinished == 0
+        is_last = self._is_last = self._num_unfinished == 0
         if is_last:
             # A client that reads the last output may reuse the id immediately.
             self._stop_timer()
             self._call.release()
             self._watch.note_end(sequences[-1].finish_reason or "stop")
-        return GenerationOutput(
-            sequences=tuple(sequences),
-            usage=Usage(
-                num_prompt_tokens=self._call.num_prompt_tokens,
-                num_cached_tokens=self._num_cached_tokens,
-                num_generated_tokens=self._call.num_generated_tokens,
-            ),
-            is_last=is_last,
-        )
+        return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
 
     def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:
         output = self._texts[request_id, index].add_events(events)
@@ -179,6 +201,35 @@ class GenerationCall:
         if output.finish_reason is FinishReason.ABORT and self._is_late():
             raise _deadline_error()
         return output
+
+    def _progress_of(self, output: SequenceOutput) -> SequenceProgress:
+        number = output.prompt_index * self._num_per_prompt + output.index
+        return SequenceProgress(number, output.token_ids, output.finish_reason is not None)
+
+    def _replay(self, requests: Sequence[Request]) -> GenerationOutput:
+        """Bring the texts to where the call was cut, and return what was generated before."""
+        continuation = self._continuation
+        assert continuation is not None
+        self._num_cached_tokens = continuation.num_cached_tokens
+        self._call.num_generated_tokens = sum(len(one.token_ids) for one in continuation.sequences)
+        outputs: list[SequenceOutput] = []
+        for request in requests:
+            if any(token_ids != () for token_ids in request.generated_token_ids):
+                self._started_ids.add(request.id)
+            for index, token_ids in enumerate(request.generated_token_ids):
+                if token_ids:
+                    event = _event_of(request, index, token_ids)
+                    outputs.append(self._texts[request.id, index].add_events([event]))
+        if any(one.finish_reason is not None for one in outputs):
+            raise InvalidRequestError("A sequence cannot continue after its stop string.")
+        return GenerationOutput(sequences=tuple(outputs), usage=self._usage(), is_last=False)
+
+    def _usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self._call.num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._call.num_generated_tokens,
+        )
 
     def _is_late(self) -> bool:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
@@ -194,6 +245,13 @@ class GenerationCall:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
+
+
+def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> TokenEvent:
+    """Return an event with tokens that were sent before, log-probabilities included."""
+    has_logprobs = request.sampling.logprobs is not None
+    logprobs = (TokenLogprobs(0.0, [], []),) * len(token_ids) if has_logprobs else ()
+    return TokenEvent(request.id, index, token_ids, logprobs)
 
 
 def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:

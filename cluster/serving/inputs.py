@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.serving.continuation import Continuation
 from cluster.serving.text.chat_template import ChatMessage
 from pagedray.batch import Pooling
 
@@ -97,6 +98,13 @@ class GenerationInput:
     is_resumable: bool = False
     """Whether the client may come back for the stream after its connection was cut."""
     origin: CallOrigin = CallOrigin()
+    continuation: Continuation | None = None
+    """What keeps the call the same if it continues in another replica."""
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether another replica has admitted the call and generated tokens."""
+        return self.continuation is not None and bool(self.continuation.sequences)
 
     @property
     def arrival(self) -> Arrival:

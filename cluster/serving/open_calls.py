@@ -56,8 +56,17 @@ class _Account:
 class OpenCall:
     """One open call of a tenant, which counts toward the tenant's limits until it is released."""
 
-    def __init__(self, tenant: Tenant, account: _Account, open_calls: dict[OpenCall, None]) -> None:
+    def __init__(
+        self,
+        tenant: Tenant,
+        account: _Account,
+        open_calls: dict[OpenCall, None],
+        *,
+        is_admitted: bool,
+    ) -> None:
         self.tenant = tenant
+        self.is_admitted = is_admitted
+        """Whether another replica has admitted it, so that the tenant's limits do not apply."""
         self.started_s = time.monotonic()
         self.id = ""
         """The id that its client knows; empty until it is set."""
@@ -80,7 +89,8 @@ class OpenCall:
 
     def reserve_tokens(self, *, num_prompt_tokens: int, num_tokens: int) -> None:
         """Reserve its prompt and output tokens. Raises OverloadedError beyond the limit."""
-        account, limit = self._account, self.tenant.max_tokens
+        account = self._account
+        limit = None if self.is_admitted else self.tenant.max_tokens
         if limit is not None and num_tokens > limit:
             raise InvalidRequestError(
                 f"The request may use {num_tokens} tokens, but the limit for all open calls of "
@@ -138,16 +148,17 @@ class OpenCalls:
     def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
 
-    def open_call(self, tenant: Tenant) -> OpenCall:
+    def open_call(self, tenant: Tenant, *, is_admitted: bool = False) -> OpenCall:
         """Return a new call. Raises OverloadedError beyond the tenant's limit."""
         account = self._accounts.setdefault(tenant.name, _Account())
-        if tenant.max_requests is not None and account.num_calls >= tenant.max_requests:
+        limit = None if is_admitted else tenant.max_requests
+        if limit is not None and account.num_calls >= limit:
             raise OverloadedError(
                 f"The tenant of this API key has {account.num_calls} open calls, which is its "
                 "limit.",
                 retry_after_s=account.retry_after_s,
             )
-        return OpenCall(tenant, account, self._open)
+        return OpenCall(tenant, account, self._open, is_admitted=is_admitted)
 
     def find_call(self, tenant_name: str, call_id: str) -> OpenCall | None:
         """Return a tenant's own call by its id."""

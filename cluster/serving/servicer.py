@@ -18,6 +18,7 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
+from cluster.serving.inputs import GenerationInput
 from cluster.serving.open_calls import OpenCall, OpenCalls
 from cluster.serving.output_buffer import OutputBuffers
 from cluster.serving.reader_limits import ReaderLimits
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import Arrival, EmbeddingInput, GenerationInput, TokenizeInput
+    from cluster.serving.inputs import Arrival, EmbeddingInput, TokenizeInput
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
@@ -193,7 +194,7 @@ class Servicer:
                 self.resumables.check_room(tenant.name)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")
-            call = self._calls.open_call(tenant)
+            call = self._calls.open_call(tenant, is_admitted=given.is_continued)
             try:
                 requests = await self.validator.validate(given)
                 return self._open(given, requests, call, watch)
@@ -311,9 +312,23 @@ class Servicer:
         tenant = self.authenticator.tenant_named(given.tenant)
         if given.deadline_s is not None and time.monotonic() >= given.deadline_s:
             raise DeadlineError("The deadline passed before the request arrived.")
-        self.client.engine.check_room(tenant.name, 0)
-        self.buffers.check_room(tenant.name)
+        if not (isinstance(given, GenerationInput) and given.is_continued):
+            self.client.engine.check_room(tenant.name, 0)
+            self.buffers.check_room(tenant.name)
         return tenant
+
+    def _id_of(self, given: GenerationInput, requests: tuple[Request, ...]) -> str:
+        """Return the id of a new call; a call that it continues here ends."""
+        continuation = given.continuation
+        if continuation is None:
+            return requests[0].id if given.client_id is None else given.client_id
+        call_id = continuation.call_id if given.client_id is None else given.client_id
+        if continuation.cause is not None:
+            earlier = self._calls.find_call(given.tenant, call_id)
+            if earlier is not None and earlier.task is not None:
+                earlier.task.fail(EngineError("The request continues in another call."))
+                earlier.release()
+        return call_id
 
     def _open(
         self,
@@ -331,10 +346,12 @@ class Servicer:
         self._check_phase()
         if given.client_id is not None:
             self.resumables.check_id(given.tenant, given.client_id)
-        call.set_id(requests[0].id if given.client_id is None else given.client_id)
+        call.set_id(self._id_of(given, requests))
         call.reserve_tokens(
             num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
         )
+        if given.continuation is not None and given.continuation.cause is not None:
+            self.metrics.count_continuation(given.continuation.cause)
         weight = call.tenant.weight
         generation = GenerationCall(
             given,

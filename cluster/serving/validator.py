@@ -42,6 +42,7 @@ from pagedray.request import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cluster.serving.continuation import Continuation
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
@@ -92,9 +93,11 @@ class Validator:
         sampling = self._read_sampling(given)
         _check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
+        self._check_continuation(given, len(given.prompts) * sampling.n)
         requests: list[Request] = []
-        for prompt in given.prompts:
-            requests.append(await self._request(prompt, sampling, given, is_long=is_long))
+        for prompt_index, prompt in enumerate(given.prompts):
+            request = await self._request(prompt, sampling, given, is_long=is_long)
+            requests.append(_continued(request, given.continuation, prompt_index))
             # Let other calls run between the prompts of a long list.
             await asyncio.sleep(0)
         if sampling.structure is None:
@@ -162,6 +165,20 @@ class Validator:
             deadline_s=given.deadline_s,
         )
 
+    def _check_continuation(self, given: GenerationInput, num_sequences: int) -> None:
+        """Raise InvalidRequestError if the tokens so far are not those of such a call."""
+        if not given.is_continued:
+            return
+        assert given.continuation is not None
+        sequences = given.continuation.sequences
+        if len(sequences) != num_sequences or all(one.is_finished for one in sequences):
+            raise InvalidRequestError(
+                f"A call of {num_sequences} sequences cannot continue from the tokens of "
+                f"{len(sequences)}."
+            )
+        for one in sequences:
+            check_token_ids(one.token_ids, self._vocab_size, "continuation")
+
     async def _read_prompt(self, prompt: Prompt, *, is_long: bool) -> tuple[int, ...]:
         if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
@@ -195,6 +212,16 @@ class Validator:
         default = room if given.default_max_tokens is None else given.default_max_tokens
         default = max(default, sampling.min_tokens)
         return msgspec.structs.replace(sampling, max_tokens=min(default, room))
+
+
+def _continued(request: Request, continuation: Continuation | None, prompt_index: int) -> Request:
+    """Return a request that continues, and samples as in any replica."""
+    if continuation is None:
+        return request
+    sampling = request.sampling
+    generated = continuation.generated_token_ids(prompt_index, sampling.n)
+    seed = continuation.seed_of(prompt_index) if sampling.seed is None else sampling.seed
+    return msgspec.structs.replace(request, seed=seed, generated_token_ids=generated)
 
 
 def _check_client_id(client_id: str | None) -> None:

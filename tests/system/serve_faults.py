@@ -1,6 +1,6 @@
 """What clients of Ray Serve see while replicas are replaced or killed and calls are cancelled.
 
-    python -m tests.system.serve_faults kill redeploy cancel-grpc cancel-http lost
+    python -m tests.system.serve_faults kill hang redeploy cancel-grpc cancel-http lost
 
 Each part prints its results; `--output` adds them to a file with those of other parts.
 """
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.system.serve_cancels import CancelFrontend, Cancelled
+    from tests.system.serve_streams import Ended
 
-__all__ = ["kill_one", "redeploy", "until_whole"]
+__all__ = ["kill_one", "num_differing", "redeploy", "until_whole"]
 
-_PARTS = ("kill", "redeploy", "cancel-grpc", "cancel-http", "lost")
+_PARTS = ("kill", "hang", "redeploy", "cancel-grpc", "cancel-http", "lost")
 _LEASE_S = 5.0
 
 
@@ -70,17 +71,65 @@ async def redeploy(
 
 
 async def _kill(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
-    streams = Streams(cluster, num_tokens=num_tokens)
+    streams = Streams(cluster, num_tokens=num_tokens, temperature=0.0)
     await streams.start(num_clients)
     calls = await kill_one(cluster)
     ended = await streams.ended()
     await streams.close()
-    lost = {one.id for one in ended if one.error}
+    whole_s = await until_whole(cluster, 2)
     return summary(ended, num_tokens) | {
         "calls_of_replicas": [len(one) for one in calls],
-        "ended_are_of_one_replica": any(lost <= one for one in calls),
-        "new_replica_after_s": round(await until_whole(cluster, 2), 1),
+        "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
+        "new_replica_after_s": round(whole_s, 1),
     }
+
+
+async def _hang(
+    cluster: ServeCluster, num_clients: int, num_tokens: int, hang_s: float
+) -> dict[str, object]:
+    """Stop a replica's process, and let it go on after `hang_s`."""
+    streams = Streams(cluster, num_tokens=num_tokens, temperature=0.0)
+    await streams.start(num_clients)
+    calls = [{call.id for call in one.calls} for one in await cluster.loads()]
+    pid = next(iter(cluster.replica_pids().values()))
+    os.kill(pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    try:
+        await asyncio.sleep(10.0)
+        # By then the replica gets no calls.
+        late = Streams(cluster, num_tokens=16, name="late")
+        await asyncio.wait_for(late.start(8), 60.0)
+        late_ended = await late.ended()
+        late_s = time.monotonic() - stopped_s
+        await late.close()
+        running_s = 0.0
+        while (elapsed_s := time.monotonic() - stopped_s) < hang_s:
+            if pid in cluster.replica_pids().values():
+                running_s = elapsed_s
+            await asyncio.sleep(0.5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ended = await streams.ended()
+    await streams.close()
+    whole_s = await until_whole(cluster, 2)
+    return summary(ended, num_tokens) | {
+        "calls_of_replicas": [len(one) for one in calls],
+        "last_stream_ended_s": round(max(one.ended_s for one in ended) - stopped_s, 1),
+        "late_streams": summary(late_ended, 16),
+        "late_streams_ended_s": round(late_s, 1),
+        "running_by_serve_s": round(running_s, 1),
+        "whole_after_s": round(whole_s, 1),
+        "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
+    }
+
+
+async def num_differing(cluster: ServeCluster, ended: Sequence[Ended], num_tokens: int) -> int:
+    """Return how many greedy streams have another text than the same requests undisturbed."""
+    streams = Streams(cluster, num_tokens=num_tokens, temperature=0.0)
+    await streams.start(len(ended))
+    texts = {one.id: one.text for one in await streams.ended()}
+    await streams.close()
+    return sum(one.text != texts[one.id] for one in ended if not one.error)
 
 
 async def _redeploy(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
@@ -140,6 +189,8 @@ def _times(seconds: Sequence[float]) -> dict[str, float]:
 async def _run(part: str, cluster: ServeCluster, given: argparse.Namespace) -> dict[str, object]:
     if part == "kill":
         return await _kill(cluster, given.clients, given.tokens)
+    if part == "hang":
+        return await _hang(cluster, given.clients, given.tokens, given.hang_s)
     if part == "redeploy":
         return await _redeploy(cluster, given.clients, given.tokens)
     if part == "lost":
@@ -167,6 +218,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=_PARTS)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--hang-s", type=float, default=40.0)
     parser.add_argument("--cancels", type=int, default=2000)
     parser.add_argument("--lost", type=int, default=160)
     parser.add_argument("--output", type=Path)
@@ -176,7 +228,7 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     for part in given.parts:
         with ServeCluster(is_guarded=part != "lost") as cluster:
-            cluster.deploy(lease_s=_LEASE_S)
+            cluster.deploy(lease_s=_LEASE_S, dtype="float32")
             found = asyncio.run(_run(part, cluster, given))
         print(json.dumps({part: found}), flush=True)
         if given.output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,13 +30,60 @@ class Ended:
     num_tokens: int
     error: str
     """The gRPC code or the HTTP error message; empty if the stream finished."""
+    text: str = ""
+    is_complete: bool = True
+    """Whether the stream had a finish reason and the usage."""
+    longest_pause_s: float = 0.0
+    """The longest time between two messages."""
+    ended_s: float = 0.0
+    """When it ended, on the monotonic clock."""
+
+
+class _Received:
+    """What one stream has received."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self.has_reason = False
+        self.num_used: int | None = None
+        self.longest_pause_s = 0.0
+        self._read_s: float | None = None
+
+    def note_message(self) -> None:
+        """Record the time of a message."""
+        now_s = time.monotonic()
+        if self._read_s is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now_s - self._read_s)
+        self._read_s = now_s
+
+    def ended(self, name: str, error: str) -> Ended:
+        """Return how the stream ended."""
+        self.note_message()
+        return Ended(
+            id=name,
+            num_tokens=self.num_tokens,
+            error=error,
+            text=self.text,
+            is_complete=self.has_reason and self.num_used == self.num_tokens,
+            longest_pause_s=self.longest_pause_s,
+            ended_s=time.monotonic(),
+        )
 
 
 class Streams:
     """Clients that each stream a number of tokens, every other one over HTTP."""
 
-    def __init__(self, cluster: ServeCluster, *, num_tokens: int, name: str = "stream") -> None:
+    def __init__(
+        self,
+        cluster: ServeCluster,
+        *,
+        num_tokens: int,
+        name: str = "stream",
+        temperature: float = 1.0,
+    ) -> None:
         """The id of a stream is `name` and its number."""
+        self._temperature = temperature
         self._name = name
         self._num_tokens = num_tokens
         self._channel = grpc.aio.insecure_channel(cluster.grpc_target)
@@ -76,47 +124,64 @@ class Streams:
         request = pb.GenerateRequest(
             request_id=name,
             text=f"{name}: def read(path):\n",
-            sampling=pb.SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, seed=1),
+            sampling=pb.SamplingParams(
+                max_tokens=self._num_tokens,
+                ignore_eos=True,
+                seed=1,
+                temperature=self._temperature,
+            ),
         )
-        num_tokens, error = 0, ""
+        received, error = _Received(), ""
         try:
             async for response in self._stub.Generate(request):
-                num_tokens += sum(len(one.token_ids) for one in response.sequences)
+                received.note_message()
+                for one in response.sequences:
+                    received.num_tokens += len(one.token_ids)
+                    received.text += one.text
+                    received.has_reason |= bool(one.finish_reason)
+                if response.HasField("usage"):
+                    received.num_used = response.usage.num_generated_tokens
                 is_flowing.set()
         except grpc.aio.AioRpcError as refusal:
             error = refusal.code().name
         is_flowing.set()
-        return Ended(id=name, num_tokens=num_tokens, error=error)
+        return received.ended(name, error)
 
     async def _over_http(self, name: str, is_flowing: asyncio.Event) -> Ended:
-        num_tokens, error = 0, ""
+        received, error = _Received(), ""
         try:
             stream = await self._openai.completions.create(
                 model="tiny-llama",
                 prompt=f"{name}: def read(path):\n",
                 max_tokens=self._num_tokens,
                 seed=1,
+                temperature=self._temperature,
                 stream=True,
                 stream_options={"include_usage": True},
                 extra_headers={"x-request-id": name},
                 extra_body={"ignore_eos": True},
             )
             async for chunk in stream:
+                received.note_message()
                 is_flowing.set()
+                for choice in chunk.choices:
+                    received.text += choice.text
+                    received.has_reason |= bool(choice.finish_reason)
                 if chunk.usage is not None:
-                    num_tokens = chunk.usage.completion_tokens
+                    received.num_tokens = received.num_used = chunk.usage.completion_tokens
         except openai.APIError as refusal:
             error = refusal.message
         is_flowing.set()
-        return Ended(id=name, num_tokens=num_tokens, error=error)
+        return received.ended(name, error)
 
 
 def summary(ended: Sequence[Ended], num_tokens: int) -> dict[str, object]:
     """Return the number of streams by how they ended."""
-    whole = sum(one.num_tokens == num_tokens for one in ended if not one.error)
+    whole = sum(one.num_tokens == num_tokens and one.is_complete for one in ended if not one.error)
     return {
         "streams": len(ended),
         "whole": whole,
-        "short": sum(not one.error for one in ended) - whole,
+        "truncated": sum(not one.error for one in ended) - whole,
         "errors": dict(Counter(one.error for one in ended if one.error)),
+        "longest_pause_s": round(max((one.longest_pause_s for one in ended), default=0.0), 1),
     }

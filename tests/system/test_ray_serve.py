@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.serve_cancels import CancelFrontend, cancel_many
 from tests.system.serve_cluster import SMALL, ServeCluster
-from tests.system.serve_faults import kill_one, redeploy, until_whole
+from tests.system.serve_faults import kill_one, num_differing, redeploy, until_whole
 from tests.system.serve_streams import Streams
 from tests.system.span_collector import SpanCollector
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-DEATH_TEXT = "The replica that served the request died; retry the request."
 PROMPT = "def read_config(path):\n"
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 LEASE_S = 6.0
@@ -59,7 +60,9 @@ def collector() -> Iterator[SpanCollector]:
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: None, collector: SpanCollector) -> Iterator[ServeCluster]:
+    # In float32 a greedy stream has the same tokens however often it is recomputed.
     arguments = {"log_format": "json", "otlp_endpoint": collector.url, "lease_s": LEASE_S}
+    arguments |= {"dtype": "float32"}
     config = CONFIG.format(arguments=json.dumps(SMALL | arguments))
     with ServeCluster() as cluster:
         cluster.deploy_config(ServeDeploySchema.model_validate(yaml.safe_load(config)))
@@ -318,19 +321,37 @@ async def test_cancelled_calls_leave_nothing_behind(
     assert cancelled.num_begun > 0
 
 
-async def test_a_killed_replica_ends_its_own_streams_only(cluster: ServeCluster) -> None:
-    streams = Streams(cluster, num_tokens=300)
+async def test_calls_of_a_killed_replica_continue_on_the_other(cluster: ServeCluster) -> None:
+    streams = Streams(cluster, num_tokens=300, temperature=0.0)
     await streams.start(16)
     calls = await kill_one(cluster)
     ended = await streams.ended()
     await streams.close()
-    lost = {one.id: one.error for one in ended if one.error}
-    # Streams may have ended between the poll and the kill.
-    assert any(set(lost) <= one for one in calls)
-    assert lost
-    assert set(lost.values()) <= {"UNAVAILABLE", DEATH_TEXT}
-    assert {one.num_tokens for one in ended if not one.error} <= {300}
+    assert all(calls)
+    assert {(one.num_tokens, one.is_complete, one.error) for one in ended} == {(300, True, "")}
     await until_whole(cluster, 2)
+    assert await num_differing(cluster, ended, 300) == 0
+
+
+async def test_calls_of_a_replica_that_hangs_continue_on_the_other(cluster: ServeCluster) -> None:
+    streams = Streams(cluster, num_tokens=300, temperature=0.0)
+    late = Streams(cluster, num_tokens=8, name="late")
+    await streams.start(16)
+    pid = next(iter(cluster.replica_pids().values()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # Some of these wait for it too, until the other one gets them.
+        await asyncio.wait_for(late.start(8), 60.0)
+        ended = await asyncio.wait_for(streams.ended(), 60.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    late_ended = await late.ended()
+    await streams.close()
+    await late.close()
+    assert {(one.num_tokens, one.is_complete, one.error) for one in ended} == {(300, True, "")}
+    assert {(one.num_tokens, one.is_complete, one.error) for one in late_ended} == {(8, True, "")}
+    await until_whole(cluster, 2)
+    assert await num_differing(cluster, ended, 300) == 0
 
 
 def test_a_missing_model_is_reported_in_one_line(cluster: ServeCluster) -> None:

@@ -110,7 +110,8 @@ class HttpApp:
             metrics=self._servicer.metrics,
             read_timeout_s=self.read_timeout_s,
         )
-        if endpoint.operation is not None:
+        is_continued = call.continuation is not None and bool(call.continuation.sequences)
+        if endpoint.operation is not None and not is_continued:
             self._check_room(call, endpoint.operation)
         return await endpoint.handler(call)
 

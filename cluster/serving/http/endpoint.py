@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import Tenant
+from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import JSON_TYPE, read_raw
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
@@ -58,6 +59,11 @@ class HttpCall:
             traceparent=headers.get("traceparent"),
             tracestate=headers.get("tracestate"),
         )
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """What keeps the call the same in another replica, from the proxy in front of this one."""
+        return self.request.scope.get(CONTINUATION_KEY)
 
     @property
     def last_event_number(self) -> int | None:

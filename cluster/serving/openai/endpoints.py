@@ -85,7 +85,7 @@ class _OpenAIHandlers:
             param = body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        response = CompletionResponse(generation, token_bytes, self._options(body))
+        response = CompletionResponse(generation, token_bytes, self._options(body, call))
         if body.is_resumable:
             return self.streams.keep(generation, response, format_of(call, raw))
         return await _respond(call, body, generation, response)
@@ -101,7 +101,7 @@ class _OpenAIHandlers:
             param = "tools" if tools.is_forced else body.requested_structure().param
         generation = await self._start(call, given, param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        response = ChatCompletionResponse(generation, token_bytes, self._options(body), tools)
+        response = ChatCompletionResponse(generation, token_bytes, self._options(body, call), tools)
         if body.is_resumable:
             return self.streams.keep(generation, response, format_of(call, raw))
         return await _respond(call, body, generation, response)
@@ -139,15 +139,21 @@ class _OpenAIHandlers:
     ) -> GenerationCall:
         try:
             return await self._servicer.start_generation(
-                replace(given, tenant=call.tenant.name, origin=call.origin)
+                replace(
+                    given,
+                    tenant=call.tenant.name,
+                    origin=call.origin,
+                    continuation=call.continuation,
+                )
             )
         except InvalidRequestError as error:
             raise renamed(error, {} if param is None else {"structure": param}) from error
 
-    def _options(self, body: GenerationBody) -> ResponseOptions:
+    def _options(self, body: GenerationBody, call: HttpCall) -> ResponseOptions:
+        continuation = call.continuation
         return ResponseOptions(
             model=self._model,
-            created_s=int(time.time()),
+            created_s=int(time.time()) if continuation is None else continuation.created_s,
             num_per_prompt=body.n,
             has_logprobs=body.num_logprobs is not None,
             includes_usage=body.includes_usage,
@@ -167,7 +173,12 @@ async def _respond(
     call: HttpCall, body: GenerationBody, generation: GenerationCall, response: GenerationResponse
 ) -> Response:
     if body.stream:
-        return EventStream(generation.id, response.events(), close=generation.close)
+        return EventStream(
+            generation.id,
+            response.events(),
+            close=generation.close,
+            take_progress=None if call.continuation is None else generation.take_progress,
+        )
     try:
         content = await unless_disconnected(call.request.receive, response.complete())
     finally:

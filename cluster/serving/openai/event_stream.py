@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from cluster.serving.continuation import PROGRESS_KEY
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from starlette.types import Receive, Scope, Send
+
+    from cluster.serving.continuation import Progress
 
 __all__ = ["EventStream", "unless_disconnected"]
 
@@ -28,9 +32,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, request_id: str, events: AsyncGenerator[bytes], *, close: Callable[[], None]
+        self,
+        request_id: str,
+        events: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], None],
+        take_progress: Callable[[], Progress] | None = None,
     ) -> None:
-        """`close` ends what makes the events."""
+        """`close` ends what makes the events.
+
+        `take_progress` returns what the events since the last call add; it is sent beside them.
+        """
         super().__init__(
             headers={
                 "x-request-id": request_id,
@@ -42,6 +54,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._take_progress = take_progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -55,7 +68,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for written in events:
-                await send({"type": "http.response.body", "body": written, "more_body": True})
+                message = {"type": "http.response.body", "body": written, "more_body": True}
+                if self._take_progress is not None:
+                    message[PROGRESS_KEY] = self._take_progress()
+                await send(message)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -110,6 +110,10 @@ class GenerationResponse(ABC):
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
+        if self._generation.replayed is not None:
+            # The client has received these events; they bring the choices to where it was cut off.
+            for _ in self._events(self._generation.replayed):
+                pass
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:

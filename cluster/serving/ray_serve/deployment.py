@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.serving.http_app import build_http_app
-from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
+from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
     from pagedray.config import Device
     from pagedray.request import SamplingParams
-
-    Incoming = Message | bytes
 
 __all__ = ["PagedRay", "build_app", "deployment_options"]
 
@@ -217,12 +215,16 @@ def deployment_options(arguments: ServeArguments) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": options.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 5.0,
-        "health_check_timeout_s": 30.0,
+        # A replica that hangs is replaced after three of them.
+        "health_check_timeout_s": 10.0,
         # A start that failed three times will hardly succeed the twentieth time.
         "max_constructor_retry_count": 3,
         "request_router_config": RequestRouterConfig(
             request_router_class=_ROUTER,  # type: ignore[arg-type]  # the stubs are narrower than the library
-            request_router_kwargs={"lease_s": options.lease_s},
+            request_router_kwargs={
+                "lease_s": options.lease_s,
+                "continues_calls": options.continue_calls,
+            },
             request_routing_stats_period_s=1.0,  # type: ignore[arg-type]  # the stubs are narrower than the library
         ),
         **_replica_number(options),

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
+from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY, ProxiedRequest
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
 from cluster.serving.rpc.entry import admit_call
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from cluster.serving.ray_serve.pace import Pace
     from cluster.serving.servicer import Servicer
 
-__all__ = ["Broadcast", "ServeGrpc"]
+__all__ = ["Broadcast", "Incoming", "ServeGrpc"]
+
+Incoming = Message | bytes | ProxiedRequest
+"""The message of a call: decoded by Serve, as bytes, or from our own proxy's extension."""
 
 Broadcast = Callable[[str, Sequence[str]], Awaitable[None]]
 """Aborts requests in all replicas, given the tenant's name and their ids."""
@@ -49,7 +52,7 @@ class ServeGrpc:
         self._kinds = {one.name: GetMessageClass(one.input_type) for one in SERVICE.methods}
 
     async def stream(
-        self, method: str, request: Message | bytes, context: RayServegRPCContext
+        self, method: str, request: Incoming, context: RayServegRPCContext
     ) -> AsyncGenerator[Message]:
         """Yield the messages of a streaming method, many tokens in each."""
         try:
@@ -63,9 +66,7 @@ class ServeGrpc:
         except Exception as error:
             yield _refusal(context, error)
 
-    async def unary(
-        self, method: str, request: Message | bytes, context: RayServegRPCContext
-    ) -> Message:
+    async def unary(self, method: str, request: Incoming, context: RayServegRPCContext) -> Message:
         """Return the response of a unary method."""
         try:
             message, call = self._admitted(method, request, context)
@@ -76,7 +77,7 @@ class ServeGrpc:
         return answer
 
     async def abort(
-        self, request: Message | bytes, context: RayServegRPCContext, broadcast: Broadcast
+        self, request: Incoming, context: RayServegRPCContext, broadcast: Broadcast
     ) -> Message:
         """Abort requests in all replicas."""
         try:
@@ -95,18 +96,23 @@ class ServeGrpc:
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
 
     def _admitted(
-        self, method: str, request: Message | bytes, context: RayServegRPCContext
+        self, method: str, request: Incoming, context: RayServegRPCContext
     ) -> tuple[Message, RpcCall]:
         """Return the message and its call. Raises and counts the error of a rejected call."""
-        call = _call_of(context)
+        call = _call_of(context, request)
         admit_call(self._servicer, call, OPERATIONS.get(method))
         with self._servicer.metrics.counting_refusals(call.frontend):
             # Serve decodes messages itself if its configuration names the generated code.
-            body = request if isinstance(request, bytes) else request.SerializeToString()
-            return parse(self._kinds[method], body), call
+            return parse(self._kinds[method], _body_of(request)), call
 
 
-def _call_of(context: RayServegRPCContext) -> RpcCall:
+def _body_of(request: Incoming) -> bytes:
+    if isinstance(request, ProxiedRequest):
+        return request.body
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+def _call_of(context: RayServegRPCContext, request: Incoming) -> RpcCall:
     metadata = metadata_of(context.invocation_metadata())
     timeout_ms = metadata.pop(TIMEOUT_KEY, "")
     is_given = timeout_ms.isdecimal() and len(timeout_ms) < 12
@@ -114,6 +120,7 @@ def _call_of(context: RayServegRPCContext) -> RpcCall:
         metadata=metadata,
         remaining_s=int(timeout_ms) / 1000 if is_given else None,
         frontend="ray",
+        continuation=request.continuation if isinstance(request, ProxiedRequest) else None,
     )
 
 

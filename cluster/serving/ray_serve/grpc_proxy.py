@@ -2,35 +2,43 @@
 
 Serve's proxy hides deadlines from replicas, loses some cancels, and reports a replica's death as
 INTERNAL. The wrappers fix that, choose the routing key of calls, and limit the size of messages.
-This module does not know the servicer.
+A call whose replica died, hangs or ended the stream too early continues on another one. This module
+does not know the servicer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from cluster.serving.continuation import Continuation, SequenceProgress
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
+from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.rpc.context import Context, abort_call
 from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.rpc.status import DETAILS_KEY
 from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_N
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-__all__ = ["TIMEOUT_KEY", "add_services"]
+    from cluster.serving.continuation import Cause
+
+__all__ = ["TIMEOUT_KEY", "ProxiedRequest", "add_services"]
 
 TIMEOUT_KEY = "pagedray-timeout-ms"
 """The metadata key of a call's remaining time, which Serve does not pass to replicas."""
 _SESSION_KEY = "session_id"
+_UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
@@ -40,17 +48,19 @@ def add_services(servicer: object, server: grpc.aio.Server) -> None:
 
     `servicer` is Serve's dummy and not used.
     """
+    held = HeldBytes()
     for service, methods in (
         (_SERVICE.full_name, {one.name: one.server_streaming for one in _SERVICE.methods}),
         (_HEALTH.full_name, {"Check": False}),
     ):
-        server.add_generic_rpc_handlers((_Handlers(service, methods),))
+        server.add_generic_rpc_handlers((_Handlers(service, methods, held),))
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
     """The methods of one service, whose handlers Serve replaces by its own; these are wrapped."""
 
-    def __init__(self, service: str, methods: dict[str, bool]) -> None:
+    def __init__(self, service: str, methods: dict[str, bool], held: HeldBytes) -> None:
+        self._held = held
         # Serve replaces the values of this attribute, which the library's own handlers have too.
         self._method_handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             f"/{service}/{name}": (
@@ -70,10 +80,10 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in
             return None
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _streaming(handler.unary_stream, handler_call_details.method)  # type: ignore[arg-type]  # the stubs are narrower than the library
+                _streaming(handler.unary_stream, handler_call_details.method, self._held)  # type: ignore[arg-type]  # the stubs are narrower than the library
             )
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, handler_call_details.method)  # type: ignore[arg-type]  # the stubs are narrower than the library
+            _unary(handler.unary_unary, handler_call_details.method, self._held)  # type: ignore[arg-type]  # the stubs are narrower than the library
         )
 
 
@@ -112,45 +122,99 @@ class _ProxiedContext:
     def set_trailing_metadata(self, trailing: Sequence[tuple[str, str | bytes]]) -> None:
         self._trailing = tuple(trailing)
 
-    async def finish_call(self) -> None:
-        """Send the status of the replica, or UNAVAILABLE if it died."""
+    def failure(self, *, is_complete: bool) -> Cause | None:
+        """Return how the replica failed; None if it did not, or if the client has disconnected.
+
+        `is_complete` says whether the response has all messages that it must have.
+        """
         code = self._code or grpc.StatusCode.OK
+        task = asyncio.current_task()
+        assert task is not None
         if code is grpc.StatusCode.CANCELLED:
-            # The client has cancelled the call.
+            # Serve swallows the cancellation of this task. Without one, it is the replica that
+            # cancelled the call, as when its lease expired.
+            return None if task.cancelling() else "truncated"
+        if code is grpc.StatusCode.OK:
+            return None if is_complete else "truncated"
+        if code is grpc.StatusCode.INTERNAL and DETAILS_KEY not in dict(self._trailing):
+            # All errors of our replicas have details. Serve itself sends this status when an actor
+            # has died, with a trace that clients must not see.
+            return "died"
+        return "failed" if code is grpc.StatusCode.UNAVAILABLE else None
+
+    def finish_complete(self) -> None:
+        """Let the call end with OK."""
+        self._context.set_trailing_metadata(self._trailing)
+
+    async def finish_call(self, cause: Cause | None) -> None:
+        """Send the status of the replica, or UNAVAILABLE if it died or ended the call early."""
+        code = self._code or grpc.StatusCode.OK
+        if cause in ("died", "truncated"):
+            await abort_call(self._context, ReplicaDiedError())
+        if code is grpc.StatusCode.CANCELLED:
             return
         if code is grpc.StatusCode.OK:
             self._context.set_trailing_metadata(self._trailing)
             return
-        if code is grpc.StatusCode.INTERNAL and DETAILS_KEY not in dict(self._trailing):
-            # All errors of our replicas have details. Serve itself sends this status when an actor
-            # has died, with a trace that clients must not see.
-            await abort_call(self._context, ReplicaDiedError())
         await self._context.abort(code, self._details, self._trailing)
+
+
+class ProxiedRequest(NamedTuple):
+    """The message of a call, with what keeps the call the same in any replica.
+
+    Clients cannot send one: Serve decodes their messages as bytes.
+    """
+
+    body: bytes
+    continuation: Continuation
 
 
 def _streaming(
     # Any: messages are bytes, but Serve does not type them.
-    inner: Callable[[bytes, Any], AsyncGenerator[Any]],
+    inner: Callable[[ProxiedRequest, Any], AsyncGenerator[Any]],
     method: str,
+    held: HeldBytes,
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def handle(body: bytes, context: Context) -> None:
-        proxied = await _proxied(body, context, method)
-        messages = inner(body, proxied)
+        request = await _Request.checked(body, context, method)
+        call = ProxiedCall(held)
+        call.hold(len(body))
+        call.num_sequences = request.num_sequences
         try:
-            async for message in messages:
-                # A call that fails ends with an empty message.
-                if message:
-                    await context.write(message)
-        except BaseException:
-            # When a client disconnects, this task is cancelled, its write fails, or both. The
-            # replica's call must still be cancelled to the end, and before this handler returns,
-            # because it uses the context, which grpc then frees.
-            ending = asyncio.create_task(_cancel(messages))
-            while not ending.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait((ending,))
-            raise
-        await proxied.finish_call()
+            await send_to_replicas(request, call, context)
+        finally:
+            call.close()
+
+    async def send_to_replicas(request: _Request, call: ProxiedCall, context: Context) -> None:
+        while True:
+            proxied = request.proxied(context)
+            messages = inner(ProxiedRequest(request.body, call.continuation()), proxied)
+            try:
+                async with call.sending():
+                    async for message in messages:
+                        # A call that fails ends with an empty message.
+                        if message:
+                            request.note_response(message, call)
+                            await context.write(message)
+            except TimeoutError:
+                await abort_call(context, ReplicaDiedError())
+            except BaseException:
+                # When a client disconnects, this task is cancelled, its write fails, or both. The
+                # replica's call must still be cancelled to the end, and before this handler
+                # returns, because it uses the context, which grpc then frees.
+                ending = asyncio.create_task(_cancel(messages))
+                while not ending.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait((ending,))
+                raise
+            if call.is_complete:
+                # However the replica ended, the client has all of the response.
+                proxied.finish_complete()
+                return
+            cause = proxied.failure(is_complete=False)
+            if cause is None or not call.continues_after(cause):
+                await proxied.finish_call(cause)
+                return
 
     return handle
 
@@ -158,14 +222,85 @@ def _streaming(
 def _unary(
     inner: Callable[[bytes, Any], Awaitable[Any]],  # Any: see above.
     method: str,
+    held: HeldBytes,
 ) -> Callable[[bytes, Context], Awaitable[Any]]:
     async def handle(body: bytes, context: Context) -> Any:  # Any: see above.
-        proxied = await _proxied(body, context, method)
-        answer = await inner(body, proxied)
-        await proxied.finish_call()
-        return answer
+        request = await _Request.checked(body, context, method)
+        call = ProxiedCall(held)
+        call.hold(len(body))
+        try:
+            while True:
+                proxied = request.proxied(context)
+                async with call.sending():
+                    answer = await inner(body, proxied)
+                cause = proxied.failure(is_complete=True)
+                if cause is None or not call.continues_after(cause):
+                    await proxied.finish_call(cause)
+                    return answer
+        except TimeoutError:
+            await abort_call(context, ReplicaDiedError())
+        finally:
+            call.close()
 
     return handle
+
+
+class _Request:
+    """A client's request, which may be sent to several replicas."""
+
+    def __init__(self, body: bytes, method: str, remaining_s: float | None) -> None:
+        self.body = body
+        self._message = _parsed(body, method)
+        self._key = _routing_key(self._message)
+        self._response_kind: type[pb.GenerateResponse | pb.ChatResponse] = (
+            pb.ChatResponse if method.endswith("/Chat") else pb.GenerateResponse
+        )
+        limits_s = [] if remaining_s is None else [remaining_s]
+        if self._message is not None and self._message.HasField("timeout"):
+            timeout_s = self._message.timeout.ToTimedelta().total_seconds()
+            # The replica rejects it otherwise.
+            limits_s += [timeout_s] if timeout_s > 0 else []
+        self._deadline_s = time.monotonic() + min(limits_s) if limits_s else None
+
+    @classmethod
+    async def checked(cls, body: bytes, context: Context, method: str) -> _Request:
+        """Return the request, or end the call if its message is too long."""
+        try:
+            check_message_size(body)
+        except InvalidRequestError as error:
+            await abort_call(context, error)
+        return cls(body, method, context.time_remaining())
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the call generates."""
+        if self._message is None or not self._message.sampling.HasField("n"):
+            return 1
+        return min(self._message.sampling.n, MAX_N)
+
+    def proxied(self, context: Context) -> _ProxiedContext:
+        """Return the context of the next attempt."""
+        metadata = [
+            (key, value) for key, value in context.invocation_metadata() or () if key != TIMEOUT_KEY
+        ]
+        if self._deadline_s is not None:
+            remaining_ms = int((self._deadline_s - time.monotonic()) * 1000)
+            metadata.append((TIMEOUT_KEY, str(max(remaining_ms, 0))))
+        if self._key is not None and not any(key == _SESSION_KEY for key, _ in metadata):
+            metadata.append((_SESSION_KEY, self._key))
+        return _ProxiedContext(context, metadata)
+
+    def note_response(self, body: bytes, call: ProxiedCall) -> None:
+        """Record what a message adds to the call."""
+        message = self._response_kind.FromString(body)
+        if message.HasField("prompt_info"):
+            call.note_cached_tokens(message.prompt_info.num_cached_tokens)
+        call.add_tokens(
+            SequenceProgress(one.index, tuple(one.token_ids), one.finish_reason != _UNFINISHED)
+            for one in message.sequences
+        )
+        if message.HasField("usage"):
+            call.is_complete = True
 
 
 async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
@@ -178,37 +313,26 @@ async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
     await messages.aclose()
 
 
-async def _proxied(body: bytes, context: Context, method: str) -> _ProxiedContext:
-    try:
-        check_message_size(body)
-    except InvalidRequestError as error:
-        await abort_call(context, error)
-    metadata = [
-        (key, value) for key, value in context.invocation_metadata() or () if key != TIMEOUT_KEY
-    ]
-    remaining_s = context.time_remaining()
-    if remaining_s is not None:
-        metadata.append((TIMEOUT_KEY, str(max(int(remaining_s * 1000), 0))))
-    if not any(key == _SESSION_KEY for key, _ in metadata):
-        key = _routing_key(body, method)
-        if key is not None:
-            metadata.append((_SESSION_KEY, key))
-    return _ProxiedContext(context, metadata)
-
-
-def _routing_key(body: bytes, method: str) -> str | None:
-    """Return the routing key of a call, the same for prompts that begin alike; None without one."""
+def _parsed(body: bytes, method: str) -> pb.GenerateRequest | pb.ChatRequest | None:
+    """Return the message of a call that generates; None for others and for invalid messages."""
     try:
         if method.endswith("/Generate"):
-            message = pb.GenerateRequest.FromString(body)
-            ids = message.token_ids.ids
-            return prefix_key(tuple(ids[:1024]) or message.text)
+            return pb.GenerateRequest.FromString(body)
         if method.endswith("/Chat"):
-            return prefix_key(tuple(pb.ChatRequest.FromString(body).messages))  # type: ignore[arg-type]  # the stubs are narrower than the library
+            return pb.ChatRequest.FromString(body)
     except DecodeError:
         # The replica rejects it with the same error as every frontend.
         return None
     return None
+
+
+def _routing_key(message: pb.GenerateRequest | pb.ChatRequest | None) -> str | None:
+    """Return the routing key of a call, the same for prompts that begin alike; None without one."""
+    if message is None:
+        return None
+    if isinstance(message, pb.ChatRequest):
+        return prefix_key(tuple(message.messages))  # type: ignore[arg-type]  # the stubs are narrower than the library
+    return prefix_key(tuple(message.token_ids.ids[:1024]) or message.text)
 
 
 def _unserved(body: bytes, context: Context) -> None:

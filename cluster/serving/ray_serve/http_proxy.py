@@ -1,8 +1,9 @@
 """Middleware of Ray Serve's HTTP proxy, which its environment names:
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.serving.ray_serve.http_proxy:middlewares`.
 
-It chooses the routing key of requests, and ends the response of a replica that died with an OpenAI
-error. This module does not know the servicer.
+It chooses the routing key of requests. A stream whose replica died, hangs or ended it too early
+continues from another one, and any other request is sent again; if that fails, the response ends
+with an OpenAI error. This module does not know the servicer.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 
+from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY
+from cluster.serving.http.body import MAX_BODY_BYTES
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
+from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from cluster.serving.continuation import Cause, Progress
+
 __all__ = ["ReplicaGuard", "middlewares"]
 
 SESSION_HEADER = "x-session-id"
+_DONE = b"data: [DONE]\n\n"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
 
@@ -32,58 +39,188 @@ def middlewares() -> list[Middleware]:
 
 
 class ReplicaGuard:
-    """Sets the routing key of requests, and completes responses of replicas that died."""
+    """Sets the routing key of requests, and completes responses of replicas that failed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._held = HeldBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        receive = await _with_key(scope, receive)
-        response = _GuardedResponse(send)
-        await self._app(scope, receive, response.send)
+        call = ProxiedCall(self._held)
+        try:
+            request = _Request(receive, call)
+            await _set_key(scope, request)
+            await self._send_to_replicas(scope, request, _Response(send, call), call)
+        finally:
+            call.close()
+
+    async def _send_to_replicas(
+        self, scope: Scope, request: _Request, response: _Response, call: ProxiedCall
+    ) -> None:
+        while True:
+            # Serve changes the scope that it gets.
+            attempt = {**scope, CONTINUATION_KEY: call.continuation()}
+            response.begin_attempt()
+            try:
+                async with call.sending():
+                    await self._app(attempt, request.receiver(), response.send)
+            except TimeoutError:
+                # No replica accepted it.
+                break
+            cause = response.failure()
+            if cause is None or call.is_complete or request.is_disconnected:
+                break
+            if not call.continues_after(cause):
+                break
         await response.finish_response()
 
 
-class _GuardedResponse:
-    """A response that ends with an error if its replica dies."""
+class _Request:
+    """The messages of a request, which several replicas may receive."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, receive: Receive, call: ProxiedCall) -> None:
+        self._receive = receive
+        self._call = call
+        self._messages: list[Message] | None = []
+        self._num_bytes = 0
+        self.is_disconnected = False
+
+    def receiver(self) -> Receive:
+        """Return a `receive` that begins with the first message."""
+        place = 0
+
+        async def receive() -> Message:
+            nonlocal place
+            if self._messages is not None and place < len(self._messages):
+                place += 1
+                return self._messages[place - 1]
+            message = await self._receive()
+            place += 1
+            if message["type"] == "http.disconnect":
+                self.is_disconnected = True
+            else:
+                self._hold(message)
+            return message
+
+        return receive
+
+    def _hold(self, message: Message) -> None:
+        if self._messages is None:
+            return
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        if self._num_bytes <= MAX_BODY_BYTES:
+            self._messages.append(message)
+            self._call.hold(num_bytes)
+        else:
+            # Our replicas reject it; other applications may not.
+            self._messages = None
+            self._call.forgo_continuation()
+
+
+class _Response:
+    """The response of one replica after another, as one response to the client."""
+
+    def __init__(self, send: Send, call: ProxiedCall) -> None:
         self._send = send
+        self._call = call
+        self._kept: list[Message] = []
+        """What is sent unless another replica serves the request."""
         self._has_started = False
-        self._has_ended = False
+        """Whether the client has the status."""
         self._is_stream = False
+        self._has_failed = False
+        """Whether the current replica reported that it cannot serve the request."""
+        self._has_ended = False
+        self._is_done = False
+        """Whether the stream has its last event."""
+
+    def begin_attempt(self) -> None:
+        """Expect the response of another replica, from its beginning."""
+        self._kept = []
+        self._has_failed = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response."""
+        """Send a part of the response, or keep it."""
+        progress: Progress | None = message.pop(PROGRESS_KEY, None)
         if message["type"] == "http.response.start":
-            self._has_started = True
-            kind = MutableHeaders(raw=message["headers"]).get("content-type", "")
-            self._is_stream = kind.startswith("text/event-stream")
+            await self._start(message)
         elif message["type"] == "http.response.body":
+            self._has_failed = self._has_failed or (progress is not None and progress.has_failed)
             self._has_ended = not message.get("more_body", False)
-        await self._send(message)
+            if self._has_failed:
+                self._kept.append(message)
+            elif not (self._has_ended and self._is_cut):
+                await self._send_part(message, progress)
+        else:
+            await self._send(message)
+
+    def failure(self) -> Cause | None:
+        """Return how the current replica failed, or None."""
+        if self._has_failed:
+            return "failed"
+        if not self._has_ended:
+            return "died"
+        return "truncated" if self._is_cut else None
 
     async def finish_response(self) -> None:
-        """End a response that Serve left incomplete because its replica died."""
-        if self._has_ended:
+        """End a response that its replica left incomplete."""
+        if self.failure() is None:
             return
         if not self._has_started:
-            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": ReplicaDiedError.http_status,
-                    "headers": headers,
-                }
-            )
-            await self._send({"type": "http.response.body", "body": _error()})
+            is_whole = bool(self._kept) and self._has_ended
+            for message in self._kept if is_whole else _refusal():
+                await self._send(message)
+        elif self._is_stream and self._call.is_complete:
+            rest = b"" if self._is_done else _DONE
+            await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+        elif self._is_stream and self._has_failed and self._kept:
+            for message in self._kept:
+                await self._send(message)
         elif self._is_stream:
-            last = b"data: " + _error() + b"\n\ndata: [DONE]\n\n"
+            last = b"data: " + _error() + b"\n\n" + _DONE
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         # An incomplete JSON response ends with its connection.
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether something is missing from what the replicas have sent."""
+        has_status = self._has_started or bool(self._kept)
+        return not has_status or (self._is_stream and self._call.is_ours and not self._is_done)
+
+    async def _start(self, message: Message) -> None:
+        kind = MutableHeaders(raw=message["headers"]).get("content-type", "")
+        is_stream = kind.startswith("text/event-stream")
+        if self._has_started:
+            # A stream continues; its client has the status.
+            self._has_failed = not is_stream
+            return
+        self._is_stream = is_stream
+        self._has_failed = message["status"] == ReplicaDiedError.http_status
+        if is_stream:
+            self._has_started = True
+            await self._send(message)
+        else:
+            # Another replica can still take the place of one that dies before the body.
+            self._kept.append(message)
+
+    async def _send_part(self, message: Message, progress: Progress | None) -> None:
+        kept, self._kept = self._kept, []
+        for earlier in kept:
+            self._has_started = True
+            await self._send(earlier)
+        if progress is not None:
+            self._call.add_progress(progress)
+        body = message.get("body", b"")
+        if body:
+            self._is_done = body.endswith(_DONE)
+            if progress is None:
+                # How far the client has come is unknown.
+                self._call.forgo_continuation()
+        await self._send(message)
 
 
 class _Prompt(msgspec.Struct):
@@ -93,27 +230,23 @@ class _Prompt(msgspec.Struct):
     messages: list[dict[str, object]] | None = None
 
 
-async def _with_key(scope: Scope, receive: Receive) -> Receive:
-    """Set the routing key in the request's headers; return a `receive` that repeats the body."""
+async def _set_key(scope: Scope, request: _Request) -> None:
+    """Set the routing key in the request's headers."""
     headers = MutableHeaders(scope=scope)
     length = headers.get("content-length", "")
     is_short = length.isdecimal() and 0 < int(length[:9]) <= _MOST_READ_BYTES
     if scope["method"] != "POST" or SESSION_HEADER in headers or not is_short:
-        return receive
-    taken: list[Message] = []
+        return
+    receive = request.receiver()
+    parts: list[bytes] = []
     while True:
-        taken.append(await receive())
-        if not taken[-1].get("more_body", False):
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
             break
-    key = _key_of(b"".join(message.get("body", b"") for message in taken))
+    key = _key_of(b"".join(parts))
     if key is not None:
         headers[SESSION_HEADER] = key
-    taken.reverse()
-
-    async def again() -> Message:
-        return taken.pop() if taken else await receive()
-
-    return again
 
 
 def _key_of(body: bytes) -> str | None:
@@ -123,6 +256,16 @@ def _key_of(body: bytes) -> str | None:
         # The replica rejects it with the same error as every frontend.
         return None
     return prefix_key(prompt.messages or prompt.prompt or "")
+
+
+def _refusal() -> list[Message]:
+    """Return the response of a request that no replica served."""
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    status = ReplicaDiedError.http_status
+    return [
+        {"type": "http.response.start", "status": status, "headers": headers},
+        {"type": "http.response.body", "body": _error()},
+    ]
 
 
 def _error() -> bytes:

@@ -33,6 +33,7 @@ class Leases:
         self._unheard_s = lease_s / 2
         self._leases: set[_Lease] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
         # Another router than ours does not renew calls.
         self._are_renewed = False
 
@@ -66,10 +67,17 @@ class Leases:
     def _schedule_check(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._unheard_s / _CHECKS_PER_LEASE, self._check)
+            period_s = self._unheard_s / _CHECKS_PER_LEASE
+            self._due_s = time.monotonic() + period_s
+            self._timer = loop.call_later(period_s, self._check)
 
     def _check(self) -> None:
         self._timer = None
+        # Renewals that arrived while this process was paused have not been read yet.
+        late_s = time.monotonic() - self._due_s
+        if late_s > self._unheard_s / _CHECKS_PER_LEASE:
+            for lease in self._leases:
+                lease.renewed_s += late_s
         begin_s = time.monotonic() - self._unheard_s
         late = {one for one in self._leases if self._are_renewed and one.renewed_s < begin_s}
         for lease in late:

@@ -38,6 +38,8 @@ class ServeOptions:
     lease_s: float = 30.0
     """A stream that is not read for this long is cancelled; at least 5 s, so that busy callers
     renew in time."""
+    continue_calls: bool = True
+    """Whether calls of a replica that died or does not respond continue on another one."""
     tool_call_format: ToolCallFormat | None = None
     """The format of tool calls; None detects it from the chat template."""
     log_format: LogFormat = "text"

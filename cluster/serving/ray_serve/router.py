@@ -7,16 +7,23 @@ old, so it adds the requests that it has sent since.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+from ray.exceptions import ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from cluster.serving.ray_serve.affinity import prefix_key, routing_order
+from cluster.serving.ray_serve.proxied_call import current_call
 from cluster.serving.ray_serve.renewals import Renewals
+from cluster.serving.ray_serve.replica_reads import ReplicaReads
+from cluster.serving.ray_serve.replica_watch import ReplicaWatch
 
 if TYPE_CHECKING:
     from ray.serve._private.common import ReplicaID, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
     from ray.serve.request_router import PendingRequest
+
+    from cluster.serving.ray_serve.proxied_call import ProxiedCall
 
 __all__ = ["AffinityRouter"]
 
@@ -33,18 +40,22 @@ class AffinityRouter(RequestRouter):
         calm: float = 0.25,
         call_load: float = 0.01,
         lease_s: float = 30.0,
+        continues_calls: bool = True,
     ) -> None:
         """Take the deployment's settings; loads are fractions of a replica's cache.
 
         A replica may have a load of `slack` times the mean, or of `calm`. `call_load` is assumed
         for a request that the replica has not reported yet. A stream that is not read for
-        `lease_s` is cancelled.
+        `lease_s` is cancelled. `continues_calls` lets proxies continue the calls of a replica that
+        died or does not respond on another one.
         """
         self._slack = slack
         self._calm = calm
         self._call_load = call_load
         self._loads: dict[ReplicaID, tuple[float, float]] = {}
         self._num_sent: dict[ReplicaID, int] = {}
+        self._continues_calls = continues_calls
+        self._watch = ReplicaWatch(_leave)
         self._renewals = Renewals(period_s=lease_s / _RENEWALS_PER_LEASE, idle_s=lease_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -57,19 +68,27 @@ class AffinityRouter(RequestRouter):
             if loads.get(one) == self._loads[one]
         }
         self._loads = loads
+        self._watch.watch_replicas(replicas)
         super().update_replicas(replicas)
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
         """Return a wrapper that renews the leases of the replica's streams."""
-        return _LeasingReplica(replica_info, self._renewals)
+        return _LeasingReplica(replica_info, self._renewals, continues_calls=self._continues_calls)
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates in the order in which to try them, one in each list."""
-        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        """Return the candidates in the order in which to try them, one in each list.
+
+        Those that do not respond are left out; Serve asks again if none is left.
+        """
+        by_name = {
+            one.replica_id.unique_id: one
+            for one in candidate_replicas
+            if not self._watch.is_silent(one.replica_id)
+        }
         loads = {name: self._load(one.replica_id) for name, one in by_name.items()}
         names = routing_order(_key(pending_request), loads, slack=self._slack, calm=self._calm)
         return [[by_name[name]] for name in names]
@@ -87,18 +106,46 @@ class AffinityRouter(RequestRouter):
 
 
 class _LeasingReplica(RunningReplica):
-    """A replica whose streams' leases are renewed."""
+    """A replica whose streams' leases are renewed, and whose calls end when it hangs."""
 
-    def __init__(self, replica_info: RunningReplicaInfo, renewals: Renewals) -> None:
+    def __init__(
+        self, replica_info: RunningReplicaInfo, renewals: Renewals, *, continues_calls: bool
+    ) -> None:
         super().__init__(replica_info)
         self._renewals = renewals
+        self._continues_calls = continues_calls
+        self._open: WeakKeyDictionary[ReplicaReads, ProxiedCall | None] = WeakKeyDictionary()
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         """Send a request, and renew the lease of its stream."""
         result = super().try_send_request(pr, with_rejection)
+        call = current_call()
+        note_accepted = None
+        if call is not None:
+            call.note_sent(may_continue=self._continues_calls)
+            if with_rejection:
+                note_accepted = call.note_accepted
+            else:
+                call.note_accepted()
+        reads = ReplicaReads(result, note_accepted)
+        self._open[reads] = call
         if pr.metadata.is_streaming:
-            self._renewals.renew_stream(result, self, pr.metadata.internal_request_id)
+            self._renewals.renew_stream(reads, self, pr.metadata.internal_request_id)
         return result
+
+    def fail_calls(self) -> None:
+        """End all open calls with an error, after which Serve or the proxy sends them elsewhere."""
+        for reads, call in list(self._open.items()):
+            if call is not None:
+                call.note_hung()
+            reads.fail(
+                ActorUnavailableError("The replica does not respond.", self.actor_id.binary())
+            )
+
+
+def _leave(replica: RunningReplica) -> None:
+    assert isinstance(replica, _LeasingReplica)
+    replica.fail_calls()
 
 
 def _reported_load(replica: RunningReplica) -> tuple[float, float]:

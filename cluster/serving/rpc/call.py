@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cluster.serving.continuation import Continuation
 from cluster.serving.inputs import CallOrigin, Frontend
 
 __all__ = ["AUTHORIZATION", "RpcCall"]
@@ -28,6 +29,8 @@ class RpcCall:
     """Time until the deadline; None without a deadline."""
     add_done_callback: Callable[[Callable[[], None]], None] = _never
     """Registers a callback for the end of the call, also if it is cancelled during a write."""
+    continuation: Continuation | None = None
+    """What keeps the call the same in another replica, from the proxy in front of this one."""
 
     @property
     def authorization(self) -> str | None:

@@ -57,7 +57,8 @@ def admit_call(servicer: Servicer, call: RpcCall, operation: Operation | None) -
     """Raise AuthenticationError, or OverloadedError if the queue has no room for the call."""
     with servicer.metrics.counting_refusals(call.frontend):
         tenant = servicer.authenticate(call.authorization)
-    if operation is not None:
+    is_continued = call.continuation is not None and bool(call.continuation.sequences)
+    if operation is not None and not is_continued:
         servicer.check_room(Arrival(operation=operation, tenant=tenant.name, origin=call.origin))
 
 

@@ -95,6 +95,7 @@ def generation_input(
         includes_stop=sampling.include_stop,
         is_resumable=message.resumable,
         origin=call.origin,
+        continuation=call.continuation,
     )
 
 

@@ -77,7 +77,7 @@ class GrpcService:
         # A cancelled call ends its request even while this coroutine waits for flow control.
         call.add_done_callback(generation.close)
         try:
-            is_first = True
+            is_first = generation.replayed is None
             async with aclosing(generation.outputs()) as outputs:
                 async for output in outputs:
                     yield grpc_responses.generate_response(generation.id, output, is_first=is_first)
@@ -110,6 +110,9 @@ class GrpcService:
             return
         call.add_done_callback(generation.close)
         try:
+            if generation.replayed is not None:
+                # The client has received it; it brings the turns to where the call was cut off.
+                chat.response(generation.id, generation.replayed)
             async with aclosing(generation.outputs()) as outputs:
                 async for output in outputs:
                     yield chat.response(generation.id, output)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.registry import Collector
 
 from cluster.engine.duration_histogram import DurationHistogram
+from cluster.serving.continuation import CAUSES, Cause
 from cluster.serving.telemetry.call_report import outcome_of
 from cluster.serving.telemetry.engine_metrics import EngineCollector, duration_family
 from cluster.serving.telemetry.router_metrics import RouterCollector
@@ -52,6 +53,11 @@ class Metrics:
         self._refusals = self._counter(
             "refusals", "Calls rejected before they reached the engine", "front", "reason"
         )
+        self._continuations = self._counter(
+            "continuations", "Calls continued here after another replica failed", "cause"
+        )
+        for cause in CAUSES:
+            self._continuations.labels(cause)
         self._stalled_readers = self._counter(
             "stalled_readers", "Clients disconnected because they did not read", "front"
         )
@@ -178,6 +184,10 @@ class Metrics:
     def count_compile(self, kind: StructureKind, duration_s: float) -> None:
         """Record how long a call waited for its structure, also if it was cached or invalid."""
         self._compiling.labels(kind).observe(duration_s)
+
+    def count_continuation(self, cause: Cause) -> None:
+        """Count a call that began in another replica."""
+        self._continuations.labels(cause).inc()
 
     def count_refusal(self, error: Exception, frontend: Frontend = "none") -> None:
         """Count a call that was rejected before it had a watch."""

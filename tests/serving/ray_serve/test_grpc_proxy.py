@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 METHOD = "/pagedray.v1.GenerationService/Generate"
 BODY = pb.GenerateRequest(text="x").SerializeToString()
+MESSAGE = pb.GenerateResponse(request_id="x").SerializeToString()
+LAST = pb.GenerateResponse(usage=pb.Usage(num_generated_tokens=1)).SerializeToString()
 
 
 class Serve:
@@ -49,13 +51,13 @@ class Serve:
 
     async def _messages(self) -> AsyncGenerator[bytes]:
         try:
-            for _ in range(self._num_messages):
+            for number in range(self._num_messages):
                 try:
                     await asyncio.sleep(0.001)
                 except asyncio.CancelledError:
                     self.is_cancelled.set()
                     raise
-                yield b"message"
+                yield LAST if number == self._num_messages - 1 else MESSAGE
         except BaseException:
             yield b""
 
@@ -112,7 +114,7 @@ class Context:
 async def test_a_complete_stream_is_passed_on_and_nothing_is_cancelled() -> None:
     serve, context = Serve(5), Context(5)
     await serve.call(context)
-    assert context.written == [b"message"] * 5
+    assert context.written == [MESSAGE] * 4 + [LAST]
     assert not serve.is_cancelled.is_set()
 
 

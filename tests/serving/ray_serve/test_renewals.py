@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from cluster.serving.ray_serve.renewals import Renewals
+from cluster.serving.ray_serve.replica_reads import ReplicaReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,11 +66,15 @@ def renewals() -> Any:  # Any: its arguments are stand-ins for Serve's
     return Renewals(period_s=PERIOD_S, idle_s=IDLE_S)
 
 
+def reads_of(result: Result) -> ReplicaReads:
+    return ReplicaReads(result)  # type: ignore[arg-type]  # a stand-in for Serve's
+
+
 async def test_streams_that_are_read_are_renewed_at_their_replica() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     results = [Result(), Result()]
-    open_streams.renew_stream(results[0], replicas[0], "a")
-    open_streams.renew_stream(results[1], replicas[1], "b")
+    open_streams.renew_stream(reads_of(results[0]), replicas[0], "a")
+    open_streams.renew_stream(reads_of(results[1]), replicas[1], "b")
     for number in range(1, 15):
         # As Serve's handles do, from asyncio or from a thread.
         assert await results[0].__anext__() == number
@@ -82,7 +87,7 @@ async def test_streams_that_are_read_are_renewed_at_their_replica() -> None:
 
 async def test_streams_with_a_waiting_reader_are_renewed() -> None:
     open_streams, replica, result = renewals(), Replica(), Result(pause_s=10.0)
-    open_streams.renew_stream(result, replica, "slow")
+    open_streams.renew_stream(reads_of(result), replica, "slow")
     waiting = asyncio.ensure_future(result.__anext__())
     await asyncio.sleep(3 * IDLE_S)
     before = len(replica.renewed)
@@ -98,8 +103,8 @@ async def test_streams_with_a_waiting_reader_are_renewed() -> None:
 
 async def test_unread_streams_are_not_renewed() -> None:
     open_streams, replica, read, dropped = renewals(), Replica(), Result(), Result()
-    open_streams.renew_stream(read, replica, "read")
-    open_streams.renew_stream(dropped, replica, "dropped")
+    open_streams.renew_stream(reads_of(read), replica, "read")
+    open_streams.renew_stream(reads_of(dropped), replica, "dropped")
     await asyncio.sleep(2 * PERIOD_S)
     assert replica.renewed[0] == {"read", "dropped"}
     del dropped
@@ -111,13 +116,14 @@ async def test_unread_streams_are_not_renewed() -> None:
 
 async def test_renewals_stop_when_all_streams_have_ended() -> None:
     open_streams, replica, result = renewals(), Replica(), Result()
-    open_streams.renew_stream(result, replica, "first")
+    open_streams.renew_stream(reads_of(result), replica, "first")
     for callback in result.callbacks:
         await asyncio.to_thread(callback, None)
     await asyncio.sleep(3 * PERIOD_S)
     assert replica.renewed == []
     assert [one for one in asyncio.all_tasks() if one is not asyncio.current_task()] == []
-    open_streams.renew_stream(Result(), replica, "second")
+    second = Result()
+    open_streams.renew_stream(reads_of(second), replica, "second")
     await asyncio.sleep(3 * PERIOD_S)
     assert replica.renewed[0] == {"second"}
 
@@ -125,8 +131,9 @@ async def test_renewals_stop_when_all_streams_have_ended() -> None:
 async def test_a_dead_replica_does_not_block_renewals_at_others() -> None:
     open_streams, replicas = renewals(), [Replica(), Replica()]
     replicas[0].is_dead = True
-    for name, replica in zip("ab", replicas, strict=True):
-        open_streams.renew_stream(Result(), replica, name)
+    results = [Result(), Result()]
+    for name, replica, result in zip("ab", replicas, results, strict=True):
+        open_streams.renew_stream(reads_of(result), replica, name)
     await asyncio.sleep(4 * PERIOD_S)
     assert len(replicas[1].renewed) > 1
 
@@ -136,7 +143,7 @@ async def test_a_hanging_replica_does_not_block_renewals_at_others() -> None:
     replicas[0].hangs = True
     results = [Result(), Result()]
     for name, replica, result in zip("ab", replicas, results, strict=True):
-        open_streams.renew_stream(result, replica, name)
+        open_streams.renew_stream(reads_of(result), replica, name)
     for _ in range(8):
         await results[0].__anext__()
         await results[1].__anext__()

@@ -1,0 +1,83 @@
+"""What a call has generated, kept outside its replica so that another one can continue the call.
+
+Whatever forwards a replica's responses keeps it, such as Ray Serve's proxies. It never comes from a
+client. Plain data without a protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+__all__ = [
+    "CAUSES",
+    "CONTINUATION_KEY",
+    "PROGRESS_KEY",
+    "Cause",
+    "Continuation",
+    "Progress",
+    "SequenceProgress",
+]
+
+CONTINUATION_KEY = "pagedray.continuation"
+"""The key of a call's Continuation in its ASGI scope, which clients cannot set."""
+PROGRESS_KEY = "pagedray.progress"
+"""The key of a Progress in an ASGI message of the response."""
+
+Cause = Literal["died", "hung", "truncated", "failed"]
+"""Why a call continues elsewhere: its replica died, did not respond, ended the stream too early, or
+reported that its engine failed."""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+_SEEDS = 2**63
+
+
+class SequenceProgress(NamedTuple):
+    """Tokens of one sequence of a call."""
+
+    number: int
+    """Its index among all sequences of the call, those of the first prompt first."""
+    token_ids: tuple[int, ...]
+    is_finished: bool
+
+
+class Progress(NamedTuple):
+    """What one message of a stream adds to its call."""
+
+    num_sequences: int
+    """The sequences of the call."""
+    sequences: tuple[SequenceProgress, ...]
+    num_cached_tokens: int
+    is_last: bool
+    """Whether all sequences have ended and the usage was sent."""
+    has_failed: bool
+    """Whether the message reports an error of the engine, which another replica does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What makes a call the same in any replica, and how far it has come."""
+
+    call_id: str
+    """The id of the call if its client gave none."""
+    seed: int
+    """The seed of the call if its client gave none."""
+    created_s: int
+    """When the call arrived, in seconds since 1970."""
+    cause: Cause | None = None
+    """Why it does not run where it began; None at first."""
+    num_cached_tokens: int = 0
+    """The prompt tokens found in the prefix cache when it began."""
+    sequences: tuple[SequenceProgress, ...] = ()
+    """All sequences of the call in order, with all their tokens; empty if there are no tokens."""
+
+    def seed_of(self, prompt_index: int) -> int:
+        """Return the seed of a prompt; equal prompts of a call have different ones."""
+        return (self.seed + prompt_index) % _SEEDS
+
+    def generated_token_ids(self, prompt_index: int, n: int) -> tuple[tuple[int, ...] | None, ...]:
+        """Return the tokens of each sequence of a prompt, None for one that has ended."""
+        begin = prompt_index * n
+        return tuple(
+            None if one.is_finished else one.token_ids for one in self.sequences[begin : begin + n]
+        )

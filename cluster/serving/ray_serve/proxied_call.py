@@ -1,0 +1,216 @@
+"""One client's call in a proxy: what replicas have generated, and whether another may continue.
+
+The proxy's handlers own it; the router, in another thread of the same process, finds it in the
+context of the request that it routes. It knows no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from array import array
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from cluster.serving.continuation import Continuation, SequenceProgress
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from cluster.serving.continuation import Cause, Progress
+
+__all__ = ["HeldBytes", "ProxiedCall", "current_call"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONTINUATIONS = 3
+_MAX_AGE_S = 3600.0
+_MAX_HELD_BYTES = 256 * 2**20
+_MAX_WAIT_S = 5.0
+"""How long a call whose replica is lost may wait until another accepts it."""
+
+_current: ContextVar[ProxiedCall | None] = ContextVar("_current", default=None)
+
+
+def current_call() -> ProxiedCall | None:
+    """Return the call that the current task sends to a replica, if a proxy's extension sends it."""
+    return _current.get()
+
+
+class HeldBytes:
+    """The bytes that all calls of a proxy hold to continue elsewhere."""
+
+    def __init__(self, most: int = _MAX_HELD_BYTES) -> None:
+        self._most = most
+        self.number = 0
+
+    def take(self, number: int) -> bool:
+        """Count more bytes, if there is room."""
+        if self.number + number > self._most:
+            return False
+        self.number += number
+        return True
+
+
+class _Tokens:
+    """The tokens of one sequence."""
+
+    __slots__ = ("is_finished", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.is_finished = False
+
+
+class ProxiedCall:
+    """One call, sent to one replica after another until its response is complete."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        self._num_held = 0
+        self._has_all = True
+        """Whether there was room for all that must be held."""
+        self._call_id = secrets.token_hex(16)
+        self._seed = secrets.randbits(63)
+        self._created_s = int(time.time())
+        self._begun_s = time.monotonic()
+        self.num_sequences = 1
+        self._sequences: dict[int, _Tokens] = {}
+        self._num_cached_tokens = 0
+        self._num_continuations = 0
+        self._cause: Cause | None = None
+        self._is_hung = False
+        self._is_accepted = False
+        self._may_continue = False
+        self._timeout: asyncio.Timeout | None = None
+        self._loop = asyncio.get_running_loop()
+        self.is_ours = False
+        """Whether it is routed to replicas of ours."""
+        self.is_complete = False
+        """Whether the usage was sent, after which only the end of the response may be missing."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Hold bytes of the request until `close`."""
+        if self._has_all and self._held.take(num_bytes):
+            self._num_held += num_bytes
+        else:
+            self._has_all = False
+
+    def forgo_continuation(self) -> None:
+        """Never continue the call: what the client has received cannot be continued."""
+        self._has_all = False
+
+    def close(self) -> None:
+        """Release what the call holds."""
+        self._held.number -= self._num_held
+        self._num_held = 0
+        self._has_all = False
+        self._sequences.clear()
+
+    def add_progress(self, progress: Progress) -> None:
+        """Record what a message to the client adds."""
+        self.num_sequences = progress.num_sequences
+        self.add_tokens(progress.sequences)
+        self._num_cached_tokens = progress.num_cached_tokens
+        self.is_complete = self.is_complete or progress.is_last
+
+    def add_tokens(self, sequences: Iterable[SequenceProgress]) -> None:
+        """Record tokens that the client receives."""
+        if not self._has_all:
+            return
+        for number, token_ids, is_finished in sequences:
+            tokens = self._sequences.get(number)
+            if tokens is None:
+                tokens = self._sequences[number] = _Tokens()
+            tokens.token_ids.extend(token_ids)
+            tokens.is_finished = tokens.is_finished or is_finished
+            self.hold(4 * len(token_ids))
+
+    def note_cached_tokens(self, number: int) -> None:
+        """Record the prompt tokens that the first replica found in its cache."""
+        self._num_cached_tokens = number
+
+    def continuation(self) -> Continuation:
+        """Return what a replica needs to run the call from where it is."""
+        sequences = tuple(self._sequence(number) for number in range(self.num_sequences))
+        has_tokens = any(one.token_ids for one in sequences)
+        return Continuation(
+            call_id=self._call_id,
+            seed=self._seed,
+            created_s=self._created_s,
+            cause=self._cause,
+            num_cached_tokens=self._num_cached_tokens,
+            sequences=sequences if has_tokens else (),
+        )
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncIterator[None]:
+        """Send the call in this block, which is cancelled if no replica accepts it in time.
+
+        The wait is limited only after a replica was lost. Raises TimeoutError.
+        """
+        token = _current.set(self)
+        self._is_hung = self._is_accepted = self._may_continue = False
+        try:
+            async with asyncio.timeout(None if self._cause is None else _MAX_WAIT_S) as timeout:
+                self._timeout = timeout
+                yield
+            if timeout.expired():
+                # Serve swallowed the cancellation.
+                raise TimeoutError
+        finally:
+            self._timeout = None
+            _current.reset(token)
+
+    def continues_after(self, cause: Cause) -> bool:
+        """Return whether to send the call to another replica, and count that."""
+        if self._is_hung:
+            cause = "hung"
+        is_young = time.monotonic() - self._begun_s < _MAX_AGE_S
+        if not (self._may_continue and self._has_all and is_young):
+            return False
+        if self._num_continuations >= _MAX_CONTINUATIONS:
+            logger.warning("A call ends after it was continued %d times.", _MAX_CONTINUATIONS)
+            return False
+        self._num_continuations += 1
+        self._cause = cause
+        return True
+
+    # The router's side.
+
+    def note_sent(self, *, may_continue: bool) -> None:
+        """Record that a replica gets the call, and whether the deployment continues calls."""
+        self.is_ours = True
+        self._may_continue = may_continue
+
+    def note_accepted(self) -> None:
+        """Record that the replica has the call, whose first token may take long."""
+        self._is_hung, self._is_accepted = False, True
+        self._loop.call_soon_threadsafe(self._reschedule, None)
+
+    def note_hung(self) -> None:
+        """Record that the replica does not respond.
+
+        If it has not accepted the call, Serve asks others, one of which must accept it soon.
+        """
+        self._is_hung = True
+        if not self._is_accepted:
+            self._loop.call_soon_threadsafe(self._reschedule, _MAX_WAIT_S)
+
+    def _reschedule(self, delay_s: float | None) -> None:
+        timeout = self._timeout
+        if timeout is None or timeout.expired():
+            return
+        # It may be expiring or ending.
+        with contextlib.suppress(RuntimeError):
+            timeout.reschedule(None if delay_s is None else self._loop.time() + delay_s)
+
+    def _sequence(self, number: int) -> SequenceProgress:
+        tokens = self._sequences.get(number)
+        if tokens is None:
+            return SequenceProgress(number, (), False)
+        return SequenceProgress(number, tuple(tokens.token_ids), tokens.is_finished)

@@ -1,0 +1,109 @@
+"""Reads of one response of a replica: whether it is read, and an error that ends them.
+
+Ray notices a dead replica but not one that does not respond, so a read of its response would wait
+forever. This uses private parts of Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ray.serve._private.replica_result import ReplicaResult
+
+__all__ = ["ReplicaReads"]
+
+Found = TypeVar("Found")
+
+
+class ReplicaReads:
+    """Wraps the methods by which Serve takes what a replica sends."""
+
+    def __init__(self, result: ReplicaResult, note_accepted: Callable[[], None] | None = None):
+        """`note_accepted` is called, from the router's thread, when the replica has the request."""
+        self._kind = type(result)
+        self._result = ref(result)
+        self._note_accepted = note_accepted
+        self._error: Exception | None = None
+        self._reader: asyncio.Task[Any] | None = None  # Any: tasks of Serve's
+        self._is_waiting = False
+        self._read_s = time.monotonic()
+        # Handles call these on the instance, so instance attributes override them.
+        result.__anext__ = self._anext  # type: ignore[method-assign]  # see above
+        result.__next__ = self._next  # type: ignore[method-assign]  # see above
+        result.get_async = self._get  # type: ignore[method-assign]  # see above
+        result.get_rejection_response = self._accepted  # type: ignore[method-assign, assignment]  # see above
+
+    @property
+    def result(self) -> ReplicaResult:
+        """The response, while a caller has it."""
+        result = self._result()
+        assert result is not None
+        return result
+
+    def idle_s(self) -> float:
+        """Return the time since the last read; 0 during a read."""
+        return 0.0 if self._is_waiting else time.monotonic() - self._read_s
+
+    def fail(self, error: Exception) -> None:
+        """End the current read and all later ones with `error`. May be called from any thread.
+
+        A read that blocks a thread is not interrupted.
+        """
+        # A read sets its task before it looks for the error, so it cannot miss both.
+        self._error = error
+        reader = self._reader
+        if reader is not None:
+            reader.get_loop().call_soon_threadsafe(self._interrupt, reader)
+        result = self._result()
+        if result is not None:
+            result.cancel()
+
+    def _interrupt(self, reader: asyncio.Task[Any]) -> None:  # Any: see above.
+        if self._reader is reader:
+            reader.cancel()
+
+    async def _anext(self) -> object:
+        self._is_waiting = True
+        try:
+            return await self._read(self._kind.__anext__)
+        finally:
+            self._is_waiting, self._read_s = False, time.monotonic()
+
+    async def _get(self) -> object:
+        return await self._read(self._kind.get_async)
+
+    async def _accepted(self) -> object:
+        response = await self._read(self._kind.get_rejection_response)
+        if response is not None and response.accepted and self._note_accepted is not None:
+            self._note_accepted()
+        return response
+
+    def _next(self) -> object:
+        self._is_waiting = True
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._kind.__next__(self.result)
+        finally:
+            self._is_waiting, self._read_s = False, time.monotonic()
+
+    async def _read(self, method: Callable[[ReplicaResult], Awaitable[Found]]) -> Found:
+        reader = asyncio.current_task()
+        assert reader is not None
+        self._reader = reader
+        try:
+            if self._error is not None:
+                raise self._error
+            return await method(self.result)
+        except asyncio.CancelledError:
+            if self._error is None or reader.uncancel() > 0:
+                raise
+            raise self._error from None
+        finally:
+            self._reader = None

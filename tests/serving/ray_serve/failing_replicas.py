@@ -1,0 +1,185 @@
+"""Replicas that fail at chosen messages, behind the real extensions of Serve's proxies.
+
+Each replica is a real servicer with real frontends over a fake engine. The stand-in for Serve
+pickles what it carries and ends responses as Serve does when a replica fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import grpc
+
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.http_app import build_http_app
+from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
+from cluster.serving.ray_serve.grpc_proxy import add_services
+from cluster.serving.ray_serve.http_proxy import ReplicaGuard
+from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call
+from cluster.serving.servicer import Servicer
+from pagedray.errors import EngineError
+from tests.serving.conftest import engine_config
+from tests.serving.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from starlette.types import Message, Receive, Scope, Send
+
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.request import Request
+
+__all__ = ["Cut", "FailingReplicas", "Failure", "Replica"]
+
+Failure = Literal["died", "hung", "silent end", "cancelled", "engine"]
+Cut = tuple[int, Failure]
+"""The number of messages that pass before a replica fails, and how it fails."""
+
+
+class Replica:
+    """One replica."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Callable[[Request, int], list[int]]) -> None:
+        client = EngineClient(asyncio.get_running_loop())
+        self.engine = FakeEngine(client, script)
+        self.engine.num_cached_tokens = 3
+        client.attach_generation_engine(self.engine)
+        self.servicer = Servicer(client, tokenizer, engine_config(context=2048))
+        self.servicer.set_ready()
+        self.grpc = ServeGrpc(self.servicer, Pace(1e6))
+        self.http = build_http_app(self.servicer)
+
+    async def close(self) -> None:
+        """Stop the engine and the servicer."""
+        self.engine.stop()
+        await self.servicer.close()
+
+
+class FailingReplicas:
+    """Serve with several replicas: a call and each continuation of it go to the next one."""
+
+    def __init__(self, replicas: Sequence[Replica], *, may_continue: bool = True) -> None:
+        self._replicas = replicas
+        self._may_continue = may_continue
+        self.cuts: list[Cut] = []
+        """How the replicas of the next call fail, one after another; the last one does not."""
+        self.num_sent = 0
+        self._handlers: list[Any] = []  # Any: grpc's handlers
+        add_services(object(), SimpleNamespace(add_generic_rpc_handlers=self._take))  # type: ignore[arg-type]  # a stand-in for a server
+        self.http = ReplicaGuard(self._serve_http)
+
+    def grpc(self, method: str) -> Any:  # Any: the library's handler
+        """Return the handler of a method."""
+        found = self._handlers[0].service(
+            SimpleNamespace(method=f"/pagedray.v1.GenerationService/{method}")
+        )
+        return found.unary_stream or found.unary_unary
+
+    def _take(self, handlers: tuple[Any, ...]) -> None:  # Any: see above
+        for one in handlers:
+            for name, handler in one._method_handlers.items():
+                one._method_handlers[name] = (
+                    grpc.unary_stream_rpc_method_handler(self._stream(name))
+                    if handler.response_streaming
+                    else grpc.unary_unary_rpc_method_handler(self._unary(name))
+                )
+            self._handlers.append(one)
+
+    def _route(self) -> tuple[Replica, ProxiedCall, Cut | None]:
+        call = current_call()
+        assert call is not None
+        replica = self._replicas[self.num_sent % len(self._replicas)]
+        self.num_sent += 1
+        call.note_sent(may_continue=self._may_continue)
+        call.note_accepted()
+        return replica, call, self.cuts.pop(0) if self.cuts else None
+
+    def _stream(self, name: str) -> Any:  # Any: see above
+        # Any: the request and the context are what the extension passes to Serve.
+        async def handle(request: Any, context: Any) -> AsyncGenerator[bytes]:
+            replica, call, cut = self._route()
+            method = name.rpartition("/")[2]
+            carried = pickle.loads(pickle.dumps(request))
+            messages = replica.grpc.stream(method, carried, context)
+            try:
+                num_passed = 0
+                async for message in _until_failure(messages, cut, replica):
+                    num_passed += 1
+                    yield message.SerializeToString()
+                if cut is not None and num_passed == cut[0]:
+                    _end(context, call, cut[1])
+            finally:
+                await messages.aclose()
+
+        return handle
+
+    def _unary(self, name: str) -> Any:  # Any: see above
+        async def handle(request: bytes, context: Any) -> bytes:  # Any: see above
+            replica, call, cut = self._route()
+            if cut is not None:
+                _end(context, call, cut[1])
+                return b""
+            answer = await replica.grpc.unary(name.rpartition("/")[2], request, context)
+            return answer.SerializeToString()
+
+        return handle
+
+    async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replica, call, cut = self._route()
+        left = asyncio.Event()
+        num_passed = 0
+
+        async def send_some(message: Message) -> None:
+            nonlocal num_passed
+            if cut is not None and num_passed == cut[0]:
+                if cut[1] == "engine":
+                    if replica.engine.error is None:
+                        replica.engine.fail_all(EngineError("The engine failed."))
+                else:
+                    left.set()
+                    await asyncio.Event().wait()
+            num_passed += 1
+            await send(pickle.loads(pickle.dumps(message)))
+
+        carried = pickle.loads(pickle.dumps(scope))
+        serving = asyncio.create_task(replica.http(carried, receive, send_some))
+        leaving = asyncio.create_task(left.wait())
+        await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if left.is_set():
+            if cut is not None and cut[1] == "hung":
+                call.note_hung()
+            if cut is not None and cut[1] == "silent end":
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            serving.cancel()
+        leaving.cancel()
+        await asyncio.gather(serving, leaving, return_exceptions=True)
+
+
+async def _until_failure(
+    messages: AsyncGenerator[Any], cut: Cut | None, replica: Replica
+) -> AsyncGenerator[Any]:  # Any: protobuf messages
+    num_passed = 0
+    async for message in messages:
+        if cut is not None and num_passed == cut[0]:
+            if cut[1] != "engine":
+                return
+            if replica.engine.error is None:
+                replica.engine.fail_all(EngineError("The engine failed."))
+        num_passed += 1
+        yield message
+
+
+def _end(context: Any, call: ProxiedCall, failure: Failure) -> None:  # Any: see above
+    """Set the status that Serve's proxy sets after a failure."""
+    if failure == "hung":
+        call.note_hung()
+    if failure in ("died", "hung"):
+        context.set_code(grpc.StatusCode.INTERNAL)
+        context.set_details("The actor died unexpectedly: a trace")
+    elif failure == "cancelled":
+        context.set_code(grpc.StatusCode.CANCELLED)
+        context.set_details("Client for request x disconnected.")
