@@ -52,6 +52,8 @@ def counted(servicer: Servicer) -> dict[str, float]:
         ("Generate", b"\xff", KEY, "invalid"),
         ("Generate", pb.GenerateRequest(text=""), KEY, "invalid"),
         ("Generate", pb.GenerateRequest(text="x"), "wrong", "unauthenticated"),
+        ("Generate", pb.GenerateRequest(text="x", resumable=True), KEY, "invalid"),
+        ("Generate", pb.GenerateRequest(request_id="x", resume_from=1), KEY, "invalid"),
         ("Chat", b"\xff", KEY, "invalid"),
         ("Chat", b"", "wrong", "unauthenticated"),
         ("Embed", b"\xff", KEY, "invalid"),

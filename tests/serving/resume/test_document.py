@@ -22,7 +22,7 @@ ADDRESSES = ("127.0.0.1:8000", "127.0.0.1:9000")
 
 
 # Cut before the head or the first message has arrived, and within the text.
-@pytest.mark.parametrize("num_bytes", [10, 1500])
+@pytest.mark.parametrize("num_bytes", [pytest.param(10, marks=pytest.mark.slow), 1500])
 @pytest.mark.parametrize("place", [0, 1])
 async def test_program_of_the_document_survives_cuts(
     server: Server, place: int, num_bytes: int
