@@ -34,7 +34,7 @@ __all__ = ["EmbeddingEngine", "Engine", "EngineClient", "EngineStream", "Generat
 logger = logging.getLogger(__name__)
 
 _FEW_EVENTS = 64
-"""Unread events that are not counted: a busy event loop is late, too."""
+_FEW_STEPS = 4
 # The memory of an unread event, as measured with tracemalloc.
 _EVENT_BYTES = 256
 _LOGPROBS_BYTES = 256
@@ -224,6 +224,9 @@ class EngineStream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: PagedRayError | None = None
         self._buffer = buffer
+        num_sequences = sum(map(len, self._unfinished.values()))
+        self._num_uncounted = _FEW_EVENTS + _FEW_STEPS * num_sequences
+        """Events that may be unread without being counted: a busy event loop is late, too."""
         self._num_counted = 0
         """Bytes of the pending events that are counted in the buffer."""
 
@@ -287,7 +290,7 @@ class EngineStream:
         if event.finish_reason is not None:
             self._end(event.request_id, event.index)
         self._pending.append(event)
-        if len(self._pending) > _FEW_EVENTS and self._buffer is not None:
+        if len(self._pending) > self._num_uncounted and self._buffer is not None:
             # The reader is behind.
             self._count(event, self._buffer)
         self._wake()

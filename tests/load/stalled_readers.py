@@ -29,7 +29,6 @@ _NUM_READERS = 4
 _NUM_STALLED = 4
 _NUM_SEQUENCES = 8
 _MAX_TOKENS = 500
-_ROUNDS = 2
 # The client's window does not grow.
 _CHANNEL_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
@@ -46,7 +45,7 @@ class StalledReaders:
         self._server = server
         self._write_timeout_s = write_timeout_s
 
-    async def measure(self, frontend: str) -> dict[str, object]:
+    async def measure(self, frontend: str, num_rounds: int) -> dict[str, object]:
         """Compare readers alone with readers beside stalled ones, alternately."""
         open_stalled = self._stalled_http if frontend == "http" else self._stalled_grpc
         alone: list[float] = []
@@ -54,16 +53,15 @@ class StalledReaders:
         held: list[float] = []
         rss_mib = [self._server.rss_mib()]
         most_mib = 0.0
-        for _ in range(_ROUNDS):
+        for _ in range(num_rounds):
             alone.append(await self._tokens_per_cpu_s())
             with ExitStack() as stack:
                 stalled = [open_stalled(stack) for _ in range(_NUM_STALLED)]
                 assert stalled
-                await self._until_stalled()
+                most_mib = max(most_mib, await self._until_stalled())
                 started_s = time.monotonic()
                 beside.append(await self._tokens_per_cpu_s())
                 while await self._num_calls():
-                    most_mib = max(most_mib, self._server.rss_mib())
                     assert time.monotonic() < started_s + 5 * self._write_timeout_s
                     await asyncio.sleep(0.2)
                 held.append(time.monotonic() - started_s)
@@ -91,10 +89,13 @@ class StalledReaders:
         num_tokens = self._server.num_generated_tokens() - num_tokens
         return num_tokens / (self._server.cpu_s() - cpu_s)
 
-    async def _until_stalled(self) -> None:
-        """Wait until the stalled calls have generated all their tokens."""
+    async def _until_stalled(self) -> float:
+        """Wait until the stalled calls generate nothing; return the server's most memory in MiB."""
+        most_mib = self._server.rss_mib()
         while not self._server.is_idle():
+            most_mib = max(most_mib, self._server.rss_mib())
             await asyncio.sleep(0.2)
+        return most_mib
 
     async def _num_calls(self) -> int:
         async with grpc.aio.insecure_channel(self._server.grpc_target) as channel:
@@ -133,6 +134,7 @@ async def _read(stub: Any) -> None:  # Any: the generated stub is not async to m
 def main() -> None:
     """Measure both frontends, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--write-timeout-s", type=float, default=20.0, help="(%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
@@ -149,7 +151,7 @@ def main() -> None:
             report.add("server", server.command)
             readers = StalledReaders(server, write_timeout_s=options.write_timeout_s)
             asyncio.run(readers.fill_cache())
-            report.add(frontend, asyncio.run(readers.measure(frontend)))
+            report.add(frontend, asyncio.run(readers.measure(frontend, options.rounds)))
             report.add(f"errors_in_log_{frontend}", server.logged_errors())
     report.write(options.output)
 
