@@ -89,9 +89,10 @@ class Controller(StepLoop):
         return super().is_healthy and not self._output_watch.is_broken
 
     def submit_request(self, request: Request) -> None:
-        """Accept a request. Raises CapacityError, OverloadedError or EngineError."""
+        """Accept a request. Raises RequestError or EngineError."""
         with self._wake:
             self._check_open()
+            self._inquiry.check(request)
             self._scheduler.add_request(request)
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
@@ -124,6 +125,7 @@ class Controller(StepLoop):
                 block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
+                num_lethal_requests=self._inquiry.num_culprits,
                 step_times=self._step_times.snapshot(),
             )
 

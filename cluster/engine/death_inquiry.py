@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.engine.lethal_requests import LethalRequests
 from cluster.scheduling.suspects import Suspects
 from pagedray.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.scheduler import Scheduler
 
@@ -38,6 +42,7 @@ class DeathInquiry:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._suspects = Suspects()
+        self._lethal = LethalRequests()
         self._has_probe = False
         self._has_died = False
         """Whether ranks died since the last call of `examine`."""
@@ -45,6 +50,11 @@ class DeathInquiry:
         """Whether requests are suspected; then `examine` is to be called before each plan."""
         self.num_culprits = 0
         """Requests that ended because they killed their ranks."""
+
+    def check(self, request: Request) -> None:
+        """Raise LethalRequestError or OverloadedError if a request is likely to kill its ranks."""
+        if self._lethal:
+            self._lethal.check(_content_of(request), request.tenant, time.monotonic())
 
     def note_death(self) -> bool:
         """Note a death, before the scheduler is reset; return whether fewer requests are suspected.
@@ -91,11 +101,21 @@ class DeathInquiry:
 
     def _end(self, culprit: str) -> list[TokenEvent]:
         self.num_culprits += 1
+        request = self._scheduler.request_of(culprit)
+        self._lethal.note_request(_content_of(request), request.tenant, time.monotonic())
         logger.error(
-            "Request %s ended with an error: the ranks died whenever it ran, and work without it.",
+            "Request %s of tenant %r ended with an error: the ranks died whenever it ran, and work "
+            "without it.",
             culprit,
+            request.tenant,
         )
         return [
             msgspec.structs.replace(event, finish_reason=FinishReason.ERROR)
             for event in self._scheduler.abort_request(culprit)
         ]
+
+
+def _content_of(request: Request) -> Hashable:
+    """Return what a request has in common with those that a client sends again."""
+    sampling = msgspec.structs.replace(request.sampling, seed=None)
+    return request.prompt_token_ids, msgspec.msgpack.encode(sampling)

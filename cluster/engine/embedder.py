@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.engine.embedding_job import EmbeddingJob
+from cluster.engine.lethal_requests import LethalRequests
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.backlog import Backlog
@@ -68,6 +69,8 @@ class Embedder(StepLoop):
         self._waiting = FairQueue[EmbeddingJob]()
         self._jobs: dict[EmbeddingJob, None] = {}
         self._suspects = Suspects()
+        self._lethal = LethalRequests()
+        self._num_culprits = 0
         self._num_arrivals = 0
         self._next_step = 0
         self._num_running = 0
@@ -80,10 +83,12 @@ class Embedder(StepLoop):
     def submit_request(self, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:
         """Accept a request; the answer is `[num_texts, size]`. Cancelling it aborts the request.
 
-        Raises OverloadedError or EngineError.
+        Raises OverloadedError, LethalRequestError or EngineError.
         """
         with self._wake:
             self._check_open()
+            if self._lethal:
+                self._lethal.check(request.texts, request.tenant, time.monotonic())
             self._backlog.check_room(request.tenant, request.num_tokens)
             self._backlog.add_request(request.tenant, request.num_tokens)
             share = self._waiting.open_share(request.tenant)
@@ -118,6 +123,7 @@ class Embedder(StepLoop):
                 block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
                 num_replacements=self._num_replacements,
+                num_lethal_requests=self._num_culprits,
                 step_times=self._step_times.snapshot(),
             )
 
@@ -259,6 +265,8 @@ class Embedder(StepLoop):
                 len(undone[culprit]),
             )
             job = next(job for job in self._jobs if job.id == culprit)
+            self._num_culprits += 1
+            self._lethal.note_request(job.request.texts, job.request.tenant, time.monotonic())
             self._leave(job, LethalRequestError())
         if has_changed or has_died:
             for job in self._jobs:

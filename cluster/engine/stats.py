@@ -25,5 +25,7 @@ class EngineStats:
     attention_providers: dict[str, dict[str, int]]
     """Layers that each provider of attention kernels serves, by part of a step."""
     num_replacements: int = 0
-    """Times that all ranks were replaced after one died."""
+    """Times that ranks were replaced after one died."""
+    num_lethal_requests: int = 0
+    """Requests that ended because ranks died whenever they ran."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)

@@ -161,6 +161,10 @@ class Scheduler:
         """Return whether a request has not ended."""
         return request_id in self._table.requests
 
+    def request_of(self, request_id: str) -> Request:
+        """Return an open request."""
+        return self._table.requests[request_id].request
+
     def lengths_in_flight(self) -> dict[str, dict[int, int]]:
         """Return the known tokens of the sequences in the plans in flight, by request and index.
 

@@ -12,7 +12,13 @@ import pytest
 from cluster.engine.controller import Controller
 from cluster.engine.death_budget import DeathBudget
 from pagedray.config import EngineConfig, ModelConfig
-from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+from pagedray.errors import (
+    EngineError,
+    LethalRequestError,
+    ShuttingDownError,
+    StartupError,
+    WorkerError,
+)
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 
@@ -231,7 +237,8 @@ def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: in
     assert all(rig.sink.tokens[key] == [7] * 30 for key in ends)
     assert executor.num_deaths <= 2 + max(1, math.ceil(math.log2(number)))
     wait_for(lambda: rig.controller.is_healthy)
-    rig.submit("later", seed=99)
+    assert rig.controller.stats().num_lethal_requests == 1
+    rig.submit("later", seed=99, max_tokens=7)
     assert rig.ends()["later", 0] is FinishReason.LENGTH
 
 
@@ -272,6 +279,20 @@ def test_a_client_that_leaves_during_a_search_does_not_stop_it() -> None:
     ends = rig.ends()
     assert ends.pop(("r0", 0)) in (FinishReason.ABORT, FinishReason.ERROR)
     assert set(ends.values()) == {FinishReason.LENGTH}
+
+
+def test_lethal_request_that_is_sent_again_is_refused() -> None:
+    executor = PoisonedExecutor({1: 3})
+    rig = Rig(executor)
+    rig.submit("poison", seed=1)
+    rig.controller.start_steps()
+    assert rig.ends()["poison", 0] is FinishReason.ERROR
+    with pytest.raises(LethalRequestError, match="Do not send it again"):
+        rig.submit("again", seed=2)
+    del rig.sink.ends["again", 0]
+    rig.submit("other", num_prompt_tokens=5, seed=2)
+    assert rig.ends()["other", 0] is FinishReason.LENGTH
+    assert executor.num_deaths == 3
 
 
 def test_ranks_that_always_die_blame_no_request() -> None:

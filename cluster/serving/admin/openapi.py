@@ -58,6 +58,7 @@ _ERROR_TEXTS = {
     409: "The X-Request-Id is in use.",
     413: "The body is too large.",
     415: "The body is not uncompressed JSON.",
+    422: "The request ended the processes that ran it, and is not run again.",
     429: "The queue is full; retry after `Retry-After` seconds.",
     500: "Internal server error.",
     501: "The server does not support resumable streams.",

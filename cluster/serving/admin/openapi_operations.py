@@ -8,7 +8,7 @@ __all__ = ["OPERATIONS", "ApiOperation", "ApiParameter"]
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
-_BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+_BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 _GENERATION_ERRORS = (*_BODY_ERRORS, 409, 501)
 
 

@@ -120,6 +120,11 @@ class EngineCollector(Collector):
             "Replacements of ranks after one died",
             stats.num_replacements,
         )
+        yield _counter(
+            "lethal_requests",
+            "Requests that ended because ranks died whenever they ran",
+            stats.num_lethal_requests,
+        )
         layers = GaugeMetricFamily(
             "pagedray_attention_layers",
             "Layers by part of a step and provider of its attention kernels",
