@@ -59,7 +59,10 @@ class ServeCluster:
 
     def start(self) -> None:
         """Start Serve without an application."""
-        variables = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP}
+        variables = {
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _GUARDED_HTTP,
+            "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        }
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.http_port},
             grpc_options={

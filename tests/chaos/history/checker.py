@@ -108,11 +108,18 @@ def _unhealed(
 
 
 def _paused(windows: Sequence[FaultWindow], gaps: Sequence[Gap]) -> Iterator[Violation]:
-    for one in windows:
-        longest_s = _longest(gap for gap in gaps if one.overlaps(gap))
-        if longest_s > one.injected.pause_limit_s:
-            what = f"{one.name}: {longest_s:.1f} s, {one.injected.pause_limit_s:g} s allowed"
-            yield Violation(rule="paused too long", at_s=one.injected.at_s, what=what)
+    """Yield the longest pause of each combination of faults if it is longer than they may last."""
+    longest: dict[str, tuple[float, float, float]] = {}
+    for gap in gaps:
+        causes = [one for one in windows if one.overlaps(gap)]
+        limit_s = sum(one.injected.pause_limit_s for one in causes)
+        name = " + ".join(one.name for one in causes)
+        length_s = gap.end_s - gap.begin_s
+        if causes and length_s > max(limit_s, longest.get(name, (0.0, 0.0, 0.0))[0]):
+            longest[name] = (length_s, limit_s, gap.begin_s)
+    for name, (length_s, limit_s, begin_s) in longest.items():
+        what = f"{name}: {length_s:.1f} s, {limit_s:g} s allowed"
+        yield Violation(rule="paused too long", at_s=begin_s, what=what)
 
 
 def _standstills(calls: CallJudge, movement: Movement, end_s: float) -> Iterator[Violation]:
@@ -160,17 +167,23 @@ def _figures(
         "tokens_checked": calls.num_tokens,
         "faults": len(windows),
         "server_exits": [event.code for event in others if isinstance(event, ServerExited)],
-        "by_fault": {name: _of_fault(same, calls) for name, same in _by_name(windows).items()},
-        "longest_pause_without_fault_s": _longest(
-            gap for gap in calls.gaps if not any(one.overlaps(gap) for one in windows)
+        "by_fault": {
+            name: _of_fault(same, calls, windows) for name, same in _by_name(windows).items()
+        },
+        "longest_pause_without_fault_s": _longest(_gaps_of(0, calls, windows)),
+        "longest_pause_of_several_faults_s": _longest(
+            gap for gap in calls.gaps if sum(one.overlaps(gap) for one in windows) > 1
         ),
         "rss_mib": [event.rss_mib for event in others if isinstance(event, Resources)],
     }
 
 
-def _of_fault(windows: Sequence[FaultWindow], calls: CallJudge) -> dict[str, object]:
+def _of_fault(
+    windows: Sequence[FaultWindow], calls: CallJudge, all_windows: Sequence[FaultWindow]
+) -> dict[str, object]:
     """Return the figures of all faults of one kind."""
-    pauses = [_longest(gap for gap in calls.gaps if one.overlaps(gap)) for one in windows]
+    alone = list(_gaps_of(1, calls, all_windows))
+    pauses = [_longest(gap for gap in alone if one.overlaps(gap)) for one in windows]
     failures = Counter(
         "lost" if failure.is_accepted else "refused"
         for failure in calls.failures
@@ -190,6 +203,13 @@ def _of_fault(windows: Sequence[FaultWindow], calls: CallJudge) -> dict[str, obj
         "longest_until_healed_s": round(max(healed, default=0.0), 2),
         **failures,
     }
+
+
+def _gaps_of(number: int, calls: CallJudge, windows: Sequence[FaultWindow]) -> Iterator[Gap]:
+    """Yield the pauses in which this number of faults fell."""
+    for gap in calls.gaps:
+        if sum(one.overlaps(gap) for one in windows) == number:
+            yield gap
 
 
 def _by_name(windows: Sequence[FaultWindow]) -> dict[str, list[FaultWindow]]:

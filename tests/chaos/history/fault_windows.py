@@ -39,7 +39,7 @@ class FaultWindow:
 
     def overlaps(self, gap: Gap) -> bool:
         """Whether the fault can be the cause of a time without tokens."""
-        return gap.begin_s <= self.healed_s + _GRACE_S and gap.end_s >= self.injected.at_s
+        return gap.begin_s < self.healed_s and gap.end_s > self.injected.at_s
 
 
 def fault_windows(events: Iterable[Event]) -> list[FaultWindow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Holdings", "Target", "named", "tracebacks_in"]
 
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)|Unhandled error")
 _TRACEBACK_LENGTH = 3000
 
 
@@ -85,8 +87,8 @@ class Target(ABC):
 
 
 def tracebacks_in(log: Path) -> list[str]:
-    """Return the Python tracebacks in a log, shortened."""
-    _, *found = log.read_text(errors="replace").split("Traceback (most recent call last)")
+    """Return the Python tracebacks in a log, shortened, and those that Ray writes of actors."""
+    _, *found = _TRACEBACK.split(log.read_text(errors="replace"))
     return [one[:_TRACEBACK_LENGTH] for one in found]
 
 
