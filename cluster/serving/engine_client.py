@@ -277,6 +277,7 @@ class EngineStream:
     def close(self) -> None:
         """Abort the unfinished requests immediately."""
         self._uncount()
+        self._wake()
         unfinished, self._unfinished = self._unfinished, {}
         for request_id in unfinished:
             self._client.forget(request_id)

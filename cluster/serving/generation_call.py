@@ -116,11 +116,17 @@ class GenerationCall:
                 yield output
                 if output.is_last:
                     return
+            # Otherwise the client would take the response for a complete one.
+            raise EngineError("The engine ended the request before it was finished.")
         except PagedRayError as error:
             self._has_failed = isinstance(error, EngineError)
             self._watch.note_end(error)
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # A cancellation that nobody asked for would leave the client without an end.
             logger.error("Call %s failed.", self.id, exc_info=error)
             failure = InternalError()
             self._watch.note_end(failure)

@@ -11,6 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
+from cluster.serving.ray_serve.errors import ReplicaDiedError
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -24,8 +26,19 @@ Found = TypeVar("Found")
 class ReplicaReads:
     """Wraps the methods by which Serve takes what a replica sends."""
 
-    def __init__(self, result: ReplicaResult, note_accepted: Callable[[], None] | None = None):
-        """`note_accepted` is called, from the router's thread, when the replica has the request."""
+    def __init__(
+        self,
+        result: ReplicaResult,
+        note_accepted: Callable[[], None] | None = None,
+        is_last: Callable[[Any], bool] | None = None,  # Any: items are the deployment's
+    ) -> None:
+        """`note_accepted` is called, from the router's thread, when the replica has the request.
+
+        `is_last` tells the last item of a complete stream; one that ends earlier raises
+        ReplicaDiedError.
+        """
+        self._is_last = is_last
+        self._is_complete = is_last is None
         self._kind = type(result)
         self._result = ref(result)
         self._note_accepted = note_accepted
@@ -71,7 +84,11 @@ class ReplicaReads:
     async def _anext(self) -> object:
         self._is_waiting = True
         try:
-            return await self._read(self._kind.__anext__)
+            return self._noted(await self._read(self._kind.__anext__))
+        except StopAsyncIteration:
+            if not self._is_complete:
+                raise ReplicaDiedError from None
+            raise
         finally:
             self._is_waiting, self._read_s = False, time.monotonic()
 
@@ -89,9 +106,18 @@ class ReplicaReads:
         try:
             if self._error is not None:
                 raise self._error
-            return self._kind.__next__(self.result)
+            return self._noted(self._kind.__next__(self.result))
+        except StopIteration:
+            if not self._is_complete:
+                raise ReplicaDiedError from None
+            raise
         finally:
             self._is_waiting, self._read_s = False, time.monotonic()
+
+    def _noted(self, item: Found) -> Found:
+        if self._is_last is not None and self._is_last(item):
+            self._is_complete = True
+        return item
 
     async def _read(self, method: Callable[[ReplicaResult], Awaitable[Found]]) -> Found:
         reader = asyncio.current_task()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest
 
     from cluster.serving.ray_serve.proxied_call import ProxiedCall
+    from cluster.serving.servicer import GenerationOutput
 
 __all__ = ["AffinityRouter"]
 
@@ -127,7 +128,10 @@ class _LeasingReplica(RunningReplica):
                 note_accepted = call.note_accepted
             else:
                 call.note_accepted()
-        reads = ReplicaReads(result, note_accepted)
+        metadata = pr.metadata
+        is_plain = not (metadata.is_http_request or metadata.is_grpc_request)
+        ends_with_last = is_plain and metadata.is_streaming and metadata.call_method == "generate"
+        reads = ReplicaReads(result, note_accepted, _is_last if ends_with_last else None)
         self._open[reads] = call
         if pr.metadata.is_streaming:
             self._renewals.renew_stream(reads, self, pr.metadata.internal_request_id)
@@ -141,6 +145,10 @@ class _LeasingReplica(RunningReplica):
             reads.fail(
                 ActorUnavailableError("The replica does not respond.", self.actor_id.binary())
             )
+
+
+def _is_last(output: GenerationOutput) -> bool:
+    return output.is_last
 
 
 def _leave(replica: RunningReplica) -> None:

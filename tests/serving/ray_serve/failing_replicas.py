@@ -110,6 +110,11 @@ class FailingReplicas:
                 async for message in _until_failure(messages, cut, replica):
                     num_passed += 1
                     yield message.SerializeToString()
+            except asyncio.CancelledError:
+                # As Ray reports a task that was cancelled in its replica.
+                _end(context, call, "cancelled")
+                return
+            else:
                 if cut is not None and num_passed == cut[0]:
                     _end(context, call, cut[1])
             finally:
