@@ -8,11 +8,11 @@ number and the epoch's secret. End-of-file means that the peer has died.
 from __future__ import annotations
 
 import hmac
+import os
 import select
 import socket
 import struct
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -35,6 +35,8 @@ __all__ = [
 
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("iII")
+"""A peer's process, user and group."""
 _CHUNK_BYTES = 1 << 16
 _PEER_TIMEOUT_S = 30
 """Time after which a TCP peer whose node does not answer counts as gone."""
@@ -204,7 +206,10 @@ class StepListener:
     """Accepts the ranks' connections in the controller's process."""
 
     def __init__(self, endpoint: str) -> None:
-        """Listen on `unix:PATH` or `tcp:HOST:PORT`; port 0 selects a free one."""
+        """Listen on `unix:`, an abstract Unix socket, or `tcp:HOST:PORT`; port 0 selects one.
+
+        Neither needs a folder, which could be read-only or full.
+        """
         self._socket, self.endpoint = _listen(endpoint)
 
     def accept(
@@ -235,8 +240,6 @@ class StepListener:
     def close(self) -> None:
         """Stop listening; connected channels stay open."""
         self._socket.close()
-        if self.endpoint.startswith("unix:"):
-            Path(self.endpoint.removeprefix("unix:")).unlink(missing_ok=True)
 
     def _accept_one(
         self,
@@ -267,7 +270,7 @@ def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> Worker
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
-        connection.connect(address)
+        connection.connect(f"\0{address}")
     else:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=timeout_s)
@@ -289,18 +292,29 @@ def _listen(endpoint: str) -> tuple[socket.socket, str]:
     kind, _, address = endpoint.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(address)
+        # Linux selects a free name.
+        listener.bind("")
         listener.listen()
-        return listener, endpoint
+        return listener, f"unix:{listener.getsockname()[1:].decode()}"
     if kind == "tcp":
         host, _, port = address.rpartition(":")
         listener = socket.create_server((host, int(port)))
         bound_host, bound_port = listener.getsockname()[:2]
         return listener, f"tcp:{bound_host}:{bound_port}"
-    raise ValueError(f"The endpoint must be unix:PATH or tcp:HOST:PORT, not {endpoint!r}.")
+    raise ValueError(f"The endpoint must be unix: or tcp:HOST:PORT, not {endpoint!r}.")
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Return whether the peer of a Unix socket runs as this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
 
 
 def _greeted_rank(connection: socket.socket, secret: bytes) -> int | None:
+    # Any user of the machine could connect and keep silent.
+    if connection.family == socket.AF_UNIX and not _is_own_user(connection):
+        return None
     # Nothing else can be in the buffer: a rank sends no more until it has a plan.
     channel: StepChannel[object, _Hello] = StepChannel(connection, _Hello)
     try:

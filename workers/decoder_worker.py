@@ -14,6 +14,7 @@ from workers.memory_profile import (
     MAX_HOST_POOL_BYTES,
     allow_all_tokens,
     free_host_bytes,
+    host_memory_bytes,
     largest_steps,
 )
 from workers.models.decoder import Decoder
@@ -82,6 +83,13 @@ class DecoderWorker(Worker):
         num_cpu_blocks = self._config.cache.num_cpu_blocks
         if num_cpu_blocks is None:
             num_cpu_blocks = min(num_blocks, MAX_HOST_POOL_BYTES // 4 // num_bytes)
+        num_host_blocks = num_cpu_blocks + (num_blocks if self._device.type == "cpu" else 0)
+        if num_host_blocks * num_bytes > (limit := host_memory_bytes()):
+            raise DeviceError(
+                f"The caches of a rank need {num_host_blocks * num_bytes / 2**30:.1f} GiB of host "
+                f"memory, but there are only {limit / 2**30:.1f} GiB; use a lower --num-blocks or "
+                "--num-cpu-blocks."
+            )
         return CacheSize(
             num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=num_bytes
         )
@@ -132,9 +140,16 @@ class DecoderWorker(Worker):
     ) -> ModelRunner:
         assert self._model is not None
         scheduler = self._config.scheduler
-        cache = KVCache(
-            self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
-        )
+        try:
+            cache = KVCache(
+                self._backend, self._spec, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks
+            )
+        except (MemoryError, RuntimeError) as error:
+            raise DeviceError(
+                f"Could not allocate a KV cache of {num_blocks} blocks and a CPU cache of "
+                f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
+                "--num-blocks or --num-cpu-blocks."
+            ) from error
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(

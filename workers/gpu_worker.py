@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _CONNECT_TIMEOUT_S = 30.0
+_ORPHAN_POLL_S = 1.0
 _POLL_S = 5e-5
 """Interval of polling for the end of a step while no plan arrives."""
 _STEPS_END_S = 0.3
@@ -66,6 +67,8 @@ class GpuWorker:
         self._failure: str | None = None
         """Why this rank cannot join another epoch."""
         self._durations: dict[str, float] = {}
+        self._has_controller = False
+        threading.Thread(target=self._end_if_orphaned, args=(os.getppid(),), daemon=True).start()
 
     def visible_devices(self) -> str:
         """Return the devices that Ray has assigned to this process, as CUDA reads them."""
@@ -107,8 +110,10 @@ class GpuWorker:
         """Return the size of the pools that fit on this rank, or an error message."""
         return self._run(self._available_cache)
 
-    def allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
-        """Allocate both pools; returns what `Worker.allocate_cache` does."""
+    def allocate_cache(
+        self, num_blocks: int, num_cpu_blocks: int
+    ) -> str | dict[str, dict[str, int]]:
+        """Allocate both pools; return what `Worker.allocate_cache` does, or an error message."""
         return self._run(self._allocate_cache, num_blocks, num_cpu_blocks)
 
     def warm_up(self, captures_lazily: bool) -> dict[str, float]:
@@ -231,10 +236,15 @@ class GpuWorker:
         except StartupError as error:
             return str(error)
 
-    def _allocate_cache(self, num_blocks: int, num_cpu_blocks: int) -> dict[str, dict[str, int]]:
+    def _allocate_cache(
+        self, num_blocks: int, num_cpu_blocks: int
+    ) -> str | dict[str, dict[str, int]]:
         assert self._worker is not None
-        with self._timed("cache"):
-            return self._worker.allocate_cache(num_blocks, num_cpu_blocks)
+        try:
+            with self._timed("cache"):
+                return self._worker.allocate_cache(num_blocks, num_cpu_blocks)
+        except StartupError as error:
+            return str(error)
 
     def _warm_up(self, captures_lazily: bool) -> dict[str, float]:
         assert self._worker is not None
@@ -249,6 +259,7 @@ class GpuWorker:
 
         assert self._worker is not None
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
+        self._has_controller = True
         try:
             serve_steps(self._worker, channel, is_first=self._rank == 0)
             self._worker.close()
@@ -262,7 +273,15 @@ class GpuWorker:
             channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
             raise
         finally:
+            self._has_controller = False
             channel.close()
+
+    def _end_if_orphaned(self, raylet_pid: int) -> None:
+        # Ray ends an actor whose raylet has died only after a minute, in which it would keep its
+        # memory. Until then it serves the controller that it has.
+        while self._has_controller or os.getppid() == raylet_pid:
+            time.sleep(_ORPHAN_POLL_S)
+        os._exit(1)
 
     def _end_epoch(self) -> None:
         assert self._worker is not None

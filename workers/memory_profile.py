@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.batch import SequencePlan, SequenceStart, StepMasks, StepPlan
@@ -12,10 +13,17 @@ from workers.sampling.masks import num_mask_bytes
 if TYPE_CHECKING:
     from pagedray.config import EngineConfig
 
-__all__ = ["MAX_HOST_POOL_BYTES", "allow_all_tokens", "free_host_bytes", "largest_steps"]
+__all__ = [
+    "MAX_HOST_POOL_BYTES",
+    "allow_all_tokens",
+    "free_host_bytes",
+    "host_memory_bytes",
+    "largest_steps",
+]
 
 MAX_HOST_POOL_BYTES = 4 * 2**30
 """Limit of a pool in host memory whose size no option gives."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def free_host_bytes(config: EngineConfig) -> int:
@@ -23,6 +31,16 @@ def free_host_bytes(config: EngineConfig) -> int:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = available // 2 // config.parallel.tensor_parallel_size
     return min(MAX_HOST_POOL_BYTES, int(share * config.cache.memory_fraction))
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes of host memory that this machine or container has."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        # There is no such group, or its limit is "max".
+        return total
 
 
 def largest_steps(config: EngineConfig) -> list[StepPlan]:

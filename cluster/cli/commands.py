@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     # The engine logs the death of a rank in one line; Ray's paragraph of guesses is filtered out.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATH)
+    # A thread that still calls Ray after its end would start another cluster.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         return _COMMANDS[parsed.command](parsed)
     except PagedRayError as error:
@@ -72,7 +74,11 @@ def _serve(parsed: argparse.Namespace) -> int:
             ),
             drain_s=parsed.drain_s,
         )
-        return server.serve_until_stopped()
+        code = server.serve_until_stopped()
+    if server.has_lost_ray:
+        # Ray's exit handlers would wait for the processes that have ended.
+        os._exit(code)
+    return code
 
 
 def _generate(parsed: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ _INTERRUPT_DRAIN_S = 2.0
 """Upper bound of the drain time after Ctrl-C, where a user is waiting."""
 _LOADING_GRACE_S = 2.5
 _POLL_S = 0.5
+_OUTAGE_EXIT = 1
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -71,10 +72,16 @@ class Server:
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._has_lost_ray = False
 
     def serve_until_stopped(self) -> int:
         """Serve until SIGINT or SIGTERM; return the exit code. Raises StartupError."""
         return asyncio.run(self._run())
+
+    @property
+    def has_lost_ray(self) -> bool:
+        """Whether Ray has ended; the interpreter's exit would wait for it."""
+        return self._has_lost_ray
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -136,13 +143,15 @@ class Server:
             gc.freeze()
             await frontends.set_ready()
             self._announce(frontends)
+            following = asyncio.create_task(self._follow_outage(engine))
             await self._until_stopped(engine)
             await self._drain(frontends)
+            following.cancel()
         finally:
             # Device memory of a closed rank is freed by the collector.
             gc.unfreeze()
             await asyncio.to_thread(engine.close)
-        return 0
+        return _OUTAGE_EXIT if self._has_lost_ray else 0
 
     async def _engine_or_stop(self, client: EngineClient) -> Controller | Embedder:
         """Return the engine. Raises _StoppedError if a signal stops the server meanwhile."""
@@ -183,13 +192,25 @@ class Server:
 
     async def _until_stopped(self, engine: StepLoop) -> None:
         while not self._stop.is_set():
-            if engine.error is not None:
+            if engine.error is not None and engine.outage is None:
                 raise engine.error
             self._authenticator.reload_if_changed()
             try:
                 await asyncio.wait_for(self._stop.wait(), _POLL_S)
             except TimeoutError:
                 continue
+
+    async def _follow_outage(self, engine: StepLoop) -> None:
+        """Stop the server, so that it is restarted, once ranks cannot be replaced any more."""
+        while (outage := engine.outage) is None or not outage.is_final:
+            await asyncio.sleep(_POLL_S)
+        logger.error("%s Dead ranks cannot be replaced, so the server stops.", outage.reason)
+        self._has_lost_ray = True
+        self._drain_s = min(self._drain_s, outage.drain_s)
+        self._stop.set()
+        # A drain that began before ends in time too.
+        await asyncio.sleep(outage.drain_s)
+        self._hurry.set()
 
     async def _drain(self, frontends: Frontends) -> None:
         """Let running requests finish, unless a second signal comes."""

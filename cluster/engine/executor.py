@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize
 
-__all__ = ["Executor", "ReportProgress"]
+__all__ = ["Executor", "Outage", "ReportProgress"]
 
 ReportProgress = Callable[[str, float], None]
 """Called with the current activity and its progress, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """Why dead ranks could not be replaced, although steps still run."""
+
+    reason: str
+    """What happened, in one sentence."""
+    is_final: bool
+    """Whether the process has to be restarted."""
+    drain_s: float
+    """How long running requests may take if it is final."""
 
 
 class Executor(ABC):
@@ -33,6 +46,11 @@ class Executor(ABC):
     @abstractmethod
     def acknowledged_step(self) -> int:
         """The last step that every rank has finished, block copies included."""
+
+    @property
+    def outage(self) -> Outage | None:
+        """What prevents the replacement of ranks, if anything does."""
+        return None
 
     @abstractmethod
     def submit_plan(self, plan: StepPlan) -> None:

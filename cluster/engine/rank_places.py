@@ -12,8 +12,6 @@ from workers.gpu_worker import GpuWorker
 from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ray.util.placement_group import PlacementGroup
 
     from pagedray.config import EngineConfig
@@ -41,10 +39,10 @@ class RankPlaces:
         self.hosts = self._hosts()
         """The address of each rank for the other ranks: loopback on a single node."""
 
-    def endpoint(self, folder: Path) -> str:
+    def endpoint(self) -> str:
         """Return the controller's endpoint: a Unix socket if all is on its node, else TCP."""
         if set(self._node_of_bundle.values()) == {ray.get_runtime_context().get_node_id()}:
-            return f"unix:{folder / 'steps'}"
+            return "unix:"
         return f"tcp:{ray.util.get_node_ip_address()}:0"
 
     def start_rank(self, rank: int) -> Actor:

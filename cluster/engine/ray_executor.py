@@ -6,15 +6,12 @@ joins the ranks that are left to it.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from cluster.engine.executor import Executor, ReportProgress
+from cluster.engine.executor import Executor, Outage, ReportProgress
 from cluster.engine.healing import Healing
 from cluster.engine.rank_places import RankPlaces
 from cluster.engine.ray_connection import RayConnection
@@ -48,7 +45,6 @@ class RayExecutor(Executor):
         """
         self._config = config
         self._report_progress = report_progress
-        self._folder = Path(tempfile.mkdtemp(prefix="pagedray-"))
         self._placement = placement
         self._owns_placement = placement is None
         self._spares = SpareRanks(config.parallel.num_spare_ranks)
@@ -80,6 +76,10 @@ class RayExecutor(Executor):
     def acknowledged_step(self) -> int:
         return self._live_ranks().acknowledged_step
 
+    @property
+    def outage(self) -> Outage | None:
+        return None if self._connection is None else self._connection.health.outage
+
     def submit_plan(self, plan: StepPlan) -> None:
         self._live_ranks().send_to_ranks(plan)
 
@@ -99,6 +99,17 @@ class RayExecutor(Executor):
         return output
 
     def restart_ranks(self) -> None:
+        assert self._connection is not None
+        with self._connection.disk_reserve.released():
+            self._connection.health.run_unless_out(self._restart_ranks)
+
+    def close(self) -> None:
+        if self._connection is None:
+            self._close()
+        else:
+            self._connection.health.end(self._close)
+
+    def _restart_ranks(self) -> None:
         healing = Healing()
         old, self._ranks = self._ranks, None
         try:
@@ -115,15 +126,15 @@ class RayExecutor(Executor):
         self._ranks = new
         self._spares.fill(new.places)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._end_ranks()
         self._spares.close()
-        if self._placement is not None and self._owns_placement:
+        # During an outage that would wait for GCS, and Ray removes the group with its job.
+        if self._placement is not None and self._owns_placement and self.outage is None:
             remove_placement_group(self._placement)
         if self._connection is not None:
             self._connection.close()
         self._placement = self._connection = None
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _new_epoch(self) -> RayRanks:
         assert self._placement is not None
@@ -131,9 +142,7 @@ class RayExecutor(Executor):
             places = RankPlaces(self._config, self._placement)
         except RayError as error:
             raise WorkerError(f"Ray does not say where the ranks are: {error}") from error
-        return RayRanks(
-            self._config, places, self._folder, self._report_progress, spares=self._spares
-        )
+        return RayRanks(self._config, places, self._report_progress, spares=self._spares)
 
     def _live_ranks(self) -> RayRanks:
         if self._ranks is None:

@@ -23,7 +23,6 @@ from pagedray.errors import StartupError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.healing import Healing
@@ -56,15 +55,13 @@ class RayRanks:
         self,
         config: EngineConfig,
         places: RankPlaces,
-        folder: Path,
         report_progress: ReportProgress,
         *,
         spares: SpareRanks,
     ) -> None:
-        """Call `start_ranks` or `replace_ranks` next; they create a Unix socket in `folder`."""
+        """Call `start_ranks` or `replace_ranks` next."""
         self._config = config
         self.places = places
-        self._folder = folder
         self._report_progress = report_progress
         self._spares = spares
         self._size = config.parallel.tensor_parallel_size
@@ -272,7 +269,7 @@ class RayRanks:
 
     def _connect(self) -> None:
         secret = secrets.token_bytes(32)
-        with closing(StepListener(self.places.endpoint(self._folder))) as listener:
+        with closing(StepListener(self.places.endpoint())) as listener:
             self._running = [
                 actor.serve_controller.remote(listener.endpoint, secret) for actor in self._actors
             ]

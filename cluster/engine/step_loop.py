@@ -15,7 +15,7 @@ from pagedray.errors import EngineError, ShuttingDownError, StartupError, Worker
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.engine.executor import Executor
+    from cluster.engine.executor import Executor, Outage
 
 __all__ = ["StepLoop"]
 
@@ -63,9 +63,10 @@ class StepLoop(ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether steps run; False while ranks are being replaced."""
+        """Whether steps run, and dead ranks could be replaced; False while they are."""
         return (
             self._error is None
+            and self._executor.outage is None
             and not self._is_stopping
             and not self._is_replacing
             and self._thread.is_alive()
@@ -75,6 +76,11 @@ class StepLoop(ABC):
     def error(self) -> EngineError | None:
         """The error that ended the engine, or None."""
         return self._error
+
+    @property
+    def outage(self) -> Outage | None:
+        """What prevents the replacement of ranks, if anything does."""
+        return self._executor.outage
 
     @abstractmethod
     def _turn(self) -> None:

@@ -33,15 +33,13 @@ from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SECRET = b"s" * 32
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StepListener]:
-    endpoint = f"unix:{tmp_path / 's'}" if request.param == "unix" else "tcp:127.0.0.1:0"
-    with closing(StepListener(endpoint)) as listening:
+@pytest.fixture(params=["unix:", "tcp:127.0.0.1:0"])
+def listener(request: pytest.FixtureRequest) -> Iterator[StepListener]:
+    with closing(StepListener(request.param)) as listening:
         yield listening
 
 

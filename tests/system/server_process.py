@@ -77,6 +77,8 @@ class ServerProcess:
 
     arguments: tuple[str, ...]
     folder: Path = TINY_LLAMA
+    log: Path | None = None
+    """Where its standard error goes; None is that of the test."""
     grpc_port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[str] | None = None
@@ -98,6 +100,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
+        log = None if self.log is None else self.log.open("w")
         self._process = subprocess.Popen(
             _command(
                 "serve",
@@ -110,9 +113,12 @@ class ServerProcess:
             cwd=ROOT,
             env=_environment(),
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
             start_new_session=True,
         )
+        if log is not None:
+            log.close()
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("Ready:"):
@@ -132,6 +138,14 @@ class ServerProcess:
         """Return it and all its descendants."""
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Return its descendants of a name: `ray::GpuWorker` (a rank), `raylet`, `gcs_server`."""
+        return [process for process in self.family() if process.name() == name]
+
+    def is_ready(self) -> bool:
+        """Return what /ready answers."""
+        return httpx.get(f"{self.url}/ready").status_code == 200
 
     def interrupt(self, timeout_s: float) -> int:
         """Send Ctrl-C and return the exit code."""

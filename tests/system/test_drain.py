@@ -6,7 +6,6 @@ import hashlib
 import signal
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 import yaml
 
@@ -17,22 +16,12 @@ from tests.system.server_process import ROOT, ServerProcess
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import psutil
-
 KEY = "an API key of the test"
 NUM_STREAMS = 32
 
 
-def ranks(server: ServerProcess) -> list[psutil.Process]:
-    return [process for process in server.family() if "GpuWorker" in " ".join(process.cmdline())]
-
-
 def finished(num_tokens: int) -> list[GrpcStream]:
     return [GrpcStream(num_tokens=num_tokens, end="FINISH_REASON_LENGTH")] * NUM_STREAMS
-
-
-def is_ready(server: ServerProcess) -> bool:
-    return httpx.get(f"{server.url}/ready").status_code == 200
 
 
 @pytest.mark.slow
@@ -59,10 +48,25 @@ def test_sigterm_while_ranks_are_replaced_lets_streams_finish() -> None:
         GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=300) as streams,
     ):
         streams.start()
-        ranks(server)[-1].kill()
-        wait_for(lambda: not is_ready(server))
+        server.named("ray::GpuWorker")[-1].kill()
+        wait_for(lambda: not server.is_ready())
         server.send(signal.SIGTERM)
         assert streams.ended(300.0) == finished(300)
+        assert server.wait(30.0) == 0
+
+
+@pytest.mark.slow
+def test_second_sigterm_while_ranks_are_replaced_ends_the_server() -> None:
+    with (
+        ServerProcess(("--tensor-parallel-size=2", "--drain-s=300")) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams,
+    ):
+        streams.start()
+        server.named("ray::GpuWorker")[-1].kill()
+        wait_for(lambda: not server.is_ready())
+        server.send(signal.SIGTERM)
+        server.send(signal.SIGTERM)
+        assert {stream.end for stream in streams.ended(60.0)} == {"UNAVAILABLE"}
         assert server.wait(30.0) == 0
 
 

@@ -117,6 +117,8 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--tensor-parallel-size=0",), ("tensor_parallel_size must be 1 or more, not 0",)),
         (("--block-size=0",), ("block_size must be from 1 to 256, not 0",)),
         (("--num-blocks=1",), ("num_blocks must be 2 or more, not 1",)),
+        (("--num-blocks=100000000",), ("GiB of host memory", "--num-blocks")),
+        (("--num-cpu-blocks=100000000",), ("GiB of host memory", "--num-cpu-blocks")),
         (("--max-model-len=1000000",), ("max_model_len 1000000", "1024")),
         (("--dtype=float16",), ("float16", "bfloat16")),
         (("--attention-backend=nonsense",), ("nonsense", "torch_sdpa")),
@@ -143,6 +145,23 @@ def test_more_ranks_than_devices_are_refused(
     arguments = ("--device=cpu", "--executor=ray", "--tensor-parallel-size=512")
     assert exit_code("generate", str(folder), "x", *arguments) == 2
     assert_one_line(capsys.readouterr().err, "512", "CPU cores")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("RAY_TMPDIR", "/dev/null", ("Could not start Ray", "/dev/null", "RAY_TMPDIR")),
+        ("RAY_ADDRESS", "127.0.0.1:1", ("No Ray cluster answers", "127.0.0.1:1")),
+        ("RAY_ADDRESS", "nonsense", ("RAY_ADDRESS", "nonsense")),
+    ],
+)
+def test_ray_that_cannot_be_used_is_reported(
+    variable: str, value: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = run_pagedray("generate", str(TINY_LLAMA), "x", "--device=cpu", "--executor=ray")
+    assert done.code == 2
+    assert_one_line(done.err, *words)
 
 
 @pytest.mark.parametrize("frontend", ["grpc", "http"])

@@ -1,0 +1,116 @@
+"""The end of Ray's own processes: no stream hangs, and the server exits to be restarted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.fakes import wait_for
+from tests.system.grpc_streams import GrpcStream, GrpcStreams
+from tests.system.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ray._private.node import Node
+
+NUM_STREAMS = 16
+UNAVAILABLE = "UNAVAILABLE"
+FINISHED = GrpcStream(num_tokens=100, end="FINISH_REASON_LENGTH")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def server(log: Path) -> Iterator[ServerProcess]:
+    options = ("--tensor-parallel-size=2", "--log-level=warning")
+    with ServerProcess(options, log=log) as process:
+        yield process
+
+
+@pytest.mark.parametrize("daemon", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+def test_streams_finish_without_a_process_of_ray(
+    server: ServerProcess, daemon: str, log: Path
+) -> None:
+    ranks = server.named("ray::GpuWorker")
+    with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams:
+        streams.start()
+        server.named(daemon)[0].kill()
+        # The server may even have exited.
+        wait_for(lambda: not is_ready(server), 10.0)
+        assert streams.ended(60.0) == [FINISHED] * NUM_STREAMS
+    # A supervisor restarts what fails.
+    assert server.wait(60.0) == 1
+    lines = [line for line in log.read_text().splitlines() if not line.endswith(" ...")]
+    assert ["has ended" in line for line in lines] == [True], lines
+    assert_ended(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon: str) -> None:
+    ranks = server.named("ray::GpuWorker")
+    with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams:
+        streams.start()
+        server.named(daemon)[0].kill()
+        ranks[0].kill()
+        assert {stream.end for stream in streams.ended(30.0)} == {UNAVAILABLE}
+    assert server.wait(60.0) == 1
+    assert_ended(ranks)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """A Ray cluster that servers join; its only node."""
+    joined = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    monkeypatch.setenv("RAY_ADDRESS", joined.address)
+    assert joined.head_node is not None
+    yield joined.head_node
+    joined.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("daemon", "end"), [("gcs_server", FINISHED.end), ("raylet", UNAVAILABLE)])
+def test_server_leaves_a_cluster_that_has_ended(
+    cluster: Node, log: Path, daemon: str, end: str
+) -> None:
+    with (
+        ServerProcess(("--tensor-parallel-size=2",), log=log) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams,
+    ):
+        streams.start()
+        (raylet,) = cluster.all_processes["raylet"]
+        ranks = [
+            process
+            for process in psutil.Process(raylet.process.pid).children()
+            if process.name() == "ray::GpuWorker"
+        ]
+        cluster.all_processes[daemon][0].process.kill()
+        if daemon == "raylet":
+            ranks[0].kill()
+        wait_for(lambda: not is_ready(server), 10.0)
+        assert {stream.end for stream in streams.ended(30.0)} == {end}
+        # A GCS that another process started may return.
+        assert server.wait(90.0) == 1
+
+
+def is_ready(server: ServerProcess) -> bool:
+    try:
+        return server.is_ready()
+    except httpx.TransportError:
+        return False
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=60.0)
+    assert alive == []
