@@ -6,6 +6,7 @@ sends no error details.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -118,6 +119,11 @@ async def _abort_stalled(
     buffer.hold(_MOST_WRITTEN_BYTES)
     try:
         await abort_call(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as left:
+        # The client has left; gRPC would log the failed write.
+        raise asyncio.CancelledError from left
     finally:
         buffer.clear()
 
