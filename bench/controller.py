@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.engine.controller import Controller
-from cluster.engine.executor import Executor
+from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
 from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
 from pagedray.request import Request, SamplingParams
@@ -65,6 +65,9 @@ class SimulatedRanks(Executor):
 
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         raise AssertionError("These ranks have a decoder.")
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return RankHealth()
 
     def restart_ranks(self) -> None:
         raise AssertionError("These ranks do not die.")

@@ -22,6 +22,7 @@
     |   `-- LethalRequestError  422 INTERNAL: its ranks die whenever it runs; not to be retried
     |-- EngineError             503 UNAVAILABLE
     |   |-- WorkerError         a rank failed or died
+    |   |   `-- HungRankError   a rank makes no progress
     |   `-- ShuttingDownError   no new requests are accepted
     `-- InternalError           500 INTERNAL: a defect, whose details are in the server log
 
@@ -42,6 +43,7 @@ __all__ = [
     "DuplicateIdError",
     "EngineError",
     "ForbiddenError",
+    "HungRankError",
     "InternalError",
     "InvalidRequestError",
     "LethalRequestError",
@@ -298,6 +300,10 @@ class WorkerError(EngineError):
         super().__init__(message)
         self.details = details
         """What the log keeps beside the message, such as the rank's traceback."""
+
+
+class HungRankError(WorkerError):
+    """A rank makes no progress."""
 
 
 class ShuttingDownError(EngineError):

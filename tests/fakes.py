@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from cluster.engine.executor import Executor
+from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import StepOutput
 from pagedray.config import CacheSize
 
@@ -78,6 +78,9 @@ class FakeExecutor(Executor):
         return StepOutput(
             plan.step, [self.token_id] * sum(one.is_sampled for one in plan.sequences)
         )
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return RankHealth(is_busy=bool(self._plans))
 
     def restart_ranks(self) -> None:
         self.num_restarts += 1

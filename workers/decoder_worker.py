@@ -10,6 +10,7 @@ import torch
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.config import CacheSize
 from pagedray.errors import DeviceError
+from pagedray.rank_progress import Phase
 from workers.memory_profile import (
     MAX_HOST_POOL_BYTES,
     allow_all_tokens,
@@ -153,7 +154,12 @@ class DecoderWorker(Worker):
         graphs = None
         if graph_sizes:
             graphs = DecodeGraphs(
-                self._model, self._backend, self._spec, cache.device_pool, sizes=graph_sizes
+                self._model,
+                self._backend,
+                self._spec,
+                cache.device_pool,
+                sizes=graph_sizes,
+                progress=self._group.progress,
             )
         return ModelRunner(
             model=self._model,
@@ -161,6 +167,7 @@ class DecoderWorker(Worker):
             builder=self._backend.make_metadata_builder(self._spec),
             state=self._backend.get_state_cls()(self._spec),
             graphs=graphs,
+            progress=self._group.progress,
             batch=InputBatch(
                 max_num_rows=scheduler.max_num_seqs,
                 max_model_len=self._config.max_model_len,
@@ -196,6 +203,7 @@ class DecoderWorker(Worker):
 
         All ranks of a group must do this at the same time.
         """
+        self._group.progress.enter(Phase.PROFILING)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)

@@ -12,6 +12,7 @@ import torch
 from attention.abstract import AttentionBatch
 from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from pagedray.config import CacheSize
+from pagedray.rank_progress import Phase
 from workers.models.bert import Bert, encoder_spec
 from workers.pooling import pooled
 from workers.weights.load_weights import load_weights
@@ -100,6 +101,7 @@ class EmbeddingWorker(Worker):
         assert isinstance(plan, EmbedPlan)
         assert self._model is not None
         assert self._builder is not None
+        self._group.progress.enter(Phase.PREPARING)
         lengths = np.array([len(ids) for ids in plan.token_ids], dtype=np.int32)
         num_tokens = int(lengths.sum())
         starts = np.cumsum(lengths) - lengths
@@ -118,6 +120,7 @@ class EmbeddingWorker(Worker):
                 torch.from_numpy(positions).to(self._device),
                 self._builder.build(batch),
             )
+            self._group.progress.enter(Phase.SAMPLING)
             vectors = pooled(
                 hidden,
                 torch.from_numpy(lengths.astype(np.int64)).to(self._device),

@@ -15,12 +15,14 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
 from pagedray.errors import StartupError
+from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
+from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ class GpuWorker:
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
-        self._progress = (0, 0)
+        self._num_loaded = (0, 0)
+        self._progress = ProgressWord()
+        start_heartbeat(self._progress)
         self._rendezvous: Rendezvous | None = None
         self._failure: str | None = None
         """Why this rank cannot join another epoch."""
@@ -90,7 +94,15 @@ class GpuWorker:
 
     def load_progress(self) -> tuple[int, int]:
         """Return the number of tensors loaded, and of all tensors."""
-        return self._progress
+        return self._num_loaded
+
+    def attach_board(self, path: str, rank: int) -> None:
+        """Show the progress of an epoch as that of `rank` on the controller's board."""
+        self._progress.attach(path, rank)
+
+    def read_progress(self) -> tuple[int, ...]:
+        """Return the rank's cells, for a controller on another node."""
+        return self._progress.cells()
 
     def load_rank(self, rank: int, device_index: int, cache: CacheSize | None) -> str | None:
         """Load the weights of a rank, and allocate its cache if the size is known.
@@ -158,7 +170,13 @@ class GpuWorker:
         return self._thread.submit(function, *arguments)
 
     def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:  # Any: as above
-        return self._submit(function, *arguments).result()
+        result: Result = self._submit(self._called, function, *arguments).result()
+        return result
+
+    def _called(self, function: Callable[..., Result], *arguments: Any) -> Result:  # Any: as above
+        result = function(*arguments)
+        self._progress.enter(Phase.STARTED)
+        return result
 
     def _import_libraries(self) -> None:
         # The process that creates the actor imports no torch.
@@ -197,7 +215,7 @@ class GpuWorker:
                 torch.cuda.synchronize()
         with self._timed("model"):
             size = self._config.parallel.tensor_parallel_size
-            self._group = make_group(self._rank, size, device=device)
+            self._group = make_group(self._rank, size, device=device, progress=self._progress)
             self._worker = make_worker(self._config, self._group, device)
         with self._timed("weights"):
             self._worker.load_weights(self._report)
@@ -261,16 +279,19 @@ class GpuWorker:
         channel = connect(endpoint, self._rank, secret, _CONNECT_TIMEOUT_S)
         self._has_controller = True
         try:
-            serve_steps(self._worker, channel, is_first=self._rank == 0)
+            serve_steps(self._worker, channel, self._progress, is_first=self._rank == 0)
             self._worker.close()
         except ChannelClosedError:
             logger.warning("Rank %s lost the connection to its controller.", self._rank)
         except GroupBrokenError as error:
             logger.warning("Rank %s lost the connection to another rank: %s", self._rank, error)
-            channel.send(WorkerFailure(str(error), is_peer=True))
+            # The controller disconnects first if it knows that a rank hangs.
+            with suppress(ChannelClosedError):
+                channel.send(WorkerFailure(str(error), is_peer=True))
         except Exception as error:
             self._failure = f"Rank {self._rank} failed: {error}"
-            channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
+            with suppress(ChannelClosedError):
+                channel.send(WorkerFailure(traceback.format_exc(limit=-6)))
             raise
         finally:
             self._has_controller = False
@@ -295,14 +316,17 @@ class GpuWorker:
         self._durations[name] = time.perf_counter() - started_s
 
     def _report(self, done: int, total: int) -> None:
-        self._progress = (done, total)
+        self._num_loaded = (done, total)
+        self._progress.enter(Phase.LOADING, min(done, MAX_INDEX))
 
 
 def _nothing() -> None:
     pass
 
 
-def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> None:
+def serve_steps(
+    worker: Worker, channel: WorkerChannel, progress: ProgressWord, *, is_first: bool
+) -> None:
     """Run plans in order until a Shutdown arrives.
 
     A step's output is sent as soon as it is ready; a plan that arrives before is launched behind
@@ -313,8 +337,12 @@ def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> No
 
     def send(finished: PendingStep) -> None:
         output = finished.output()
+        progress.enter(Phase.SENDING)
         channel.send(output if is_first else StepAck(output.step))
+        progress.finish_step(output.step)
+        progress.enter(Phase.DEVICE if pending else Phase.IDLE)
 
+    progress.enter(Phase.IDLE)
     while True:
         if pending and (pending[0].is_ready or len(pending) > 1):
             send(pending.popleft())
@@ -331,9 +359,11 @@ def serve_steps(worker: Worker, channel: WorkerChannel, *, is_first: bool) -> No
         if launched.needs_masks:
             while pending:
                 send(pending.popleft())
+            progress.enter(Phase.MASKS)
             masks = channel.receive()
             if isinstance(masks, Shutdown):
                 return
             assert isinstance(masks, StepMasks)
             launched.take_masks(masks)
+        progress.enter(Phase.DEVICE)
         pending.append(launched)

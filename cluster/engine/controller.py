@@ -124,10 +124,15 @@ class Controller(StepLoop):
                 num_generated_tokens=self._num_generated_tokens,
                 block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
-                num_replacements=self._num_replacements,
+                replacements=dict(self._replacements),
+                num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._inquiry.num_culprits,
                 step_times=self._step_times.snapshot(),
             )
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work
 
     def _turn(self) -> None:
         if self._output_watch.is_suspicious:
@@ -151,7 +156,7 @@ class Controller(StepLoop):
         with self._wake:
             self._scheduler.reset()
             events = self._inquiry.examine()
-            self._num_replacements += 1
+            self._count_replacement(error)
         self._is_replacing = False
         self._outlet.publish(events)
         logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)

@@ -122,10 +122,15 @@ class Embedder(StepLoop):
                 num_generated_tokens=0,
                 block_bytes=self._executor.cache_size.block_bytes,
                 attention_providers=self._executor.attention_providers,
-                num_replacements=self._num_replacements,
+                replacements=dict(self._replacements),
+                num_hangs=dict(self._num_hangs),
                 num_lethal_requests=self._num_culprits,
                 step_times=self._step_times.snapshot(),
             )
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._jobs)
 
     def _turn(self) -> None:
         with self._wake:
@@ -135,7 +140,9 @@ class Embedder(StepLoop):
             self._num_running = len(batch)
             if not batch:
                 self._wake.wait(_POLL_S)
-                return
+        if not batch:
+            self._check_idle_ranks()
+            return
         try:
             vectors = self._run(self._plan_of(batch))
         except WorkerError as error:
@@ -204,6 +211,14 @@ class Embedder(StepLoop):
         self._waiting.close_share(job.share)
         job.resolve(error)
 
+    def _check_idle_ranks(self) -> None:
+        """Replace ranks that have died, or hang, while no text is waiting."""
+        try:
+            # Reading it finds out.
+            _ = self._executor.acknowledged_step
+        except WorkerError as error:
+            self._replace_ranks(error, [])
+
     def _replace_ranks(self, error: WorkerError, batch: list[tuple[EmbeddingJob, int]]) -> None:
         """Start new ranks after a death; the texts of the batch wait again."""
         self._is_replacing = True
@@ -234,7 +249,7 @@ class Embedder(StepLoop):
                 break
             except WorkerError as death:
                 self._pause_after(death, "Starting the ranks again.")
-        self._num_replacements += 1
+        self._count_replacement(error)
         self._next_step = 0
 
     def _put_back(self, batch: list[tuple[EmbeddingJob, int]]) -> None:

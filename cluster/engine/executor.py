@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import CacheSize
 
-__all__ = ["Executor", "Outage", "ReportProgress"]
+__all__ = ["Executor", "Outage", "RankHealth", "ReportProgress"]
 
 ReportProgress = Callable[[str, float], None]
 """Called with the current activity and its progress, 0 to 1."""
@@ -27,6 +27,18 @@ class Outage:
     """Whether the process has to be restarted."""
     drain_s: float
     """How long running requests may take if it is final."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """What an observer sees of the ranks."""
+
+    hang: str = ""
+    """Which rank hangs and where it stands; empty if none does."""
+    is_replaceable: bool = True
+    """Whether calls raise HungRankError meanwhile, so that the ranks can be replaced."""
+    is_busy: bool = False
+    """Whether a rank has work, other than waiting for masks."""
 
 
 class Executor(ABC):
@@ -70,6 +82,13 @@ class Executor(ABC):
     @abstractmethod
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
         """Run an encoder's plan, with no other in flight. Raises WorkerError."""
+
+    @abstractmethod
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        """Return whether the ranks make progress.
+
+        Must be called several times a second, by another thread than the one that runs steps.
+        """
 
     @abstractmethod
     def restart_ranks(self) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from cluster.engine.executor import Executor
+from cluster.engine.executor import Executor, RankHealth
+from cluster.engine.rank_monitor import RankMonitor
+from cluster.engine.rank_thread import RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
-from pagedray.errors import PagedRayError, StartupError, WorkerError
+from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
+from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,32 +28,41 @@ if TYPE_CHECKING:
     from pagedray.config import CacheSize, EngineConfig
     from workers.worker import PendingStep, Worker
 
+    Started = tuple[Worker, CacheSize, dict[str, dict[str, int]]]
+
 __all__ = ["LocalExecutor"]
 
 Result = TypeVar("Result")
 
 
+_CLOSE_TIMEOUT_S = 5.0
+_POLL_S = 0.25
+
+
 class LocalExecutor(Executor):
-    """One rank in a thread of this process."""
+    """One rank in a thread of this process, which cannot be replaced if it hangs."""
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         self._config = config
         self._report_progress = report_progress
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
+        self._thread = RankThread()
+        self._progress = ProgressWord()
+        self._monitor = RankMonitor(_OwnReports(self._progress), config.parallel.device)
         self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
         self._is_given_up = False
         try:
-            started = self._thread.submit(self._started).result()
+            started = self._result(self._thread.submit(self._started))
         except BaseException:
             # Ctrl-C ends the wait; the thread ends after the current tensor.
             self._is_given_up = True
-            self._thread.shutdown()
+            self._thread.close(_CLOSE_TIMEOUT_S)
             raise
         self._worker, self._cache_size, self._attention_providers = started
+        self._monitor.begin_steps()
 
     @property
     def cache_size(self) -> CacheSize:
@@ -64,7 +77,8 @@ class LocalExecutor(Executor):
         return self._acknowledged_step
 
     def submit_plan(self, plan: StepPlan) -> None:
-        self._running.append(self._thread.submit(self._run, plan))
+        self._monitor.note_message(plan)
+        self._running.append(self._thread.submit(lambda: self._run(plan)))
 
     def send_masks(self, masks: StepMasks) -> None:
         self._masks.put(masks)
@@ -75,13 +89,19 @@ class LocalExecutor(Executor):
         output = _survived(lambda: running.result().output())
         assert isinstance(output, StepOutput)
         self._acknowledged_step = output.step
+        self._progress.finish_step(output.step)
         return output
 
     def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
-        running = self._thread.submit(self._worker.launch, plan)
+        self._monitor.note_message(plan)
+        running = self._thread.submit(lambda: self._worker.launch(plan))
         output = _survived(lambda: running.result().output())
         assert isinstance(output, EmbedOutput)
+        self._progress.finish_step(output.step)
         return output
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return replace(self._monitor.observe(now_s), is_replaceable=False)
 
     def restart_ranks(self) -> None:
         """Give the rank new rows and a new cache; the model stays loaded."""
@@ -94,19 +114,21 @@ class LocalExecutor(Executor):
         self._masks = SimpleQueue()
         self._acknowledged_step = -1
         _survived(self._thread.submit(self._begin_epoch).result)
+        self._progress.finish_step(-1)
+        self._monitor.begin_steps()
 
     def close(self) -> None:
         # Release a step that is waiting for masks.
         self._masks.put(None)
-        self._thread.shutdown(cancel_futures=True)
-        self._worker.close()
+        if self._thread.close(_CLOSE_TIMEOUT_S):
+            self._worker.close()
 
-    def _started(self) -> tuple[Worker, CacheSize, dict[str, dict[str, int]]]:
+    def _started(self) -> Started:
         # torch is imported only in the process of a rank.
         from workers.parallel.group import SoloGroup
         from workers.worker_factory import make_worker
 
-        worker = make_worker(self._config, SoloGroup())
+        worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
         cache_size = worker.available_cache()
         providers = worker.allocate_cache(cache_size.num_blocks, cache_size.num_cpu_blocks)
@@ -128,16 +150,47 @@ class LocalExecutor(Executor):
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:
             raise StartupError("Loading was interrupted.")
+        self._progress.enter(Phase.LOADING, min(done, MAX_INDEX))
         self._report_progress("Loading weights", done / max(total, 1))
+
+    def _result(self, starting: Future[Started]) -> Started:
+        """Return the result of the start. Raises StartupError if it makes no progress."""
+        while True:
+            try:
+                return starting.result(_POLL_S)
+            except TimeoutError:
+                # One of the start itself is an error like others.
+                if starting.done():
+                    raise
+            try:
+                self._monitor.check_start()
+            except HungRankError as error:
+                raise StartupError(str(error)) from error
 
     def _run(self, plan: StepPlan) -> PendingStep:
         pending = self._worker.launch(plan)
         if pending.needs_masks:
+            self._progress.enter(Phase.MASKS)
             masks = self._masks.get()
             if masks is None:
                 raise WorkerError("The rank was closed.")
             pending.take_masks(masks)
+        self._progress.enter(Phase.DEVICE)
         return pending
+
+
+class _OwnReports:
+    """The reports of a rank in this process, which runs whenever they are read."""
+
+    def __init__(self, progress: ProgressWord) -> None:
+        self._progress = progress
+
+    def read(self) -> list[RankReport]:
+        self._progress.beat(is_compiling=False)
+        return [RankReport.from_cells(self._progress.cells())]
+
+    def process_state(self, rank: int) -> str:
+        return ""
 
 
 def _survived(compute: Callable[[], Result]) -> Result:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from cluster.engine.executor import Executor, Outage, ReportProgress
+from cluster.engine.executor import Executor, Outage, RankHealth, ReportProgress
 from cluster.engine.healing import Healing
 from cluster.engine.rank_places import RankPlaces
 from cluster.engine.ray_connection import RayConnection
@@ -97,6 +97,11 @@ class RayExecutor(Executor):
         output = ranks.collect_output()
         assert isinstance(output, EmbedOutput)
         return output
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        # The thread that runs steps may replace them meanwhile.
+        ranks = self._ranks
+        return ranks.observe_ranks(now_s) if ranks is not None else RankHealth(is_busy=True)
 
     def restart_ranks(self) -> None:
         assert self._connection is not None

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from cluster.engine.executor import RankHealth
 from cluster.engine.rank_channels import RankChannels
+from cluster.engine.rank_monitor import RankMonitor
+from cluster.engine.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError, StepListener
 from pagedray.config import CacheSize
-from pagedray.errors import StartupError, WorkerError
+from pagedray.errors import HungRankError, StartupError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,8 +38,6 @@ __all__ = ["RayRanks"]
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 600.0
-_STEP_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 2.0
 _LEAVE_TIMEOUT_S = 4.0
 """How long a rank may take to leave an epoch before it is ended."""
@@ -66,6 +67,9 @@ class RayRanks:
         self._spares = spares
         self._size = config.parallel.tensor_parallel_size
         self._channels = RankChannels([])
+        self._reports = RayReports(self._size)
+        self._monitor = RankMonitor(self._reports, config.parallel.device)
+        self._hang: HungRankError | None = None
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
         self._healing: Healing | None = None
@@ -79,6 +83,7 @@ class RayRanks:
         """
         with self._ended_by_errors():
             self._actors += (self.places.start_rank(rank) for rank in range(self._size))
+            self._reports.attach_actors(self._actors)
             address = self._open_rendezvous()
             self._call("Loading weights", "load_rank", *((rank, 0, None) for rank in self._ranks))
             self._join(address)
@@ -115,6 +120,7 @@ class RayRanks:
                 replaced[rank] = "new process" if spare is None else "spare"
                 self._actors.append(places[rank][0])
             self._actors = [places[rank][0] for rank in self._ranks]
+            self._reports.attach_actors(self._actors)
             healing.end_phase("processes")
             preparing = [
                 actor.allocate_cache.remote(*blocks)
@@ -145,24 +151,34 @@ class RayRanks:
 
         Raises WorkerError.
         """
+        self._monitor.note_message(message)
         try:
             self._channels.send(message)
         except ChannelClosedError as error:
             raise self._death(error) from error
 
     def collect_output(self) -> StepOutput | EmbedOutput:
-        """Wait for the next output. Raises WorkerError."""
-        deadline_s = time.monotonic() + _STEP_TIMEOUT_S
+        """Wait for the next output, which comes unless a rank hangs. Raises WorkerError."""
         outputs = self._channels.outputs
         while not outputs:
             self._exchange(_POLL_S)
-            if not outputs and time.monotonic() > deadline_s:
-                raise WorkerError(f"No step finished within {_STEP_TIMEOUT_S:g} s.")
         if self._healing is not None:
             self._healing.end_phase("first step")
             logger.info("%s", self._healing)
             self._healing = None
         return outputs.popleft()
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        """Return whether the ranks make progress; if one hangs, other calls raise HungRankError.
+
+        Called by another thread than the one that sends plans.
+        """
+        if self._hang is None:
+            health = self._monitor.observe(now_s)
+            if not health.hang:
+                return health
+            self._hang = HungRankError(health.hang)
+        return RankHealth(hang=str(self._hang))
 
     def end_epoch(self) -> dict[int, Actor]:
         """End the epoch after the death of a rank; return the ranks that can join another.
@@ -173,15 +189,28 @@ class RayRanks:
         # First, so that nothing that they still send counts.
         self._channels.close()
         actors, self._actors, self._running = self._actors, [], []
+        # A process that is stopped would not answer, and would end only when it continues.
+        hung = self._monitor.hung if self._hang is not None else []
+        self._reports.kill_processes(hung)
+        self._reports.close()
+        for rank in hung:
+            ray.kill(actors[rank])
         if self._size == 1:
             ray.kill(actors[0])
             return {}
-        leaving = [actor.leave_epoch.remote(_LEAVE_TIMEOUT_S) for actor in actors]
-        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT_S + 2 * _CAUSE_TIMEOUT_S)
+        leaving = {
+            rank: actor.leave_epoch.remote(_LEAVE_TIMEOUT_S)
+            for rank, actor in enumerate(actors)
+            if rank not in hung
+        }
+        if leaving:
+            ray.wait(
+                list(leaving.values()),
+                num_returns=len(leaving),
+                timeout=_LEAVE_TIMEOUT_S + 2 * _CAUSE_TIMEOUT_S,
+            )
         survivors = {
-            rank: actor
-            for rank, (actor, reference) in enumerate(zip(actors, leaving, strict=True))
-            if _has_left(reference)
+            rank: actors[rank] for rank, reference in leaving.items() if _has_left(reference)
         }
         if len(survivors) == self._size:
             survivors = {}
@@ -192,12 +221,15 @@ class RayRanks:
 
     def close(self) -> None:
         """End every rank, in any state."""
+        if self._hang is not None:
+            self._reports.kill_processes(self._monitor.hung)
         self._channels.shut_down()
-        if self._running:
+        if self._running and self._hang is None:
             ray.wait(self._running, num_returns=len(self._running), timeout=_STOP_TIMEOUT_S)
         self._channels.close()
         for actor in self._actors:
             ray.kill(actor)
+        self._reports.close()
         self._channels, self._running, self._actors = RankChannels([]), [], []
 
     @property
@@ -209,6 +241,10 @@ class RayRanks:
         """End all ranks if one of them cannot start. Raises WorkerError if a rank has died."""
         try:
             yield
+        except HungRankError as error:
+            self._hang = error
+            self.close()
+            raise
         except RayError as error:
             self.close()
             raise WorkerError(f"A rank died during startup: {_cause_of(error)}") from error
@@ -245,13 +281,12 @@ class RayRanks:
     def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
         """Return the actors' results. Raises StartupError if one is an error message.
 
-        Reports progress meanwhile, which may raise to end the wait.
+        Raises HungRankError if a rank makes no progress. Reports progress meanwhile, which may
+        raise to end the wait.
         """
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
         waiting = references
         while waiting:
-            if time.monotonic() > deadline_s:
-                raise StartupError(f"{what} took more than {_START_TIMEOUT_S:g} s.")
+            self._monitor.check_start()
             self._report_progress(what, fraction())
             finished, waiting = ray.wait(waiting, timeout=_POLL_S)
             # A rank that fails ends the wait for the others.
@@ -277,8 +312,11 @@ class RayRanks:
                 self._size, secret, timeout_s=60.0, check=self._check_running
             )
         self._channels = RankChannels(channels)
+        self._monitor.begin_steps()
 
     def _exchange(self, timeout_s: float) -> None:
+        if self._hang is not None:
+            raise self._hang
         try:
             self._channels.exchange(timeout_s)
         except ChannelClosedError as error:

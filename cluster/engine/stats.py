@@ -24,8 +24,14 @@ class EngineStats:
     """Bytes of one KV block on all ranks together."""
     attention_providers: dict[str, dict[str, int]]
     """Layers that each provider of attention kernels serves, by part of a step."""
-    num_replacements: int = 0
-    """Times that ranks were replaced after one died."""
+    replacements: dict[str, int] = field(default_factory=dict)
+    """Times that all ranks were replaced after one had failed, by cause: `death` or `hang`."""
+    num_hangs: dict[str, int] = field(default_factory=dict)
+    """Hangs that were found, by what made no progress: `rank` or `steps`."""
     num_lethal_requests: int = 0
     """Requests that ended because ranks died whenever they ran."""
     step_times: HistogramSnapshot = field(default_factory=HistogramSnapshot)
+
+    @property
+    def num_replacements(self) -> int:
+        return sum(self.replacements.values())

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.death_budget import DeathBudget
 from cluster.engine.duration_histogram import DurationHistogram
-from pagedray.errors import EngineError, ShuttingDownError, StartupError, WorkerError
+from cluster.engine.watchdog import ProgressClock, Watchdog, position_of
+from pagedray.errors import (
+    EngineError,
+    HungRankError,
+    ShuttingDownError,
+    StartupError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["StepLoop"]
 
 logger = logging.getLogger(__name__)
+
+_STALL_S = 8.0
+"""Time with work and idle ranks, but without a step, after which the engine is not healthy."""
+_FATAL_STALL_S = 60.0
+"""Time after which an engine that is stalled, and cannot recover, ends."""
+_LOCK_TIMEOUT_S = 1.0
 
 
 class StepLoop(ABC):
@@ -38,7 +51,14 @@ class StepLoop(ABC):
         self._is_stopping = False
         self._is_replacing = False
         self._death_budget = death_budget or DeathBudget()
-        self._num_replacements = 0
+        self._replacements = {"death": 0, "hang": 0}
+        """Times that all ranks were replaced, by cause."""
+        self._num_hangs = {"rank": 0, "steps": 0}
+        """Hangs that were found, by what made no progress."""
+        self._stall = ""
+        """What makes no progress; empty if everything does."""
+        self._step_clock, self._stall_clock = ProgressClock(), ProgressClock()
+        self._watchdog = Watchdog(self._check_progress)
         self._num_steps = 0
         self._last_step_s = 0.0
         self._step_times = DurationHistogram(step_bounds_s)
@@ -46,12 +66,16 @@ class StepLoop(ABC):
 
     def start_steps(self) -> None:
         self._thread.start()
+        self._watchdog.start()
 
     def stop_steps(self, *, timeout_s: float = 5.0) -> None:
         """End every request, reject new ones, and end the thread."""
-        with self._wake:
-            self._is_stopping = True
+        self._watchdog.stop()
+        self._is_stopping = True
+        # A step thread that hangs may hold the lock.
+        if self._wake.acquire(timeout=timeout_s):
             self._wake.notify()
+            self._wake.release()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._fail(ShuttingDownError())
@@ -63,12 +87,13 @@ class StepLoop(ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether steps run, and dead ranks could be replaced; False while they are."""
+        """Whether steps run, and dead ranks could be replaced; False while they are, or hang."""
         return (
             self._error is None
             and self._executor.outage is None
             and not self._is_stopping
             and not self._is_replacing
+            and not self._stall
             and self._thread.is_alive()
         )
 
@@ -89,6 +114,11 @@ class StepLoop(ABC):
         Any exception ends the engine.
         """
 
+    @property
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether a request has not ended; read without `_wake`."""
+
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
         """End every request; called once, without `_wake`, after new ones are rejected."""
@@ -99,6 +129,9 @@ class StepLoop(ABC):
             raise self._error
         if self._is_stopping:
             raise ShuttingDownError
+
+    def _count_replacement(self, cause: WorkerError | StartupError) -> None:
+        self._replacements["hang" if isinstance(cause, HungRankError) else "death"] += 1
 
     def _count_step(self, step_s: float) -> None:
         self._num_steps += 1
@@ -140,9 +173,38 @@ class StepLoop(ABC):
         logger.error("The engine is stopping after an internal error.", exc_info=error)
         self._fail(EngineError("The engine failed; see the server log."))
 
+    def _check_progress(self, now_s: float) -> None:
+        """Find out whether something hangs; called by the watchdog."""
+        if self._is_replacing or self._error is not None:
+            self._stall = ""
+            return
+        health = self._executor.observe_ranks(now_s)
+        silence_s = self._step_clock.silence_s(
+            now_s, self._num_steps, is_expected=health.is_busy or not self._has_work
+        )
+        stall = health.hang
+        if not stall and silence_s > _STALL_S:
+            stall = f"The engine has work but has run no step for {silence_s:.1f} s."
+        if stall and not self._stall:
+            self._num_hangs["rank" if health.hang else "steps"] += 1
+            if not health.hang:
+                logger.error("%s The step thread is at %s.", stall, position_of(self._thread))
+            elif not health.is_replaceable:
+                logger.error("%s It cannot be replaced, since it runs in this process.", stall)
+        elif self._stall and not stall:
+            logger.warning("The engine makes progress again.")
+        self._stall = stall
+        # Ranks that can be replaced are replaced by the step thread.
+        stalled_s = self._stall_clock.silence_s(now_s, bool(stall), is_expected=not stall)
+        if stalled_s > _FATAL_STALL_S:
+            self._break_down(WorkerError(stall))
+
     def _fail(self, error: EngineError) -> None:
-        with self._wake:
-            if self._error is not None:
-                return
-            self._error = error
-        self._end_requests(error)
+        # A step thread that hangs may hold the lock.
+        has_lock = self._wake.acquire(timeout=_LOCK_TIMEOUT_S)
+        is_first = self._error is None
+        self._error = self._error or error
+        if has_lock:
+            self._wake.release()
+            if is_first:
+                self._end_requests(error)

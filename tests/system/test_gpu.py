@@ -15,6 +15,7 @@ from attention.cpu.torch_sdpa import TorchSDPABackend
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+from pagedray.rank_progress import ProgressWord
 from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
 from tests.greedy import (
     LONGEST,
@@ -281,6 +282,7 @@ def make_runner() -> tuple[KVCache, ModelRunner]:
         state=nothing,
         batch=InputBatch(max_num_rows=1, max_model_len=64, block_size=16, device=device),
         sampler=Sampler(max_num_rows=1, vocab_size=8, device=device),
+        progress=ProgressWord(),
     )
     return cache, runner
 

@@ -70,4 +70,4 @@ async def test_streams_are_resumed_after_a_rank_died_meanwhile() -> None:
         )
         assert found == [text_of(answer.events) for answer in wanted]
         assert server.metrics()['pagedray_stream_resumes_total{front="http"}'] == len(PROMPTS)
-        assert server.metrics()["pagedray_rank_replacements_total"] >= 1
+        assert server.metrics()['pagedray_rank_replacements_total{cause="death"}'] >= 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.abstract import AttentionParams, AttentionSpec, AttentionType
+from pagedray.rank_progress import Phase
 from workers.layers.embedding import VocabEmbedding
 from workers.layers.mlp import PlainMLP
 from workers.layers.norm import LayerNorm
@@ -51,6 +52,7 @@ class Bert(CompositeLayer):
         self.config = config
         self.dtype = dtype
         self.device = device
+        self._progress = group.progress
         self._words = VocabEmbedding(
             "embeddings.word_embeddings.weight",
             config.vocab_size,
@@ -83,7 +85,8 @@ class Bert(CompositeLayer):
         """
         words = self._words(token_ids).add_(self._token_type.row)
         hidden = self._norm(words, self._positions(positions))
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            self._progress.enter(Phase.LAYER, index)
             hidden = layer(hidden, self._no_cache, metadata)
         return hidden
 

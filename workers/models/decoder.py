@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.rank_progress import Phase
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import DecoderLayer
@@ -42,6 +43,7 @@ class Decoder(CompositeLayer):
         self.config = config
         self.dtype: torch.dtype = dtype
         self.device = device
+        self._progress = group.progress
         self._embedding = VocabEmbedding(
             f"{names.embedding}.weight",
             config.vocab_size,
@@ -90,7 +92,9 @@ class Decoder(CompositeLayer):
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         delta = None
-        for layer, rotation in zip(self._layers, self._rotations.rotations(positions), strict=True):
+        rotations = self._rotations.rotations(positions)
+        for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
+            self._progress.enter(Phase.LAYER, index)
             delta = layer(residual, delta, rotation, kv_cache, metadata)
         assert delta is not None
         if logits_indices is not None:
@@ -102,6 +106,7 @@ class Decoder(CompositeLayer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_sampled, vocab_size]` float32, equal on all ranks."""
+        self._progress.enter(Phase.LOGITS)
         return self._head(hidden)
 
     def sublayers(self) -> Iterator[Layer]:

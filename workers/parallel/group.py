@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from pagedray.rank_progress import ProgressWord
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -30,10 +32,12 @@ class ParallelGroup(ABC):
     layers keep this object for as long as they have their weights, while other ranks come and go.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, progress: ProgressWord | None = None) -> None:
         assert 0 <= rank < size
         self.rank = rank
         self.size = size
+        self.progress = progress if progress is not None else ProgressWord()
+        """Where this rank notes what it does."""
 
     def __enter__(self) -> ParallelGroup:
         return self
@@ -91,8 +95,8 @@ class ParallelGroup(ABC):
 class SoloGroup(ParallelGroup):
     """A group of one rank, whose collectives do nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1)
+    def __init__(self, progress: ProgressWord | None = None) -> None:
+        super().__init__(rank=0, size=1, progress=progress)
 
     def join(
         self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None

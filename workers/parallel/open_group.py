@@ -11,6 +11,7 @@ from workers.parallel.rendezvous import LOOPBACK
 if TYPE_CHECKING:
     import torch
 
+    from pagedray.rank_progress import ProgressWord
     from workers.parallel.group import ParallelGroup
     from workers.parallel.rendezvous import Rendezvous
 
@@ -18,12 +19,17 @@ __all__ = ["make_group", "open_group"]
 
 
 def make_group(
-    rank: int, size: int, *, device: torch.device, timeout_s: float = 300.0
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float = 300.0,
+    progress: ProgressWord | None = None,
 ) -> ParallelGroup:
     """Return the group of `size` ranks for rank `rank`, which has not joined it yet."""
     if size == 1:
-        return SoloGroup()
-    return ProcessGroup(rank, size, device=device, timeout_s=timeout_s)
+        return SoloGroup(progress)
+    return ProcessGroup(rank, size, device=device, timeout_s=timeout_s, progress=progress)
 
 
 def open_group(

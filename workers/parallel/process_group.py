@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
+from pagedray.rank_progress import Phase, ProgressWord
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.parallel.network_interface import interface_of
 from workers.parallel.rendezvous import LOOPBACK, Rendezvous
@@ -29,9 +30,15 @@ class ProcessGroup(ParallelGroup):
     """
 
     def __init__(
-        self, rank: int, size: int, *, device: torch.device, timeout_s: float = 300.0
+        self,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        timeout_s: float = 300.0,
+        progress: ProgressWord | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, progress)
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         # Any, since the stubs of the backends differ between builds of torch.
@@ -42,6 +49,7 @@ class ProcessGroup(ParallelGroup):
         self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
         assert self._backend is None
+        self.progress.enter(Phase.JOINING)
         try:
             if self.rank == 0 and rendezvous is None:
                 rendezvous = Rendezvous(*address)
@@ -76,20 +84,24 @@ class ProcessGroup(ParallelGroup):
         self._backend = self._store = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.progress.begin_collective(Phase.ALL_REDUCE)
         try:
             self._backend.allreduce([tensor]).wait()
         except RuntimeError as error:
             raise GroupBrokenError(str(error)) from error
+        self.progress.end_collective()
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         num_rows, local = tensor.shape
         parts = tensor.new_empty((self.size * num_rows, local))
         tensor = tensor.contiguous()
+        self.progress.begin_collective(Phase.ALL_GATHER)
         try:
             self._backend._allgather_base(parts, tensor).wait()
         except RuntimeError as error:
             raise GroupBrokenError(str(error)) from error
+        self.progress.end_collective()
         by_rank = parts.view(self.size, num_rows, local)
         return by_rank.transpose(0, 1).reshape(num_rows, self.size * local)
 

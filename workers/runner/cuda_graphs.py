@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pagedray.rank_progress import Phase, ProgressWord
+
 if TYPE_CHECKING:
     from attention.abstract import (
         AttentionBackend,
@@ -52,8 +54,10 @@ class DecodeGraphs:
         kv_cache: torch.Tensor,
         *,
         sizes: list[int],
+        progress: ProgressWord,
     ) -> None:
         """`sizes` are the batch sizes to capture, ascending."""
+        self._progress = progress
         self._model = model
         self._kv_cache = kv_cache
         self._sizes = sizes
@@ -91,6 +95,7 @@ class DecodeGraphs:
         self._token_ids[:num_tokens].copy_(inputs.token_ids)
         self._positions[:num_tokens].copy_(inputs.positions)
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
+        self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
         hidden = graph.hidden[:num_tokens]
         indices = inputs.logits_indices
@@ -98,6 +103,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:
+        self._progress.enter(Phase.CAPTURING, size)
         with self._state.graph_capture(size):
             captured = self._captured(size)
         self._pool = captured.graph.pool()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
+from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import DeviceEvent, record_event
 
 if TYPE_CHECKING:
@@ -99,9 +100,11 @@ class ModelRunner:
         state: AttentionState,
         batch: InputBatch,
         sampler: Sampler,
+        progress: ProgressWord,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         """Without `graphs` every step runs eagerly."""
+        self._progress = progress
         self._model = model
         self._cache = cache
         self._builder = builder
@@ -123,6 +126,7 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what samples from logits of this dtype."""
+        self._progress.enter(Phase.WARMING_UP)
         self._sampler.warm_up(dtype)
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
@@ -133,6 +137,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
+        self._progress.enter(Phase.PREPARING)
         for start in plan.starts:
             self._sampler.start(start)
         self._batch.apply_plan(plan)
@@ -173,6 +178,7 @@ class ModelRunner:
         )
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: bytes) -> Sampled:
+        self._progress.enter(Phase.SAMPLING)
         sampled = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions, masks)
         self._batch.append_sampled(inputs, sampled.token_ids)
         # A copy issued later would run behind the next step. It goes to pinned memory.

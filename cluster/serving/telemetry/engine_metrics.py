@@ -115,10 +115,14 @@ class EngineCollector(Collector):
         yield _counter("steps", "Steps run", stats.num_steps)
         yield _counter("prompt_tokens", "Prompt tokens accepted", stats.num_prompt_tokens)
         yield _counter("generated_tokens", "Tokens generated", stats.num_generated_tokens)
-        yield _counter(
+        yield _labelled_counter(
             "rank_replacements",
-            "Replacements of ranks after one died",
-            stats.num_replacements,
+            "Replacements of ranks after one had failed, by cause",
+            "cause",
+            stats.replacements,
+        )
+        yield _labelled_counter(
+            "hangs", "Hangs found, by what made no progress", "kind", stats.num_hangs
         )
         yield _counter(
             "lethal_requests",

@@ -1,0 +1,163 @@
+"""Decides when a rank hangs. Plain Python without clock, threads or I/O.
+
+Two signals count. A process whose heartbeat stops does not run. A rank that has work and writes no
+word of progress is stuck, for which it gets several times as long as its steps were seen to take
+between two words. Time counts only as far as it was observed: if the observer itself did not run,
+because the machine or all processes were paused, no rank is to blame.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedray.rank_progress import Phase, RankReport
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+__all__ = ["RankWatch", "WatchLimits", "WorkInFlight"]
+
+_MAX_TICK_S = 0.5
+"""What one observation adds at most."""
+_FADING = 0.9
+"""Per observation: a single slow step is forgotten after some tens of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    """How long a rank may be silent."""
+
+    beat_s: float = 6.0
+    """Without a heartbeat, which comes twice a second."""
+    word_s: float = 6.0
+    """Without a word, at least."""
+    factor: float = 4.0
+    """Of the longest time between two words of such steps."""
+    first_s: float = 60.0
+    """Without a word during the first step of a kind, which may compile."""
+    compiling_s: float = 600.0
+    """Without a word while a compiler runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stand:
+    """Where a rank stood, and for how long."""
+
+    report: RankReport
+    word_s: float = 0.0
+    """Observed time since its word changed."""
+    alive_s: float = 0.0
+    """The part of it with heartbeats: not even a stopped process computes for longer."""
+    beat_s: float = 0.0
+    """Observed time since its heartbeat."""
+
+
+class WorkInFlight:
+    """The plans that ranks have not finished. One thread adds plans, another one observes."""
+
+    def __init__(self) -> None:
+        self._kinds: deque[tuple[int, Hashable]] = deque()
+        self.num_plans = 0
+        """Plans sent, finished ones included."""
+
+    def add_plan(self, step: int, kind: Hashable) -> None:
+        """Note that a plan was sent; plans of one kind take about the same time."""
+        self._kinds.append((step, kind))
+        self.num_plans = step + 1
+
+    def take_finished(self, num_finished: int) -> list[Hashable]:
+        """Return and forget the kinds of finished plans."""
+        finished = []
+        while self._kinds and self._kinds[0][0] < num_finished:
+            finished.append(self._kinds.popleft()[1])
+        return finished
+
+    def kinds(self) -> list[Hashable]:
+        """Return the kinds of unfinished plans."""
+        return [kind for _, kind in self._kinds.copy()]
+
+
+class RankWatch:
+    """Observes the ranks of one epoch, several times a second."""
+
+    def __init__(self, limits: WatchLimits) -> None:
+        self._limits = limits
+        self._stands: list[_Stand] = []
+        self._observed_s: float | None = None
+        self._longest_s: defaultdict[Hashable, float] = defaultdict(float)
+        """The longest time between two words in steps of a kind."""
+        self._known: set[Hashable] = set()
+        """Kinds of finished steps."""
+
+    def hung_ranks(
+        self, now_s: float, reports: Sequence[RankReport], work: WorkInFlight
+    ) -> list[int]:
+        """Return the ranks that hang, or none. Those that wait for others are not named."""
+        elapsed_s = 0.0
+        if self._observed_s is not None:
+            elapsed_s = min(max(now_s - self._observed_s, 0.0), _MAX_TICK_S)
+        self._observed_s = now_s
+        if not self._stands:
+            self._stands = [_Stand(report=report) for report in reports]
+        kinds = work.kinds()
+        for rank, report in enumerate(reports):
+            self._observe(rank, report, elapsed_s, kinds, work)
+        self._known.update(work.take_finished(min(report.num_finished for report in reports)))
+        limits, limit_s = self._limits, self._word_limit_s(kinds)
+        silent = [
+            rank
+            for rank, stand in enumerate(self._stands)
+            if stand.word_s > (limits.compiling_s if stand.report.is_compiling else limit_s)
+        ]
+        stopped = [
+            rank
+            for rank, stand in enumerate(self._stands)
+            if stand.beat_s > (limits.beat_s if stand.report.num_beats else limits.first_s)
+        ]
+        return stopped or self._culprits(silent)
+
+    def silence_s(self, rank: int) -> float:
+        """Return for how long a rank has shown no sign of progress or life."""
+        stand = self._stands[rank]
+        return max(stand.word_s, stand.beat_s)
+
+    def _observe(
+        self,
+        rank: int,
+        report: RankReport,
+        elapsed_s: float,
+        kinds: list[Hashable],
+        work: WorkInFlight,
+    ) -> None:
+        before = self._stands[rank]
+        has_beaten = report.num_beats != before.report.num_beats
+        beat_s = 0.0 if has_beaten else before.beat_s + elapsed_s
+        if report.word != before.report.word:
+            for kind in kinds:
+                self._longest_s[kind] = max(self._longest_s[kind] * _FADING, before.alive_s)
+            self._stands[rank] = _Stand(report=report, beat_s=beat_s)
+            return
+        word_s = before.word_s + elapsed_s
+        if report.num_finished >= work.num_plans or report.phase.is_blameless:
+            word_s = 0.0
+        self._stands[rank] = _Stand(
+            report=report,
+            word_s=word_s,
+            alive_s=word_s if has_beaten else before.alive_s,
+            beat_s=beat_s,
+        )
+
+    def _word_limit_s(self, kinds: list[Hashable]) -> float:
+        if not self._known.issuperset(kinds):
+            return self._limits.first_s
+        longest_s = max((self._longest_s[kind] for kind in kinds), default=0.0)
+        return max(self._limits.word_s, self._limits.factor * longest_s)
+
+    def _culprits(self, silent: list[int]) -> list[int]:
+        """Return those of the silent ranks for which the others wait."""
+        alone = [rank for rank in silent if not self._stands[rank].report.phase.is_collective]
+        # A rank may wait for the device, and the device for another rank.
+        on_host = [rank for rank in alone if self._stands[rank].report.phase is not Phase.DEVICE]
+        return on_host or alone or silent

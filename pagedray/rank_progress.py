@@ -1,0 +1,210 @@
+"""Where a rank stands: a word in shared memory that it writes and its controller reads.
+
+A rank stores a word whenever it enters a layer, a collective or another phase. The controller
+never waits for it, and reads it even if the rank's process is stopped. A board belongs to one
+epoch, so that a process that outlives its epoch writes where nobody reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
+
+_CELL_BYTES = 8
+_NUM_CELLS = 8
+"""Cells of a rank: a cache line, which no other rank writes."""
+_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID = range(5)
+_NO_INDEX = 0xFFFF
+MAX_INDEX = _NO_INDEX - 1
+"""The largest index that a word holds."""
+
+
+class Phase(IntEnum):
+    """What a rank does."""
+
+    STARTING = 0
+    JOINING = 1
+    LOADING = 2
+    PROFILING = 3
+    CAPTURING = 4
+    WARMING_UP = 5
+    IDLE = 6
+    PREPARING = 7
+    LAYER = 8
+    ALL_REDUCE = 9
+    ALL_GATHER = 10
+    GRAPH = 11
+    LOGITS = 12
+    SAMPLING = 13
+    DEVICE = 14
+    MASKS = 15
+    SENDING = 16
+    STARTED = 17
+
+    @property
+    def is_blameless(self) -> bool:
+        """Whether the rank waits for its controller, which knows what else it waits for."""
+        return self in (Phase.MASKS, Phase.STARTED)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the rank waits for the other ranks."""
+        return self in (Phase.JOINING, Phase.ALL_REDUCE, Phase.ALL_GATHER)
+
+
+_TEXTS = {
+    Phase.STARTING: "starting its process",
+    Phase.JOINING: "joining its group",
+    Phase.LOADING: "loading weights ({} tensors loaded)",
+    Phase.PROFILING: "measuring the memory that steps need",
+    Phase.CAPTURING: "capturing the CUDA graph of {} rows",
+    Phase.WARMING_UP: "compiling kernels",
+    Phase.IDLE: "waiting for a plan",
+    Phase.PREPARING: "preparing a step",
+    Phase.LAYER: "layer {}",
+    Phase.ALL_REDUCE: "the all-reduce of layer {}",
+    Phase.ALL_GATHER: "an all-gather",
+    Phase.GRAPH: "the CUDA graph of {} rows",
+    Phase.LOGITS: "the output layer",
+    Phase.SAMPLING: "sampling",
+    Phase.DEVICE: "waiting for its device",
+    Phase.MASKS: "waiting for masks",
+    Phase.SENDING: "sending an output",
+    Phase.STARTED: "waiting for the other ranks to start",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank has written."""
+
+    word: int
+    """Differs from every earlier word of the rank."""
+    num_beats: int
+    """Heartbeats of its process; 0 before it has started."""
+    num_finished: int
+    """Steps of its epoch that it has finished."""
+    is_compiling: bool
+    """Whether it waits for a compiler in another process."""
+    pid: int
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.word & 0xFF)
+
+    @property
+    def place(self) -> str:
+        """Where the rank stands, for people."""
+        index = self.word >> 8 & 0xFFFF
+        if index == _NO_INDEX and self.phase is Phase.ALL_REDUCE:
+            return "an all-reduce outside the layers"
+        return _TEXTS[self.phase].format(index)
+
+    @classmethod
+    def from_cells(cls, cells: Sequence[int]) -> RankReport:
+        """Return the report of a rank's cells."""
+        return cls(
+            word=cells[_WORD],
+            num_beats=cells[_NUM_BEATS],
+            num_finished=cells[_NUM_FINISHED],
+            is_compiling=bool(cells[_IS_COMPILING]),
+            pid=cells[_PID],
+        )
+
+
+class ProgressWord:
+    """Writes the cells of one rank. One thread writes the word, another one the heartbeat."""
+
+    def __init__(self) -> None:
+        """Until `attach` is called, the cells are private to this process."""
+        self._cells = _private_cells()
+        self._count = 0
+        self._entered = 0
+        """The phase and index that were entered last."""
+        self._cells[_PID] = os.getpid()
+        self.enter(Phase.STARTING)
+
+    def attach(self, path: str, rank: int) -> None:
+        """Write the cells of a rank on the board of a controller from now on.
+
+        They are private if the controller is on another node, which then has to ask for them.
+        """
+        first = rank * _NUM_CELLS
+        try:
+            with Path(path).open("r+b") as board:
+                shared = memoryview(mmap.mmap(board.fileno(), 0)).cast("Q")
+            cells = shared[first : first + _NUM_CELLS]
+        except OSError:
+            cells = _private_cells()
+        cells[_PID] = os.getpid()
+        self._cells = cells
+        self.enter(Phase.STARTED)
+
+    def enter(self, phase: Phase, index: int = _NO_INDEX) -> None:
+        """Note that the rank enters a phase; `index` is what the phase counts, such as a layer."""
+        self._entered = index << 8 | phase
+        self._count += 1
+        self._cells[_WORD] = self._count << 24 | self._entered
+
+    def begin_collective(self, phase: Phase) -> None:
+        """Note that the rank enters a collective, within the phase that it is in."""
+        self._count += 1
+        self._cells[_WORD] = self._count << 24 | self._entered & 0xFFFF00 | phase
+
+    def end_collective(self) -> None:
+        """Note that the rank continues with the phase before."""
+        self._count += 1
+        self._cells[_WORD] = self._count << 24 | self._entered
+
+    def finish_step(self, step: int) -> None:
+        """Note that the rank has finished a step."""
+        self._cells[_NUM_FINISHED] = step + 1
+
+    def beat(self, *, is_compiling: bool) -> None:
+        """Note that the process runs."""
+        self._cells[_IS_COMPILING] = is_compiling
+        self._cells[_NUM_BEATS] += 1
+
+    def cells(self) -> tuple[int, ...]:
+        """Return what `RankReport.from_cells` reads."""
+        return tuple(self._cells)
+
+    @property
+    def word(self) -> int:
+        return self._cells[_WORD]
+
+
+class ProgressBoard:
+    """The controller's side: shared memory with the cells of every rank, freed with its users."""
+
+    def __init__(self, num_ranks: int) -> None:
+        size = num_ranks * _NUM_CELLS * _CELL_BYTES
+        self._descriptor = os.memfd_create("pagedray-progress")
+        os.ftruncate(self._descriptor, size)
+        self._cells = memoryview(mmap.mmap(self._descriptor, size)).cast("Q")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        """Where ranks on this node open the board."""
+
+    def report(self, rank: int) -> RankReport:
+        """Return what a rank has written; all zero if it writes to another board."""
+        first = rank * _NUM_CELLS
+        return RankReport.from_cells(self._cells[first : first + _NUM_CELLS])
+
+    def close(self) -> None:
+        """Release the descriptor; the memory is freed once no rank uses it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _private_cells() -> memoryview:
+    return memoryview(bytearray(_NUM_CELLS * _CELL_BYTES)).cast("Q")

@@ -1,0 +1,216 @@
+"""An engine that makes no progress is not healthy, and ends if nobody can replace what hangs.
+
+Time is simulated: the watchdog's check is called with the times at which it would have run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from cluster.engine.controller import Controller
+from cluster.engine.executor import RankHealth
+from cluster.engine.local_executor import LocalExecutor
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.watchdog import ProgressClock
+from pagedray.errors import EngineError, HungRankError
+from pagedray.request import FinishReason, Request, SamplingParams
+from tests.engine.test_controller import config
+from tests.fakes import FakeExecutor, RecordingSink, wait_for
+from tests.system.server_process import ROOT, TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from pagedray.batch import EmbedPlan, StepPlan
+    from workers.worker import PendingStep, Worker
+
+TICK_S = 0.25
+NOTICED_S = 10.0
+
+
+class Checks:
+    """Calls a controller's check as its watchdog would."""
+
+    def __init__(self, controller: Controller) -> None:
+        controller._watchdog.stop()
+        # A check may be running.
+        controller._watchdog._thread.join()
+        self._controller = controller
+        self._now_s = time.monotonic()
+
+    def seconds_until(self, is_true: Callable[[], bool], limit_s: float) -> float:
+        """Check until something holds; return for how long, in simulated time."""
+        elapsed_s = 0.0
+        while not is_true():
+            assert elapsed_s < limit_s
+            elapsed_s += TICK_S
+            self._controller._check_progress(self._now_s + elapsed_s)
+        self._now_s += elapsed_s
+        return elapsed_s
+
+    def run_for(self, seconds: float) -> None:
+        """Check for some simulated time."""
+        end_s = self._now_s + seconds
+        while self._now_s < end_s:
+            self._now_s += TICK_S
+            self._controller._check_progress(self._now_s)
+
+
+class StuckWorker:
+    """A worker whose launches do not return until it is released."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.is_stuck = threading.Event()
+        self.may_continue = threading.Event()
+
+    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+        self.is_stuck.set()
+        self.may_continue.wait()
+        return self._worker.launch(plan)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def request(request_id: str) -> Request:
+    return Request(
+        id=request_id,
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=5, ignore_eos=True),
+        seed=0,
+    )
+
+
+class LosesOutputs(FakeExecutor):
+    """Ranks that have finished every plan, but whose outputs do not arrive."""
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return RankHealth()
+
+
+def test_work_without_steps_is_noticed_and_ends_the_engine() -> None:
+    executor, sink = LosesOutputs(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    checks.run_for(100.0)
+    assert controller.is_healthy
+
+    executor.may_step.clear()
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    assert checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S) >= 8.0
+    assert controller.stats().num_hangs == {"rank": 0, "steps": 1}
+    assert controller.error is None
+
+    checks.seconds_until(lambda: controller.error is not None, 70.0)
+    wait_for(lambda: not sink.num_open)
+    assert isinstance(sink.ends["a", 0][0], EngineError)
+    executor.may_step.set()
+    controller.stop_steps()
+
+
+def test_step_thread_that_continues_is_healthy_again() -> None:
+    executor, sink = LosesOutputs(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    executor.may_step.clear()
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S)
+    executor.may_step.set()
+    wait_for(lambda: not sink.num_open)
+    checks.run_for(1.0)
+    assert controller.is_healthy
+    assert sink.ends["a", 0] == [FinishReason.LENGTH]
+    controller.stop_steps()
+
+
+def test_hung_ranks_are_replaced_and_counted() -> None:
+    executor, sink = FakeExecutor(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    executor.step_failures.append(HungRankError("Rank 0 hangs."))
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    controller.start_steps()
+    wait_for(lambda: not sink.num_open)
+    assert sink.ends["a", 0] == [FinishReason.LENGTH]
+    assert controller.stats().replacements == {"death": 0, "hang": 1}
+    controller.stop_steps()
+
+
+def test_lock_that_is_held_for_ever_does_not_stop_the_watchdog() -> None:
+    executor, sink = LosesOutputs(), RecordingSink()
+    controller = Controller(config(), executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    executor.may_step.clear()
+    controller.submit_request(request("a"))
+    with controller._wake:
+        checker = threading.Thread(
+            target=checks.seconds_until, args=(lambda: controller.error is not None, 80.0)
+        )
+        checker.start()
+        checker.join(30.0)
+        assert controller.error is not None
+    executor.may_step.set()
+    controller.stop_steps()
+
+
+def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = EngineOptions(
+        executor="local", device="cpu", num_threads=1, num_blocks=16, num_cpu_blocks=8
+    )
+    settings = engine_config(TINY_LLAMA, options)
+    executor, sink = LocalExecutor(settings, lambda what, fraction: None), RecordingSink()
+    controller = Controller(settings, executor, sink)
+    controller.start_steps()
+    checks = Checks(controller)
+    # The kinds of steps become known.
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    wait_for(lambda: not sink.num_open)
+    checks.run_for(100.0)
+    assert controller.is_healthy
+
+    stuck = StuckWorker(executor._worker)
+    executor._worker = stuck  # type: ignore[assignment]  # the executor only launches and closes
+    sink.expect("b")
+    controller.submit_request(request("b"))
+    assert stuck.is_stuck.wait(10.0)
+    assert checks.seconds_until(lambda: not controller.is_healthy, NOTICED_S) >= 6.0
+    assert "Rank 0 has made no progress" in caplog.text
+    checks.seconds_until(lambda: controller.error is not None, 70.0)
+    wait_for(lambda: not sink.num_open)
+    assert isinstance(sink.ends["b", 0][0], EngineError)
+    stuck.may_continue.set()
+    controller.close()
+
+
+def test_time_that_nobody_observed_does_not_count() -> None:
+    clock, now_s = ProgressClock(), 0.0
+    for _ in range(10):
+        now_s += 3600.0
+        silence_s = clock.silence_s(now_s, 7, is_expected=False)
+    assert silence_s <= 5.0
+
+
+def test_process_ends_although_its_rank_hangs() -> None:
+    program = (
+        "import threading; from cluster.engine.rank_thread import RankThread; "
+        "thread, begun = RankThread(), threading.Event(); "
+        "thread.submit(lambda: begun.set() or threading.Event().wait()); "
+        "raise SystemExit(not begun.wait(30.0) or thread.close(0.1))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0
