@@ -72,6 +72,8 @@ class Case:
 
 CASES = {
     "1": Case(batch_size=1),
+    "8": Case(batch_size=8),
+    "16": Case(batch_size=16),
     "64": Case(batch_size=64),
     "256": Case(batch_size=256),
     "1-top_p": Case(batch_size=1, special=TOP_P, num_special=1),

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
+from workers.layers.fused_kernels import gate_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ __all__ = [
     "LinearKernel",
     "OneDnnLinear",
     "PackedGemmLinear",
+    "SkinnyGemmLinear",
     "linear_kernel_class",
     "make_linear_kernel",
     "num_padded_rows",
@@ -36,6 +38,7 @@ class LinearKernel(ABC):
         self.weight = weight
         """`[out_size, in_size]`, loaded before `finalize`, which may repack or drop it."""
         self.bias = bias
+        self._gate = gate_kernel("silu", weight.device)
 
     @classmethod
     def empty(
@@ -58,7 +61,10 @@ class LinearKernel(ABC):
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
-        gate, other = self(x).chunk(2, dim=1)
+        columns = self(x)
+        if self._gate is not None:
+            return self._gate(columns)
+        gate, other = columns.chunk(2, dim=1)
         return functional.silu(gate).mul_(other)
 
     def finalize(self) -> None:  # noqa: B027  # A dense weight stays as it is.
@@ -70,6 +76,32 @@ class DenseLinear(LinearKernel):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+class SkinnyGemmLinear(DenseLinear):
+    """A dense weight, and a kernel of our own for a few rows, for Hopper GPUs."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.skinny_gemm import default_skinny_tuning
+
+        self._tuning = default_skinny_tuning(*weight.shape, is_gated=False)
+        self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gemm
+
+        if self._tuning is None or len(x) > MAX_ROWS:
+            return super().__call__(x)
+        return skinny_gemm(x, self.weight, self.bias, self._tuning)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gated
+
+        if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
+            return super().gated(x)
+        return skinny_gated(x, self.weight, "silu", self._gated_tuning)
 
 
 class OneDnnLinear(LinearKernel):
@@ -165,6 +197,10 @@ def make_linear_kernel(
 
 def linear_kernel_class(dtype: torch.dtype, device: torch.device) -> type[LinearKernel]:
     """Return the class that is fastest for this device and dtype."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        # The tuning needs the shared memory of this generation, on which it was measured.
+        is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        return SkinnyGemmLinear if is_hopper else DenseLinear
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return DenseLinear
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -82,11 +82,11 @@ class GatedMLP(MLP):
     _num_inner = 2
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
-        if self._gate is not None:
-            return self._gate(self._inner(x))
         # Linear kernels can fuse this activation.
         if self._activation == "silu":
             return self._inner.gated(x)
+        if self._gate is not None:
+            return self._gate(self._inner(x))
         gate, up = self._inner(x).chunk(2, dim=1)
         return self._function(gate).mul_(up)
 

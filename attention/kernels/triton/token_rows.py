@@ -14,7 +14,7 @@ import triton.language as tl
 
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["Gate", "add_norm", "gated", "norm_heads", "rotate_heads"]
+__all__ = ["Gate", "activation", "add_norm", "gated", "norm_heads", "rotate_heads"]
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -220,7 +220,7 @@ def _logistic(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     """Return the activation `kind`, a `Gate`, of each element, float32."""
     if kind == "silu":
         return x * _logistic(x)
@@ -250,7 +250,7 @@ def _gated(
     is_element = elements < size
     gate = tl.load(columns + row * row_stride + elements, mask=is_element, other=0.0)
     other = tl.load(columns + row * row_stride + size + elements, mask=is_element, other=0.0)
-    product = _activation(gate.to(tl.float32), kind) * other.to(tl.float32)
+    product = activation(gate.to(tl.float32), kind) * other.to(tl.float32)
     tl.store(out + row * size + elements, product.to(out.dtype.element_ty), mask=is_element)
 
 

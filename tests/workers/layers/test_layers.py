@@ -134,7 +134,7 @@ def test_packed_gemm_is_chosen_where_no_library_is_faster(
 
 
 def test_the_choice_of_linear_kernel_is_fixed() -> None:
-    assert linear_kernel_class(torch.bfloat16, torch.device("cuda")) is DenseLinear
+    assert linear_kernel_class(torch.float32, torch.device("cuda")) is DenseLinear
     chosen = {type(make_linear_kernel(4, 4, has_bias=False, dtype=torch.float32, device=CPU))}
     assert chosen == {linear_kernel_class(torch.float32, CPU)}
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.layers.linear_kernels import OneDnnLinear, num_padded_rows
+from workers.layers.linear_kernels import OneDnnLinear, SkinnyGemmLinear, num_padded_rows
 
 CPU = torch.device("cpu")
+# Without a GPU the interpreter of Triton runs the kernel.
+SKINNY_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_padding_leaves_few_numbers_of_rows_and_adds_little() -> None:
@@ -34,3 +36,21 @@ def test_padding_does_not_change_the_rows(num_rows: int, dtype: torch.dtype) -> 
     found = kernel(x)
     assert found.shape == (num_rows, 40)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) -> None:
+    kernel = SkinnyGemmLinear.empty(
+        64, 256, has_bias=has_bias, dtype=torch.float16, device=SKINNY_DEVICE
+    )
+    kernel.weight.copy_(torch.randn(64, 256) / 16)
+    bias = None
+    if kernel.bias is not None:
+        bias = kernel.bias.copy_(torch.randn(64)).double()
+    x = torch.randn(num_rows, 256).half().to(SKINNY_DEVICE)
+    exact = functional.linear(x.double(), kernel.weight.double(), bias)
+    gate, other = exact.chunk(2, dim=1)
+    torch.testing.assert_close(kernel(x).double(), exact, rtol=2e-3, atol=4e-3)
+    gated = functional.silu(gate) * other
+    torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-3, atol=1e-2)

@@ -1,0 +1,191 @@
+"""GEMMs of a few rows, `x @ weight.T`, which read the weight once at the speed of memory.
+
+For one row cuBLAS splits narrow weights over the inner dimension and adds the parts in a second
+kernel. Here a program computes a few output columns and reads all of their weights, so that one
+launch suffices, and the gate of an MLP can be applied to the columns that a program has.
+
+Microseconds of a decode step of Llama 3 8B in bfloat16 on an H200, with cuBLAS and with these
+kernels: 1 row 4638 and 4502, 8 rows 4851 and 4701, 16 rows 4937 and 4755 (`python -m bench.account
+--case 1 --case 8 --case 16`); 1 row on two GPUs 4130 and 3840.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.token_rows import activation
+
+__all__ = ["MAX_ROWS", "SkinnyGemmTuning", "default_skinny_tuning", "skinny_gated", "skinny_gemm"]
+
+MAX_ROWS = 16
+"""The most rows, which are the columns of one tile of the tensor cores."""
+_MAX_OUT_SIZE = 65536
+"""Beyond this, as for the vocabulary, cuBLAS reads at the speed of memory too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkinnyGemmTuning:
+    """How the work is tiled."""
+
+    tile_columns: int
+    """Output columns of a program, a power of two from 16."""
+    tile_depth: int
+    """Elements of each column per iteration, a power of two from 16 that divides the depth."""
+    num_warps: int
+    num_stages: int
+    """Iterations whose weights are in flight, including the one in use."""
+
+
+def default_skinny_tuning(
+    out_size: int, in_size: int, *, is_gated: bool
+) -> SkinnyGemmTuning | None:
+    """Return the tuning for a weight of this shape, or None if cuBLAS is as fast.
+
+    With a gate, a program reads the weights of two columns for each that it writes.
+    """
+    if out_size > _MAX_OUT_SIZE or in_size % 256:
+        return None
+    num_warps, num_stages = (2, 3) if is_gated else (4, 6)
+    return SkinnyGemmTuning(
+        tile_columns=32, tile_depth=256, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+@triton.jit
+def _weight_tile(
+    weight: tl.tensor, columns: tl.tensor, first: tl.tensor, in_size: tl.tensor, depth: tl.constexpr
+) -> tl.tensor:
+    """Return `depth` elements from `first` of some columns' weights, `[columns, depth]`."""
+    elements = first + tl.arange(0, depth)
+    # Every weight is read once a step.
+    return tl.load(
+        weight + columns.to(tl.int64)[:, None] * in_size + elements[None, :],
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def _multiply(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    x_stride: tl.tensor,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    kind: tl.constexpr,
+    operand_type: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+) -> None:
+    """Write `tile_columns` output columns of all rows.
+
+    Launched by `skinny_gemm` and `skinny_gated`; grid `(tiles of columns,)`. Pointers: x
+    `[num_rows, in_size]`; weight `[out_size, in_size]`, or twice as many rows if it is gated; bias
+    `[out_size]`; out `[num_rows, out_size]`.
+    """
+    columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    # Columns beyond the last are computed again and not written.
+    read = tl.minimum(columns, out_size - 1)
+    rows = tl.arange(0, tile_rows)
+    is_row = rows < num_rows
+    product = tl.zeros([tile_columns, tile_rows], tl.float32)
+    other = tl.zeros([tile_columns, tile_rows], tl.float32)
+    for first in range(0, in_size, tile_depth):
+        elements = first + tl.arange(0, tile_depth)
+        inputs = tl.load(
+            x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
+        ).to(operand_type)
+        tile = _weight_tile(weight, read, first, in_size, tile_depth)
+        product = tl.dot(tile.to(operand_type), inputs, product, input_precision="ieee")
+        if is_gated:
+            tile = _weight_tile(weight, read + out_size, first, in_size, tile_depth)
+            other = tl.dot(tile.to(operand_type), inputs, other, input_precision="ieee")
+    if has_bias:
+        product += tl.load(bias + read).to(tl.float32)[:, None]
+    element_type = out.dtype.element_ty
+    if is_gated:
+        # Both halves are rounded as the product of a GEMM is.
+        product = product.to(element_type).to(tl.float32)
+        product = activation(product, kind) * other.to(element_type).to(tl.float32)
+    tl.store(
+        out + rows[None, :] * out_size + columns[:, None],
+        product.to(element_type),
+        mask=is_row[None, :] & (columns < out_size)[:, None],
+    )
+
+
+def skinny_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tuning: SkinnyGemmTuning
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
+
+    `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`.
+    """
+    return _launched(x, weight, bias, len(weight), tuning, kind=None)
+
+
+def skinny_gated(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, tuning: SkinnyGemmTuning
+) -> torch.Tensor:
+    """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
+
+    Shapes are those of `skinny_gemm`; the result is `[num_rows, out_size / 2]`.
+    """
+    return _launched(x, weight, None, len(weight) // 2, tuning, kind=kind)
+
+
+def _launched(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_size: int,
+    tuning: SkinnyGemmTuning,
+    *,
+    kind: str | None,
+) -> torch.Tensor:
+    num_rows, in_size = x.shape
+    assert num_rows <= MAX_ROWS
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    assert weight.shape[1] == in_size
+    assert in_size % tuning.tile_depth == 0
+    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
+    widens = x.dtype == torch.bfloat16 and not x.is_cuda
+    if num_rows:
+        _multiply[(triton.cdiv(out_size, tuning.tile_columns),)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            out,
+            num_rows,
+            out_size,
+            in_size,
+            x.stride(0),
+            has_bias=bias is not None,
+            is_gated=kind is not None,
+            kind=kind,
+            operand_type=tl.float32 if widens else _OPERAND_TYPES[x.dtype],
+            tile_rows=MAX_ROWS,
+            tile_columns=tuning.tile_columns,
+            tile_depth=tuning.tile_depth,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+        )
+    return out
+
+
+_OPERAND_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
