@@ -15,6 +15,7 @@ __all__ = [
     "PROGRESS_KEY",
     "Cause",
     "Continuation",
+    "Encoded",
     "Progress",
     "SequenceProgress",
 ]
@@ -22,7 +23,7 @@ __all__ = [
 CONTINUATION_KEY = "pagedray.continuation"
 """The key of a call's Continuation in its ASGI scope, which clients cannot set."""
 PROGRESS_KEY = "pagedray.progress"
-"""The key of a Progress in an ASGI message of the response."""
+"""The key of an encoded Progress in an ASGI message of the response."""
 
 Cause = Literal["died", "hung", "truncated", "failed"]
 """Why a call continues elsewhere: its replica died, did not respond, ended the stream too early, or
@@ -41,12 +42,17 @@ class SequenceProgress(NamedTuple):
     is_finished: bool
 
 
+Encoded = tuple[int, tuple[tuple[int, tuple[int, ...], bool], ...], int, bool, bool]
+"""A Progress as a plain tuple, which is pickled twice as fast."""
+
+
 class Progress(NamedTuple):
     """What one message of a stream adds to its call."""
 
     num_sequences: int
     """The sequences of the call."""
-    sequences: tuple[SequenceProgress, ...]
+    sequences: tuple[tuple[int, tuple[int, ...], bool], ...]
+    """The fields of a SequenceProgress for each sequence with tokens."""
     num_cached_tokens: int
     is_last: bool
     """Whether all sequences have ended and the usage was sent."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.scheduling.event import TokenEvent
-from cluster.serving.continuation import Progress, SequenceProgress
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import (
@@ -25,6 +24,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from cluster.serving.continuation import Encoded
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.open_calls import OpenCall
@@ -90,7 +90,7 @@ class GenerationCall:
         self._num_cached_tokens = 0
         self._continuation = given.continuation
         self._num_per_prompt = requests[0].sampling.n
-        self._unsent: list[SequenceProgress] = []
+        self._unsent: list[tuple[int, tuple[int, ...], bool]] = []
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
@@ -132,15 +132,16 @@ class GenerationCall:
             self._watch.note_end(failure)
             raise failure from error
 
-    def take_progress(self) -> Progress:
+    def take_progress(self) -> Encoded:
         """Return what the outputs since the last call add to a call that may continue elsewhere."""
         unsent, self._unsent = self._unsent, []
-        return Progress(
-            num_sequences=len(self._texts),
-            sequences=tuple(unsent),
-            num_cached_tokens=self._num_cached_tokens,
-            is_last=self._is_last,
-            has_failed=self._has_failed,
+        # The fields of a Progress.
+        return (
+            len(self._texts),
+            tuple(unsent),
+            self._num_cached_tokens,
+            self._is_last,
+            self._has_failed,
         )
 
     def abort(self) -> None:
@@ -208,9 +209,9 @@ class GenerationCall:
             raise _deadline_error()
         return output
 
-    def _progress_of(self, output: SequenceOutput) -> SequenceProgress:
+    def _progress_of(self, output: SequenceOutput) -> tuple[int, tuple[int, ...], bool]:
         number = output.prompt_index * self._num_per_prompt + output.index
-        return SequenceProgress(number, output.token_ids, output.finish_reason is not None)
+        return number, output.token_ids, output.finish_reason is not None
 
     def _replay(self, requests: Sequence[Request]) -> GenerationOutput:
         """Bring the texts to where the call was cut, and return what was generated before."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.serving.continuation import Progress
+    from cluster.serving.continuation import Encoded
 
 __all__ = ["EventStream", "unless_disconnected"]
 
@@ -37,7 +37,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         *,
         close: Callable[[], None],
-        take_progress: Callable[[], Progress] | None = None,
+        take_progress: Callable[[], Encoded] | None = None,
     ) -> None:
         """`close` ends what makes the events.
 

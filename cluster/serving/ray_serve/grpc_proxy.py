@@ -17,7 +17,6 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.continuation import Continuation, SequenceProgress
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
 from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
@@ -31,7 +30,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from cluster.serving.continuation import Cause
+    from cluster.serving.continuation import Cause, Continuation
 
 __all__ = ["TIMEOUT_KEY", "ProxiedRequest", "add_services"]
 
@@ -296,8 +295,10 @@ class _Request:
         if message.HasField("prompt_info"):
             call.note_cached_tokens(message.prompt_info.num_cached_tokens)
         call.add_tokens(
-            SequenceProgress(one.index, tuple(one.token_ids), one.finish_reason != _UNFINISHED)
-            for one in message.sequences
+            [
+                (one.index, one.token_ids, one.finish_reason != _UNFINISHED)
+                for one in message.sequences
+            ]
         )
         if message.HasField("usage"):
             call.is_complete = True

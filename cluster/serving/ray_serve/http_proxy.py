@@ -14,7 +14,7 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 
-from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY
+from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
 from cluster.serving.http.body import MAX_BODY_BYTES
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
@@ -23,7 +23,7 @@ from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from cluster.serving.continuation import Cause, Progress
+    from cluster.serving.continuation import Cause
 
 __all__ = ["ReplicaGuard", "middlewares"]
 
@@ -145,7 +145,8 @@ class _Response:
 
     async def send(self, message: Message) -> None:
         """Send a part of the response, or keep it."""
-        progress: Progress | None = message.pop(PROGRESS_KEY, None)
+        encoded = message.pop(PROGRESS_KEY, None)
+        progress = None if encoded is None else Progress(*encoded)
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] == "http.response.body":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.continuation import Continuation, SequenceProgress
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from cluster.serving.continuation import Cause, Progress
 
@@ -118,17 +118,19 @@ class ProxiedCall:
         self._num_cached_tokens = progress.num_cached_tokens
         self.is_complete = self.is_complete or progress.is_last
 
-    def add_tokens(self, sequences: Iterable[SequenceProgress]) -> None:
+    def add_tokens(self, sequences: Iterable[tuple[int, Sequence[int], bool]]) -> None:
         """Record tokens that the client receives."""
         if not self._has_all:
             return
+        num_tokens = 0
         for number, token_ids, is_finished in sequences:
             tokens = self._sequences.get(number)
             if tokens is None:
                 tokens = self._sequences[number] = _Tokens()
             tokens.token_ids.extend(token_ids)
             tokens.is_finished = tokens.is_finished or is_finished
-            self.hold(4 * len(token_ids))
+            num_tokens += len(token_ids)
+        self.hold(4 * num_tokens)
 
     def note_cached_tokens(self, number: int) -> None:
         """Record the prompt tokens that the first replica found in its cache."""
