@@ -6,6 +6,7 @@ joins the ranks that are left to it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pagedray.config import CacheSize, EngineConfig
 
 __all__ = ["RayExecutor"]
+
+logger = logging.getLogger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 15.0
 
@@ -56,7 +59,7 @@ class RayExecutor(Executor):
                 self._placement = _placement(config)
             self._ranks = self._new_epoch()
             self._cache_size, self._attention_providers = self._ranks.start_ranks()
-            self._spares.fill(self._ranks.places)
+            self._fill_spares(self._ranks.places)
         except WorkerError as error:
             self.close()
             raise StartupError(str(error)) from error
@@ -129,7 +132,7 @@ class RayExecutor(Executor):
         # The scheduler relies on the same number of blocks, but free GPU memory varies.
         new.replace_ranks(survivors, self._cache_size, healing)
         self._ranks = new
-        self._spares.fill(new.places)
+        self._fill_spares(new.places)
 
     def _close(self) -> None:
         self._end_ranks()
@@ -148,6 +151,13 @@ class RayExecutor(Executor):
         except RayError as error:
             raise WorkerError(f"Ray does not say where the ranks are: {error}") from error
         return RayRanks(self._config, places, self._report_progress, spares=self._spares)
+
+    def _fill_spares(self, places: RankPlaces) -> None:
+        try:
+            self._spares.fill(places)
+        except RayError as error:
+            # Without a spare, a replacement takes longer.
+            logger.warning("No spare rank could be started: %s", error)
 
     def _live_ranks(self) -> RayRanks:
         if self._ranks is None:
