@@ -13,12 +13,7 @@ __all__ = ["import_libraries"]
 
 _MODULES = ("workers.worker_factory", "workers.parallel.open_group")
 # Modules that are imported only when a model needs their kernels on a GPU.
-_KERNELS = (
-    "attention.gpu.shared_kernels",
-    "attention.kernels.triton.cache_write",
-    "attention.kernels.triton.token_rows",
-    "workers.sampling.triton_choice",
-)
+_KERNELS = ("attention.gpu.shared_kernels", "workers.sampling.triton_choice")
 _LIBRARIES = {"flashinfer": "attention.flashinfer.layer_kernels"}
 """The module of ours that imports each library, by the library's name."""
 
@@ -34,3 +29,8 @@ def import_libraries(config: EngineConfig) -> None:
         names += (module for library, module in _LIBRARIES.items() if find_spec(library))
     for name in names:
         import_module(name)
+    if config.parallel.device == "cuda":
+        # Triton is imported only where it compiles.
+        from attention.kernels.triton.cache_keys import fix_cache_keys
+
+        fix_cache_keys()

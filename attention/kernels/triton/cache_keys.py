@@ -1,0 +1,28 @@
+"""Gives compiled kernels the same names in Triton's cache on disk in every process."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import walk_packages
+
+from triton.runtime.jit import JITFunction
+
+import attention.kernels.triton
+
+__all__ = ["fix_cache_keys"]
+
+
+def fix_cache_keys() -> None:
+    """Import every kernel and compute its key, in an order that does not depend on their use.
+
+    In Triton before 3.9, the key of a kernel depends on which of the functions that it calls were
+    part of a key before. A rank that replaces another one runs kernels in another order than one
+    that starts, and would compile them again: 10 s for those that sample.
+    """
+    package = attention.kernels.triton
+    names = sorted(one.name for one in walk_packages(package.__path__, f"{package.__name__}."))
+    for name in names:
+        for value in vars(import_module(name)).values():
+            # Under the interpreter, functions are of another type.
+            if isinstance(value, JITFunction):
+                _ = value.cache_key
