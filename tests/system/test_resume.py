@@ -57,8 +57,9 @@ async def resumed(server: ServerProcess, prompt: str, answer: Answer) -> str:
 
 @pytest.mark.slow
 async def test_streams_are_resumed_after_a_rank_died_meanwhile() -> None:
-    arguments = ("--tensor-parallel-size=2", "--num-threads=1", "--resume-anonymous")
-    with ServerProcess(arguments) as server:
+    # In bfloat16, what is computed again is rounded differently, which can change a token.
+    engine = ("--tensor-parallel-size=2", "--num-threads=1", "--dtype=float32")
+    with ServerProcess((*engine, "--resume-anonymous")) as server:
         wanted = [
             await ask(server.http_port, "POST", "/v1/completions", body(prompt))
             for prompt in PROMPTS
