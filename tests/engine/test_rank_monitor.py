@@ -1,0 +1,107 @@
+"""What a hang is called, and the limits while ranks start; time is simulated."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.engine.rank_monitor import RankMonitor
+from pagedray.batch import SequencePlan, StepPlan
+from pagedray.rank_progress import Phase, ProgressBoard, ProgressWord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.rank_progress import RankReport
+
+TICK_S = 0.25
+
+
+class Ranks:
+    """Two ranks whose processes run or not, and their monitor."""
+
+    def __init__(self, board: ProgressBoard) -> None:
+        self._board = board
+        self.words = [ProgressWord(), ProgressWord()]
+        self.stopped: set[int] = set()
+        self.monitor = RankMonitor(self, "cpu")
+        self._now_s = 0.0
+
+    def start_processes(self) -> None:
+        for rank, word in enumerate(self.words):
+            word.attach(self._board.path, rank)
+
+    def read(self) -> list[RankReport]:
+        return [self._board.report(rank) for rank in range(2)]
+
+    def process_state(self, rank: int) -> str:
+        return "is stopped" if rank in self.stopped else ""
+
+    def hang_within(self, seconds: float) -> str:
+        """Let time pass; return the first hang, or an empty string."""
+        end_s = self._now_s + seconds
+        while self._now_s < end_s:
+            self._now_s += TICK_S
+            for rank, word in enumerate(self.words):
+                if rank not in self.stopped and self._board.report(rank).pid:
+                    word.beat(is_compiling=False)
+            if hang := self.monitor.observe(self._now_s).hang:
+                return hang
+        return ""
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with closing(ProgressBoard(2)) as board:
+        yield Ranks(board)
+
+
+def test_rank_that_is_stuck_in_a_layer_is_named_with_where_all_stand(ranks: Ranks) -> None:
+    ranks.start_processes()
+    ranks.monitor.begin_steps()
+    plan = StepPlan(0, [SequencePlan(0, 5, 1, True)])
+    ranks.monitor.note_message(plan)
+    for word in ranks.words:
+        word.finish_step(0)
+    assert not ranks.hang_within(100.0)
+
+    ranks.monitor.note_message(StepPlan(1, plan.sequences))
+    ranks.words[0].enter(Phase.LAYER, 2)
+    ranks.words[0].begin_collective(Phase.ALL_REDUCE)
+    ranks.words[1].enter(Phase.LAYER, 2)
+    places = "rank 0: the all-reduce of layer 2; rank 1: layer 2"
+    assert ranks.hang_within(10.0) == f"Rank 1 has made no progress for 6.2 s ({places})."
+    assert ranks.monitor.hung == [1]
+
+
+def test_loading_may_take_long_as_long_as_it_progresses(ranks: Ranks) -> None:
+    ranks.start_processes()
+    for tensor in range(10):
+        for word in ranks.words:
+            word.enter(Phase.LOADING, tensor)
+        assert not ranks.hang_within(250.0)
+    assert "rank 1: loading weights (9 tensors loaded)" in ranks.hang_within(400.0)
+
+
+def test_process_that_stops_while_loading_is_named_after_a_minute(ranks: Ranks) -> None:
+    ranks.start_processes()
+    assert not ranks.hang_within(10.0)
+    ranks.stopped.add(0)
+    assert not ranks.hang_within(55.0)
+    hang = ranks.hang_within(10.0)
+    assert hang.startswith("Rank 0 has made no progress for ")
+    assert "rank 0: waiting for the other ranks to start, and its process is stopped" in hang
+
+
+def test_process_that_never_starts_is_named(ranks: Ranks) -> None:
+    assert not ranks.hang_within(290.0)
+    assert "rank 1: its process has not started" in ranks.hang_within(20.0)
+
+
+def test_rank_that_waits_for_others_to_load_is_not_blamed(ranks: Ranks) -> None:
+    ranks.start_processes()
+    ranks.words[1].enter(Phase.LOADING, 3)
+    hang = ranks.hang_within(400.0)
+    assert hang.startswith("Rank 1 has")

@@ -1,0 +1,88 @@
+"""The board in shared memory that ranks write and their controller reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+
+from pagedray.rank_progress import Phase, ProgressBoard, ProgressWord
+from tests.fakes import wait_for
+
+WRITER = """
+import sys, time
+from pagedray.rank_progress import Phase, ProgressWord
+from workers.heartbeat import start_heartbeat
+progress = ProgressWord()
+start_heartbeat(progress)
+progress.attach(sys.argv[1], int(sys.argv[2]))
+progress.enter(Phase.LAYER, 7)
+progress.begin_collective(Phase.ALL_REDUCE)
+time.sleep(60)
+"""
+
+
+def test_controller_reads_where_another_process_stands_even_if_it_is_stopped() -> None:
+    with closing(ProgressBoard(2)) as board:
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, board.path, "1"])
+        try:
+            wait_for(lambda: board.report(1).phase is Phase.ALL_REDUCE, 60.0)
+            wait_for(lambda: board.report(1).num_beats >= 2, 60.0)
+            os.kill(writer.pid, signal.SIGSTOP)
+            report = board.report(1)
+            assert report.place == "the all-reduce of layer 7"
+            assert report.pid == writer.pid
+            assert board.report(0).pid == 0
+        finally:
+            # Also ends a process that is stopped.
+            writer.kill()
+            writer.wait()
+
+
+def test_every_word_differs_from_those_before() -> None:
+    with closing(ProgressBoard(1)) as board:
+        progress = ProgressWord()
+        progress.attach(board.path, 0)
+        words = []
+        for _ in range(3):
+            progress.enter(Phase.LAYER, 2)
+            words.append(board.report(0).word)
+            progress.begin_collective(Phase.ALL_GATHER)
+            words.append(board.report(0).word)
+            assert board.report(0).phase.is_collective
+            progress.end_collective()
+            words.append(board.report(0).word)
+            assert board.report(0).place == "layer 2"
+        assert len(set(words)) == len(words)
+
+
+def test_process_of_an_old_epoch_does_not_write_to_a_new_board() -> None:
+    with closing(ProgressBoard(1)) as old, closing(ProgressBoard(1)) as new:
+        late, current = ProgressWord(), ProgressWord()
+        late.attach(old.path, 0)
+        current.attach(new.path, 0)
+        current.enter(Phase.LAYER, 3)
+        before = new.report(0)
+        late.enter(Phase.LAYER, 9)
+        late.finish_step(100)
+        assert new.report(0) == before
+
+
+def test_board_that_cannot_be_opened_leaves_the_word_private() -> None:
+    progress = ProgressWord()
+    progress.finish_step(4)
+    progress.attach("/proc/1/fd/none", 0)
+    progress.enter(Phase.GRAPH, 64)
+    # Steps of another epoch do not count.
+    assert progress.cells()[2] == 0
+
+
+def test_every_phase_has_a_text() -> None:
+    with closing(ProgressBoard(1)) as board:
+        progress = ProgressWord()
+        progress.attach(board.path, 0)
+        for phase in Phase:
+            progress.enter(phase, 5)
+            assert board.report(0).place
