@@ -15,6 +15,7 @@ __all__ = ["ProgressClock", "Watchdog", "position_of"]
 
 _INTERVAL_S = 0.25
 _MAX_TICK_S = 0.5
+_STOP_TIMEOUT_S = 1.0
 _NUM_FRAMES = 3
 
 
@@ -31,8 +32,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the check that runs; does not wait for it."""
+        """End the thread; waits briefly for a check that runs."""
         self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(_INTERVAL_S):
