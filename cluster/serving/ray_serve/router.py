@@ -85,6 +85,10 @@ class AffinityRouter(RequestRouter):
 
         Those that do not respond are left out; Serve asks again if none is left.
         """
+        if pending_request is not None:
+            # Without this Serve asks again at once, for ever if no replica responds. That blocks
+            # the event loop, on which replicas are found to respond again.
+            pending_request.routing_context.should_backoff = True
         by_name = {
             one.replica_id.unique_id: one
             for one in candidate_replicas
