@@ -116,7 +116,7 @@ class RayHealth:
     def _note(self, outage: Outage) -> None:
         if self._outage is None and not outage.is_final:
             logger.warning(
-                "%s The server is not ready; it exits if that lasts %g s.",
+                "%s Ranks that die cannot be replaced; if that lasts %g s, the engine stops.",
                 outage.reason,
                 self._return_s,
             )

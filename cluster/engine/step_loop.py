@@ -87,10 +87,11 @@ class StepLoop(ABC):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether steps run, and dead ranks could be replaced; False while they are, or hang."""
+        """Whether steps run; False while ranks hang or are replaced, and once none can be."""
+        outage = self._executor.outage
         return (
             self._error is None
-            and self._executor.outage is None
+            and (outage is None or not outage.is_final)
             and not self._is_stopping
             and not self._is_replacing
             and not self._stall

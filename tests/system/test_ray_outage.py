@@ -98,10 +98,9 @@ def test_server_leaves_a_cluster_that_has_ended(
         cluster.all_processes[daemon][0].process.kill()
         if daemon == "raylet":
             ranks[0].kill()
-        wait_for(lambda: not is_ready(server), 10.0)
-        assert {stream.end for stream in streams.ended(30.0)} == {end}
-        # A GCS that another process started may return.
-        assert server.wait(90.0) == 1
+        assert {stream.end for stream in streams.ended(60.0)} == {end}
+        # The server waits for a GCS that another process started, and which may return.
+        assert server.wait(120.0) == 1
 
 
 def is_ready(server: ServerProcess) -> bool:
