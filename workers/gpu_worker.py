@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel, connect
+from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
 from workers.heartbeat import start_heartbeat
@@ -57,6 +58,7 @@ class GpuWorker:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        raise_descriptor_limit()
         self._config = config
         self._rank = 0
         self._group: ParallelGroup | None = None

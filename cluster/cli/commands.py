@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.cli.flags import engine_options, sampling_params
 from cluster.cli.parser import USAGE_EXIT, make_parser
 from cluster.engine.options import engine_config
+from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.serving.telemetry.tracing import otlp_tracer
     from cluster.serving.tls import certificate_store
 
+    # Before anything is started that inherits it.
+    raise_descriptor_limit()
     config = engine_config(parsed.model, engine_options(parsed))
     if parsed.served_model_name:
         config = replace(config, model=replace(config.model, name=parsed.served_model_name))

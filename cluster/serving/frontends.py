@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from cluster.serving.connection_limits import connection_limits
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
 from cluster.serving.rpc.server import GrpcServer
@@ -61,10 +62,17 @@ class Frontends:
             tool_format=tool_format,
             reader_limits=reader_limits,
         )
+        limits = connection_limits()
         self._grpc = (
             None
             if grpc_port is None
-            else GrpcServer(self.servicer, host=host, port=grpc_port, certificates=certificates)
+            else GrpcServer(
+                self.servicer,
+                host=host,
+                port=grpc_port,
+                certificates=certificates,
+                limits=limits,
+            )
         )
         self._http = (
             None
@@ -74,6 +82,7 @@ class Frontends:
                 host=host,
                 port=http_port,
                 certificates=certificates,
+                limits=limits,
             )
         )
         self._health_task: asyncio.Task[None] | None = None

@@ -52,6 +52,8 @@ class HttpConnection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     note_refusal: Callable[[], None]
     """Called when a request is rejected here."""
+    note_lost: Callable[[], None]
+    """Called when the connection is lost."""
     _head_timer: asyncio.TimerHandle | None = None
     _num_held_bytes = 0
     """Bytes received since the parser last completed a head or a chunk of a body."""
@@ -68,6 +70,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_watching()
         self._stop_write_timer()
         super().connection_lost(exc)
+        self.note_lost()
 
     def data_received(self, data: bytes) -> None:
         if self._is_answering:

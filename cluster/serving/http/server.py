@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from cluster.serving.http.connection import connection_kind
+from cluster.serving.connection_limits import ConnectionLimits
+from cluster.serving.http.acceptor import Acceptor
+from cluster.serving.http.connection import HttpConnection, connection_kind
 from cluster.serving.listener import listen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import socket
+    from collections.abc import Callable, Iterator
 
     from cluster.serving.http.app import HttpApp
     from cluster.serving.tls import CertificateStore
@@ -32,8 +35,10 @@ class HttpServer:
         host: str,
         port: int,
         certificates: CertificateStore | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         """Without certificates, TLS is disabled."""
+        self._limits = ConnectionLimits() if limits is None else limits
         self._app = app
         self._host = host
         self._wanted_port = port
@@ -48,14 +53,15 @@ class HttpServer:
         listener = listen("HTTP", self._host, self._wanted_port)
         self.port = listener.getsockname()[1]
         certificates = self._certificates
+        kind = connection_kind(
+            self._app.read_timeout_s,
+            self._app.write_timeout_s,
+            note_refusal=self._app.count_unreadable,
+            note_stall=self._app.count_stalled,
+        )
         config = uvicorn.Config(
             self._app,
-            http=connection_kind(
-                self._app.read_timeout_s,
-                self._app.write_timeout_s,
-                note_refusal=self._app.count_unreadable,
-                note_stall=self._app.count_stalled,
-            ),
+            http=kind,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -66,7 +72,7 @@ class HttpServer:
             if certificates is None
             else lambda _config, _default: certificates.server_context,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, kind, self._limits)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
@@ -86,7 +92,33 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process."""
+    """A uvicorn server that limits connections, and leaves signals to its process."""
+
+    def __init__(
+        self, config: uvicorn.Config, kind: type[HttpConnection], limits: ConnectionLimits
+    ) -> None:
+        super().__init__(config)
+        self._kind = kind
+        self._limits = limits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        await self.lifespan.startup()
+        # uvicorn only closes them and waits for that.
+        self.servers = [
+            Acceptor(  # type: ignore[misc]  # not an asyncio.Server
+                listener, self._make_connection, limits=self._limits, context=self.config.ssl
+            )
+            for listener in sockets
+        ]
+        self.started = True
+
+    def _make_connection(self, note_lost: Callable[[], None]) -> HttpConnection:
+        connection = self._kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        connection.note_lost = note_lost
+        return connection
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

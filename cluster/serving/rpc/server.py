@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.serving.connection_limits import ConnectionLimits
 from cluster.serving.listener import listen
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
+from cluster.serving.rpc.host_limit import HostLimit
 from cluster.serving.rpc.message_limit import MAX_RECEIVED_BYTES
 from cluster.serving.rpc.methods import method_handlers
 from cluster.serving.rpc.service import SERVICE
@@ -38,6 +41,8 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Its client connects again with the next call.
+    ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
@@ -52,21 +57,25 @@ class GrpcServer:
         host: str,
         port: int,
         certificates: CertificateStore | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         """Without certificates the port is plaintext."""
+        self._limits = ConnectionLimits() if limits is None else limits
         self._servicer = servicer
         self._host = host
         self._wanted_port = port
         self._certificates = certificates
         self._health = Health((SERVICE.full_name,))
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.port = 0
         """The bound port; 0 before the server has started."""
 
     async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
-        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=_OPTIONS)
+        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", self._limits.total))
+        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=options)
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -81,6 +90,7 @@ class GrpcServer:
         )
         await server.start()
         self._server = server
+        self._watching = asyncio.create_task(HostLimit(self.port, self._limits).watch())
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that grpc.health.v1 reports."""
@@ -88,6 +98,10 @@ class GrpcServer:
 
     async def stop_server(self, grace_s: float) -> None:
         """Reject new calls and cancel those that still run after `grace_s`."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
+            self._watching = None
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(grace_s)

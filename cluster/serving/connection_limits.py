@@ -1,0 +1,30 @@
+"""How many connections the frontends accept, so that descriptors are left for everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedray.descriptor_limit import descriptor_limit
+
+__all__ = ["ConnectionLimits", "connection_limits"]
+
+_MAX_TOTAL = 10_000
+_RESERVE = 128
+"""Descriptors for files, the connections to ranks, and the start of others in their place."""
+_NUM_FRONTENDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The open connections of one frontend."""
+
+    total: int = _MAX_TOTAL
+    per_host: int = _MAX_TOTAL // 2
+    """Fewer, so that one host cannot keep the others out."""
+
+
+def connection_limits() -> ConnectionLimits:
+    """Return the limits of each frontend under the descriptor limit of this process."""
+    available = max(descriptor_limit() - _RESERVE, descriptor_limit() // 4)
+    total = max(2, min(_MAX_TOTAL, available // _NUM_FRONTENDS))
+    return ConnectionLimits(total, total // 2)
