@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ __all__ = [
     "Frontend",
     "GrpcFrontend",
     "HttpFrontend",
+    "abort",
     "note_choice",
     "note_sequences",
 ]
@@ -30,7 +32,8 @@ __all__ = [
 CHANNEL_OPTIONS = (
     # A client that waits two minutes before it connects again would see nothing of the recovery.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # Also the time limit of an attempt.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 _CALL_TIMEOUT_S = 600.0
@@ -83,9 +86,7 @@ class GrpcFrontend(Frontend):
                         is_cancelled = stream.cancel()
                     else:
                         aborts_after = None
-                        await self.stub.Abort(
-                            pb.AbortRequest(request_ids=[call]), metadata=metadata, timeout=30.0
-                        )
+                        await abort(self.stub, call, metadata)
         except asyncio.CancelledError:
             if not is_cancelled:
                 raise
@@ -155,6 +156,13 @@ class HttpFrontend(Frontend):
                 record.end("cancelled")
                 return
         record.end("connection: the stream ended without [DONE]")
+
+
+# Any: the generated stub is not async to mypy.
+async def abort(stub: Any, call: str, metadata: tuple[tuple[str, str], ...]) -> None:
+    """Abort a call; a server that ends does not answer."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await stub.Abort(pb.AbortRequest(request_ids=[call]), metadata=metadata, timeout=30.0)
 
 
 def note_sequences(answer: pb.GenerateResponse | pb.ChatResponse, record: CallRecord) -> None:

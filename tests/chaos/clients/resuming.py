@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import httpx
 
-from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
-from tests.chaos.clients.frontends import CHANNEL_OPTIONS, Frontend, note_choice, note_sequences
+from tests.chaos.clients.frontends import (
+    CHANNEL_OPTIONS,
+    Frontend,
+    abort,
+    note_choice,
+    note_sequences,
+)
 
 if TYPE_CHECKING:
     from tests.chaos.clients.call_record import CallRecord
@@ -105,8 +110,7 @@ class ResumingGrpcFrontend(Frontend):
             if aborts_after is not None and record.num_events >= aborts_after:
                 aborts_after = None
                 # A resumable stream does not end with its connection.
-                abort = pb.AbortRequest(request_ids=[call])
-                await self._stub.Abort(abort, metadata=metadata, timeout=30.0)
+                await abort(self._stub, call, metadata)
         return num_generated
 
 

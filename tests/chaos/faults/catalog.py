@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
+from tests.chaos.faults.fill_disk import FillDisk
 from tests.chaos.faults.hostile_input import HostileInput
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
 from tests.chaos.faults.kill_rank import KillRank
+from tests.chaos.faults.kill_raylet import KillRaylet
 from tests.chaos.faults.kill_serve_controller import KillServeController
 from tests.chaos.faults.kill_two_ranks import KillTwoRanks
 from tests.chaos.faults.pause_everything import PauseEverything
@@ -32,6 +34,8 @@ FAULTS: tuple[type[Fault], ...] = (
     StallReaders,
     HostileInput,
     Terminate,
+    FillDisk,
+    KillRaylet,
     KillServeController,
 )
 """Each has a row in docs/reliability.md."""
