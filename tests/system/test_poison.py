@@ -138,6 +138,43 @@ def test_request_whose_later_token_kills_the_rank_ends_alone(rig: Rig) -> None:
     assert rig.num_deaths <= 2 + 3
 
 
+@pytest.mark.slow
+def test_deaths_that_no_request_causes_cost_nobody(rig: Rig) -> None:
+    given = {f"s{i}": prompt for i, prompt in enumerate(prompts(32).values())}
+    for name, prompt in given.items():
+        rig.submit(name, prompt, max_tokens=200)
+    rig.ends()
+    expected = rig.tokens()
+    rig.sink.tokens.clear()
+    rig.sink.ends.clear()
+    for name, prompt in given.items():
+        rig.submit(name, prompt, max_tokens=200)
+    for number in range(1, 6):
+        num_steps = rig.engine.stats().num_steps
+        wait_for(lambda: rig.engine.stats().num_steps > num_steps + 20, timeout_s=60.0)  # noqa: B023
+        for rank in ranks():
+            rank.kill()
+        wait_for(lambda: rig.num_deaths == number, timeout_s=60.0)  # noqa: B023
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.tokens() == expected
+
+
+@pytest.mark.slow
+def test_three_deaths_in_a_row_cost_nobody(rig: Rig) -> None:
+    given = prompts(16)
+    expected = undisturbed(rig, given)
+    for name, prompt in given.items():
+        rig.submit(name, prompt)
+    for number in range(1, 4):
+        wait_for(lambda: rig.engine._scheduler.lengths_in_flight(), timeout_s=60.0)
+        for rank in ranks():
+            rank.kill()
+        wait_for(lambda: rig.num_deaths == number, timeout_s=60.0)  # noqa: B023
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.tokens() == expected
+    assert rig.engine.is_healthy
+
+
 class Killer:
     """Kills the rank whenever a request runs that has so many tokens."""
 

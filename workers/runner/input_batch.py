@@ -8,7 +8,7 @@ there, and the next step reads them without a copy to the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from pagedray.batch import SequencePlan, SequenceStart, StepPlan
 
 __all__ = ["InputBatch", "StepInputs"]
+
+_Ints: TypeAlias = "NDArray[np.int64]"
+_Parts: TypeAlias = "tuple[_Ints, _Ints, _Ints]"
+"""Of each part, the index of its sequence, its first position and its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +52,9 @@ class InputBatch:
     ) -> None:
         self._block_size = block_size
         self._device = device
+        # Only on a CPU do all other kernels give a token the same numbers in any batch.
+        self._replays_decodes = device.type == "cpu"
+        self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
@@ -65,12 +72,24 @@ class InputBatch:
                 self._append_blocks(sequence.row, sequence.new_block_ids)
 
     def prepare_inputs(self, sequences: list[SequencePlan]) -> StepInputs:
-        """Return the flat inputs of a step, tokens in the order of `sequences`."""
+        """Return the flat inputs of a step, tokens in the order of `sequences`.
+
+        On a CPU, generated tokens that are computed again are decodes, behind all prefills.
+        """
         size = len(sequences)
         rows = np.fromiter((s.row for s in sequences), np.int64, size)
         first_positions = np.fromiter((s.first_position for s in sequences), np.int64, size)
         num_tokens = np.fromiter((s.num_tokens for s in sequences), np.int64, size)
         is_sampled = np.fromiter((s.is_sampled for s in sequences), np.bool_, size)
+
+        sampled_rows = rows[is_sampled]
+        sampled_positions = (first_positions + num_tokens)[is_sampled]
+        last_parts = np.arange(size)
+        if self._replays_decodes and num_tokens[0] > 1:
+            owners, first_positions, num_tokens = self._parts(rows, first_positions, num_tokens)
+            rows = rows[owners]
+            # The last part of each sequence remains.
+            last_parts[owners] = np.arange(len(owners))
 
         ends = np.cumsum(num_tokens)
         token_rows = np.repeat(rows, num_tokens)
@@ -84,7 +103,7 @@ class InputBatch:
             logits_indices=(
                 None
                 if is_sampled.all() and ends[-1] == size
-                else self._to_device(ends[is_sampled] - 1)
+                else self._to_device(ends[last_parts[is_sampled]] - 1)
             ),
             attention=AttentionBatch(
                 num_prefills=int((num_tokens > 1).sum()),
@@ -95,8 +114,8 @@ class InputBatch:
                 ],
                 slot_mapping=self._slots(token_rows, positions),
             ),
-            sampled_rows=rows[is_sampled].tolist(),
-            sampled_positions=seq_lens[is_sampled].tolist(),
+            sampled_rows=sampled_rows.tolist(),
+            sampled_positions=sampled_positions.tolist(),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
@@ -109,6 +128,7 @@ class InputBatch:
     def _start(self, start: SequenceStart) -> None:
         tokens = np.asarray(start.token_ids, dtype=np.int64)
         self._tokens[start.row, : len(tokens)] = self._to_device(tokens)
+        self._num_prompt_tokens[start.row] = start.num_prompt_tokens
         self._num_blocks[start.row] = 0
         self._append_blocks(start.row, start.block_ids)
 
@@ -116,6 +136,25 @@ class InputBatch:
         first = self._num_blocks[row]
         self._block_tables[row, first : first + len(block_ids)] = block_ids
         self._num_blocks[row] = first + len(block_ids)
+
+    def _parts(self, rows: _Ints, first_positions: _Ints, num_tokens: _Ints) -> _Parts:
+        """Split chunks so that each generated token in them is a decode, as it was at first.
+
+        Attention adds up a chunk in another order than a decode, so the keys and values of the
+        layers above would be rounded differently, and sampling might choose another token.
+        """
+        firsts, counts = first_positions.tolist(), num_tokens.tolist()
+        parts: list[tuple[int, int, int]] = []
+        for i, num_prompt_tokens in enumerate(self._num_prompt_tokens[rows].tolist()):
+            first, end = firsts[i], firsts[i] + counts[i]
+            if first < num_prompt_tokens:
+                parts.append((i, first, min(end, num_prompt_tokens) - first))
+                first = parts[-1][1] + parts[-1][2]
+            parts += [(i, position, 1) for position in range(first, end)]
+        # Prefills come first, and otherwise the order remains.
+        parts.sort(key=lambda part: part[2] == 1)
+        owners, starts, lengths = np.array(parts, dtype=np.int64).T
+        return owners, starts, lengths
 
     def _slots(
         self, token_rows: NDArray[np.int64], positions: NDArray[np.int64]
