@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -108,7 +109,9 @@ async def _hang(
                 running_s = elapsed_s
             await asyncio.sleep(0.5)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        # Serve may have replaced the replica.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     ended = await streams.ended()
     await streams.close()
     whole_s = await until_whole(cluster, 2)
