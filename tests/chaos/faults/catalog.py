@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
 from tests.chaos.faults.fill_disk import FillDisk
+from tests.chaos.faults.hang_rank import HangRank
 from tests.chaos.faults.hostile_input import HostileInput
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
+from tests.chaos.faults.kill_gcs import KillGcs
 from tests.chaos.faults.kill_rank import KillRank
 from tests.chaos.faults.kill_raylet import KillRaylet
 from tests.chaos.faults.kill_serve_controller import KillServeController
@@ -34,7 +36,9 @@ FAULTS: tuple[type[Fault], ...] = (
     StallReaders,
     HostileInput,
     Terminate,
+    HangRank,
     FillDisk,
+    KillGcs,
     KillRaylet,
     KillServeController,
 )

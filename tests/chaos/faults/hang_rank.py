@@ -1,0 +1,33 @@
+"""A rank hangs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.chaos.faults.fault import Fault, Scene
+
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ["HangRank"]
+
+
+class HangRank(Fault):
+    """SIGSTOP of a rank that nobody continues: the server has to notice and replace it."""
+
+    name = "a rank hangs"
+    targets = frozenset({"server", "serve"})
+    needs_rank_processes = True
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._stopped: list[psutil.Process] = []
+
+    async def inject(self) -> None:
+        ranks = self._scene.target.ranks()
+        if ranks:
+            self._stopped.append(self._scene.generator.choice(ranks))
+            self._stopped[0].suspend()
+
+    def is_over(self) -> bool:
+        return not any(one.is_running() for one in self._stopped)
