@@ -13,6 +13,7 @@ from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
 from tests.chaos.faults.kill_gcs import KillGcs
 from tests.chaos.faults.kill_rank import KillRank
 from tests.chaos.faults.kill_raylet import KillRaylet
+from tests.chaos.faults.kill_replica import KillReplica
 from tests.chaos.faults.kill_serve_controller import KillServeController
 from tests.chaos.faults.kill_two_ranks import KillTwoRanks
 from tests.chaos.faults.pause_everything import PauseEverything
@@ -40,6 +41,7 @@ FAULTS: tuple[type[Fault], ...] = (
     FillDisk,
     KillGcs,
     KillRaylet,
+    KillReplica,
     KillServeController,
 )
 """Each has a row in docs/reliability.md."""

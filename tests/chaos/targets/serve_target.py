@@ -60,7 +60,10 @@ class ServeTarget(Target):
         ray.shutdown()
 
     def servers(self) -> list[psutil.Process]:
-        return named(self.family(), "ServeReplica")
+        replicas = named(self.family(), "ServeReplica")
+        # Those that load their model hold no request, and are no replacement yet.
+        starting = named(replicas, "initialize_and_get_metadata")
+        return [one for one in replicas if one not in starting]
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process().children(recursive=True)
