@@ -204,9 +204,7 @@ def test_grpc_reader_that_stops_is_aborted(impatient: Server) -> None:
 
 
 @pytest.mark.parametrize("leave", ["cancel", "disconnect"])
-def test_stalled_grpc_client_that_leaves_is_forgotten(
-    impatient: Server, caplog: pytest.LogCaptureFixture, leave: str
-) -> None:
+def test_stalled_grpc_client_that_leaves_is_forgotten(impatient: Server, leave: str) -> None:
     servicer = impatient.frontends.servicer
     with grpc.insecure_channel(impatient.grpc_target, CHANNEL_OPTIONS) as channel:
         call = pagedray_pb2_grpc.GenerationServiceStub(channel).Generate(message())
@@ -216,7 +214,6 @@ def test_stalled_grpc_client_that_leaves_is_forgotten(
             call.cancel()
             wait_for(lambda: servicer.buffers.num_bytes == 0)
     wait_for(lambda: servicer.buffers.num_bytes == 0)
-    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> None:
