@@ -8,6 +8,7 @@ from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
 from tests.chaos.faults.fill_disk import FillDisk
 from tests.chaos.faults.hang_rank import HangRank
+from tests.chaos.faults.hang_replica import HangReplica
 from tests.chaos.faults.hostile_input import HostileInput
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
 from tests.chaos.faults.kill_gcs import KillGcs
@@ -39,6 +40,7 @@ FAULTS: tuple[type[Fault], ...] = (
     Terminate,
     HangRank,
     FillDisk,
+    HangReplica,
     KillGcs,
     KillRaylet,
     KillReplica,
