@@ -13,8 +13,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.engine.death_inquiry import DeathInquiry
-from cluster.engine.output_watch import OutputWatch
+from cluster.engine.faults.death_inquiry import DeathInquiry
+from cluster.engine.faults.output_watch import OutputWatch
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
@@ -23,8 +23,8 @@ from pagedray.errors import OverloadedError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.engine.death_budget import DeathBudget
     from cluster.engine.executor import Executor
+    from cluster.engine.faults.death_budget import DeathBudget
     from cluster.scheduling.event import TokenEvent
     from pagedray.batch import StepOutput, StepPlan
     from pagedray.config import EngineConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.engine.embedding_job import EmbeddingJob
-from cluster.engine.lethal_requests import LethalRequests
+from cluster.engine.faults.lethal_requests import LethalRequests
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.backlog import Backlog
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cluster.engine.death_budget import DeathBudget
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import Executor
+    from cluster.engine.faults.death_budget import DeathBudget
     from pagedray.config import EngineConfig
 
 __all__ = ["Embedder"]

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.engine.executor import Executor, RankHealth
-from cluster.engine.rank_monitor import RankMonitor
+from cluster.engine.faults.rank_monitor import RankMonitor
 from cluster.engine.rank_thread import RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError

@@ -8,9 +8,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from cluster.engine.death_budget import DeathBudget
 from cluster.engine.duration_histogram import DurationHistogram
-from cluster.engine.watchdog import ProgressClock, Watchdog, position_of
+from cluster.engine.faults.death_budget import DeathBudget
+from cluster.engine.faults.watchdog import ProgressClock, Watchdog, position_of
 from pagedray.errors import (
     EngineError,
     HungRankError,

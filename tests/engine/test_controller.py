@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine.controller import Controller
-from cluster.engine.death_budget import DeathBudget
+from cluster.engine.faults.death_budget import DeathBudget
 from pagedray.config import EngineConfig, ModelConfig
 from pagedray.errors import (
     EngineError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.death_budget import DeathBudget
+from cluster.engine.faults.death_budget import DeathBudget
 from pagedray.errors import WorkerError
 
 ERROR = WorkerError("A rank died.")

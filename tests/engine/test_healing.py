@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from cluster.engine.healing import Healing
+from cluster.engine.ranks.healing import Healing
 
 
 def test_line_has_every_phase_and_the_parts_of_each_rank() -> None:

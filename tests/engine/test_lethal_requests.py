@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.lethal_requests import LethalRequests
+from cluster.engine.faults.lethal_requests import LethalRequests
 from pagedray.errors import LethalRequestError, OverloadedError
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cluster.engine.output_watch import OutputWatch
+from cluster.engine.faults.output_watch import OutputWatch
 from cluster.scheduling.event import TokenEvent
 from pagedray.errors import WorkerError
 from pagedray.request import FinishReason

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.engine.rank_channels import RankChannels
+from cluster.engine.ranks.rank_channels import RankChannels
 from pagedray.batch import (
     ControllerMessage,
     SequenceStart,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.engine.rank_monitor import RankMonitor
+from cluster.engine.faults.rank_monitor import RankMonitor
 from pagedray.batch import SequencePlan, StepPlan
 from pagedray.rank_progress import Phase, ProgressBoard, ProgressWord
 

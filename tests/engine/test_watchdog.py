@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.controller import Controller
 from cluster.engine.executor import RankHealth
+from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
-from cluster.engine.watchdog import ProgressClock
 from pagedray.errors import EngineError, HungRankError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.engine.test_controller import config

@@ -12,7 +12,7 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.engine import ray_executor
+from cluster.engine.ranks import ray_executor
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 

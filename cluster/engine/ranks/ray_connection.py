@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.engine.disk_reserve import DiskReserve
-from cluster.engine.ray_health import RayHealth
-from cluster.engine.sigterm_handler import kept_sigterm_handler
+from cluster.engine.ranks.disk_reserve import DiskReserve
+from cluster.engine.ranks.ray_health import RayHealth
+from cluster.engine.ranks.sigterm_handler import kept_sigterm_handler
 from pagedray.errors import DeviceError, StartupError
 
 if TYPE_CHECKING:

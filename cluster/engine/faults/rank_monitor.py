@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.executor import RankHealth
-from cluster.engine.rank_watch import RankWatch, WatchLimits, WorkInFlight
+from cluster.engine.faults.rank_watch import RankWatch, WatchLimits, WorkInFlight
 from pagedray.batch import EmbedPlan, StepPlan
 from pagedray.errors import HungRankError
 

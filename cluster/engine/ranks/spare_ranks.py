@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 if TYPE_CHECKING:
-    from cluster.engine.rank_places import Actor, RankPlaces
+    from cluster.engine.ranks.rank_places import Actor, RankPlaces
 
 __all__ = ["SpareRanks"]
 

@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from cluster.engine.executor import RankHealth
-from cluster.engine.rank_channels import RankChannels
-from cluster.engine.rank_monitor import RankMonitor
-from cluster.engine.ray_reports import RayReports
+from cluster.engine.faults.rank_monitor import RankMonitor
+from cluster.engine.ranks.rank_channels import RankChannels
+from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError, StepListener
 from pagedray.config import CacheSize
 from pagedray.errors import HungRankError, StartupError, WorkerError
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from cluster.engine.executor import ReportProgress
-    from cluster.engine.healing import Healing
-    from cluster.engine.rank_places import Actor, RankPlaces
-    from cluster.engine.spare_ranks import SpareRanks
+    from cluster.engine.ranks.healing import Healing
+    from cluster.engine.ranks.rank_places import Actor, RankPlaces
+    from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
 

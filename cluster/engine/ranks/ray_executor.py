@@ -13,11 +13,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.engine.executor import Executor, Outage, RankHealth, ReportProgress
-from cluster.engine.healing import Healing
-from cluster.engine.rank_places import RankPlaces
-from cluster.engine.ray_connection import RayConnection
-from cluster.engine.ray_ranks import RayRanks
-from cluster.engine.spare_ranks import SpareRanks
+from cluster.engine.ranks.healing import Healing
+from cluster.engine.ranks.rank_places import RankPlaces
+from cluster.engine.ranks.ray_connection import RayConnection
+from cluster.engine.ranks.ray_ranks import RayRanks
+from cluster.engine.ranks.spare_ranks import SpareRanks
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import DeviceError, StartupError, WorkerError
 

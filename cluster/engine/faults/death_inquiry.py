@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.engine.lethal_requests import LethalRequests
+from cluster.engine.faults.lethal_requests import LethalRequests
 from cluster.scheduling.suspects import Suspects
 from pagedray.request import FinishReason, Request, SamplingParams
 
