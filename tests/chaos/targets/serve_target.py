@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServeTarget"]
 
+_PACKAGES = ("attention", "cluster", "pagedray", "workers")
+
 
 class ServeTarget(Target):
     """Two or more replicas behind Serve's proxies."""
@@ -69,7 +71,9 @@ class ServeTarget(Target):
         return psutil.Process().children(recursive=True)
 
     def tracebacks(self) -> list[str]:
-        return [one for log in self._replica_logs() for one in tracebacks_in(log)]
+        # Serve logs its own, such as of calls to a replica that has not loaded its model yet.
+        found = (one for log in self._replica_logs() for one in tracebacks_in(log))
+        return [one for one in found if any(f"/{package}/" in one for package in _PACKAGES)]
 
     async def holdings(self, key: str) -> Holdings:
         loads = await self._cluster.loads(key)
