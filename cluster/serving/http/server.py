@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["HttpServer"]
 
 _CLOSE_GRACE_S = 1.0
+_CLOSE_POLL_S = 0.05
 
 
 class HttpServer:
@@ -84,9 +85,12 @@ class HttpServer:
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=_CLOSE_GRACE_S)
         # uvicorn would cancel running requests and log a traceback for each; aborted connections
-        # end them as if the client had disconnected.
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        # end them as if the client had disconnected. One that was being opened comes later, and
+        # uvicorn would wait for as long as its client keeps it open.
+        while not self._task.done():
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait((self._task,), timeout=_CLOSE_POLL_S)
         await self._task
         self._server = self._task = None
 

@@ -178,8 +178,12 @@ class PagedRay(ServedReplica):
 
     async def abort_here(self, tenant_name: str, request_ids: Sequence[str]) -> None:
         """Abort requests that run in this replica."""
+        # Serve also calls a replica that is still loading, which has no requests.
+        replica = getattr(self, "_replica", None)
+        if replica is None:
+            return
         for request_id in request_ids:
-            self._replica.servicer.abort_call(tenant_name, request_id)
+            replica.servicer.abort_call(tenant_name, request_id)
 
     async def _broadcast_abort(self, tenant_name: str, request_ids: Sequence[str]) -> None:
         # Serve's own broadcast skips replicas that are draining.

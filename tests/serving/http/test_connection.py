@@ -290,3 +290,36 @@ def test_body_without_100_continue_is_not_parsed_as_a_request(
         received = read_to_end(connection)
     assert received.startswith(b"HTTP/1.1 429")
     assert b"connection: close" in received
+
+
+async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
+    tokenizer: Tokenizer,
+) -> None:
+    client = EngineClient(asyncio.get_running_loop())
+    servicer = Servicer(client, tokenizer, engine_config())
+    server = HttpServer(build_http_app(servicer), host="127.0.0.1", port=0)
+    await server.start_server()
+    make = server._server._make_connection  # type: ignore[union-attr]  # it has started
+    ends: list[socket.socket] = []
+
+    async def keep_connecting() -> None:
+        # What was accepted before the stop may be connected at any time after it.
+        listener = socket.create_server(("127.0.0.1", 0))
+        with listener:
+            while True:
+                ends.append(socket.create_connection(listener.getsockname()))
+                theirs, _ = listener.accept()
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: make(lambda: None), theirs
+                )
+                await asyncio.sleep(0.005)
+
+    connecting = asyncio.create_task(keep_connecting())
+    await asyncio.sleep(0.05)
+    stopping = asyncio.create_task(server.stop_server())
+    # Longer than the grace period, after which connections are aborted.
+    await asyncio.sleep(1.5)
+    connecting.cancel()
+    await asyncio.wait_for(stopping, 5.0)
+    for end in ends:
+        end.close()
