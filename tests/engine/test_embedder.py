@@ -24,7 +24,7 @@ from pagedray.errors import (
     ShuttingDownError,
     WorkerError,
 )
-from tests.fakes import FakeExecutor
+from tests.fakes import FakeExecutor, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -290,6 +290,7 @@ def test_the_end_of_the_engine_ends_waiting_texts(opened: Callable[..., Embedder
     waiting = embedder.submit_request(request([1]))
     stopping = threading.Thread(target=embedder.stop_steps)
     stopping.start()
+    wait_for(lambda: not embedder.is_healthy)
     executor.gate.set()
     stopping.join(TIMEOUT_S)
     with pytest.raises(ShuttingDownError):
