@@ -2,7 +2,7 @@
 
 A rank stores a word whenever it enters a layer, a collective or another phase. The controller
 never waits for it, and reads it even if the rank's process is stopped. A board belongs to one
-epoch, so that a process that outlives its epoch writes where nobody reads.
+epoch, so that a process that outlives its epoch writes to memory that is no longer read.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ hence over all tokens up to its end. The chain starts with the tenant, under a k
 this process knows: clients can neither craft a collision nor reach another tenant's blocks.
 
 A block is proven once logits that depend on it were finite. If they are not, the tokens of the
-first block that is not proven get another key, and so does every continuation of them: whoever
-computed on top of its values, no new sequence finds the result.
+first block that is not proven get another key, and so does every continuation of them:
+no new sequence finds what others computed on top of its values.
 
 Ownership of blocks is the pool's concern.
 """

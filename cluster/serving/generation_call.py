@@ -126,7 +126,7 @@ class GenerationCall:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            # A cancellation that nobody asked for would leave the client without an end.
+            # A cancellation that the client did not request would leave the client without an end.
             logger.error("Call %s failed.", self.id, exc_info=error)
             failure = InternalError()
             self._watch.note_end(failure)

@@ -1,8 +1,8 @@
 """Whether the model still computes: what to do when request after request has bad logits.
 
-Loading refuses weights that are not finite, so either the requests are to blame, which concerns
-nobody else, or the ranks no longer compute what they should, for example because device memory is
-corrupt. A test request of one token tells which.
+Loading refuses weights that are not finite, so either these requests are the cause, and others
+are not affected, or the ranks no longer compute correctly, for example because device memory is
+corrupt. A test request of one token distinguishes the two.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class DisconnectClients(Fault):
 
     async def _disconnect(self) -> None:
         stream = RawStream(self._scene)
-        # A server that restarts meanwhile answers nobody.
+        # A server that restarts meanwhile answers no client.
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await stream.open(num_sequences=2)

@@ -13,7 +13,7 @@ __all__ = ["HangRank"]
 
 
 class HangRank(Fault):
-    """SIGSTOP of a rank that nobody continues: the server has to notice and replace it."""
+    """SIGSTOP of a rank, without SIGCONT: the server has to notice and replace it."""
 
     name = "a rank hangs"
     targets = frozenset({"server", "serve"})

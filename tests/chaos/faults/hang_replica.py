@@ -13,7 +13,7 @@ __all__ = ["HangReplica"]
 
 
 class HangReplica(Fault):
-    """SIGSTOP of a replica that nobody continues: Serve has to replace it."""
+    """SIGSTOP of a replica, without SIGCONT: Serve has to replace it."""
 
     name = "a Serve replica hangs"
     targets = frozenset({"serve"})

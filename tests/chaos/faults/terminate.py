@@ -1,4 +1,4 @@
-"""The server is told to end while streams are open; its supervisor starts it again."""
+"""The server receives SIGTERM while streams are open; its supervisor starts it again."""
 
 from __future__ import annotations
 
