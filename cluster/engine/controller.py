@@ -14,11 +14,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.faults.death_inquiry import DeathInquiry
+from cluster.engine.faults.engine_request import client_events
 from cluster.engine.faults.output_watch import OutputWatch
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from pagedray.errors import OverloadedError, WorkerError
+from pagedray.errors import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -238,17 +239,17 @@ class Controller(StepLoop):
 
     def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:
+            has_engine_requests = self._inquiry.is_active or self._output_watch.is_suspicious
             num_bad = self._scheduler.num_nonfinite_sequences
             events = self._scheduler.update(output)
-            if self._inquiry.is_active:
-                events = self._inquiry.clients_events(events)
             self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
             if self._scheduler.num_nonfinite_sequences != num_bad or (
                 self._output_watch.is_suspicious
             ):
                 self._output_watch.note_events(events, time.monotonic())
-                events = self._output_watch.without_tests(events)
+            if has_engine_requests:
+                events = client_events(events)
         self._outlet.publish(events)
 
     def _test_outputs(self) -> None:
@@ -258,12 +259,8 @@ class Controller(StepLoop):
         """
         with self._wake:
             request = self._output_watch.next_test(time.monotonic())
-            if request is None:
-                return
-            try:
+            if request is not None:
                 self._scheduler.add_request(request)
-            except OverloadedError:
-                self._output_watch.drop_test()
 
     def _end_requests(self, error: EngineError) -> None:
         self._outlet.fail_all(error)

@@ -1,4 +1,4 @@
-"""Which requests cause the deaths of ranks: asks the scheduler, and tells it what to run."""
+"""Finds the requests that cause deaths of ranks: restricts what runs, and ends the culprits."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.engine.faults.engine_request import make_engine_request
 from cluster.engine.faults.lethal_requests import LethalRequests
 from cluster.scheduling.suspects import Suspects
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.scheduler import Scheduler
+    from pagedray.request import Request
 
 __all__ = ["DeathInquiry"]
 
 logger = logging.getLogger(__name__)
 
-_PROBE = Request(
-    id="probe",
-    prompt_token_ids=(0,),
-    sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-    seed=0,
-    # No client has this tenant, so the queue has room.
-    tenant="\0",
-)
-"""A request of the engine itself; if it survives, the ranks work."""
+_PROBE = make_engine_request("probe", max_tokens=4)
+"""If it finishes, the ranks work without the accused requests."""
 
 
 class DeathInquiry:
@@ -94,10 +89,6 @@ class DeathInquiry:
             self._has_probe = True
         self.is_active = suspects.are_any
         return events
-
-    def clients_events(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Return the events of clients' requests."""
-        return [event for event in events if event.request_id != _PROBE.id]
 
     def _end(self, culprit: str) -> list[TokenEvent]:
         self.num_culprits += 1

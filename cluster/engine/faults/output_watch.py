@@ -11,13 +11,15 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from cluster.engine.faults.engine_request import make_engine_request
 from pagedray.errors import WorkerError
-from pagedray.request import FinishReason, Request, SamplingParams
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cluster.scheduling.event import TokenEvent
+    from pagedray.request import Request
 
 __all__ = ["OutputWatch"]
 
@@ -31,9 +33,6 @@ _MAX_TEST_S = 10.0
 _MAX_BROKEN_S = 30.0
 """How long tests may fail before the engine ends, so that its supervisor starts another one."""
 _LOG_INTERVAL_S = 60.0
-_TEST_PREFIX = "test-of-outputs-"
-# No client has this tenant, so the queue has room.
-_TENANT = "\0"
 
 
 class OutputWatch:
@@ -103,22 +102,9 @@ class OutputWatch:
             return None
         self._tested_s = now_s
         self._num_tests += 1
-        self._open_test = f"{_TEST_PREFIX}{self._num_tests}"
-        return Request(
-            id=self._open_test,
-            prompt_token_ids=(0,),
-            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
-            seed=0,
-            tenant=_TENANT,
-        )
-
-    def drop_test(self) -> None:
-        """Note that the test request could not be queued."""
-        self._open_test = None
-
-    def without_tests(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Return the events that a client waits for."""
-        return [event for event in events if not event.request_id.startswith(_TEST_PREFIX)]
+        request = make_engine_request(f"output-test-{self._num_tests}", max_tokens=1)
+        self._open_test = request.id
+        return request
 
     def _note_failed_test(self, now_s: float) -> None:
         if self._broken_since_s is not None:
