@@ -7,7 +7,6 @@ a rank computes.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from pagedray.request import Request
 
 __all__ = ["Controller", "EventSink"]
-
-logger = logging.getLogger(__name__)
 
 _ACK_POLL_S = 0.001
 _DEADLINE_POLL_S = 0.05
@@ -135,6 +132,10 @@ class Controller(StepLoop):
     def _has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def _num_open(self) -> int:
+        return self._scheduler.num_open
+
     def _turn(self) -> None:
         if self._output_watch.is_suspicious:
             self._test_outputs()
@@ -143,32 +144,12 @@ class Controller(StepLoop):
         except WorkerError as error:
             self._replace_ranks(error)
 
-    def _replace_ranks(self, error: WorkerError) -> None:
-        """Begin an epoch with new ranks; every request continues from the tokens it has."""
-        self._is_replacing = True
-        started_s = time.monotonic()
-        with self._wake:
-            has_narrowed = self._inquiry.note_death()
-            num_waiting = self._scheduler.num_open
-        are_waiting = "1 request is" if num_waiting == 1 else f"{num_waiting} requests are"
-        self._pause_after(error, f"Replacing ranks; {are_waiting} waiting.", has_narrowed)
-        self._in_flight.clear()
-        self._start_ranks()
-        with self._wake:
-            self._scheduler.reset()
-            events = self._inquiry.examine()
-            self._count_replacement(error)
-        self._is_replacing = False
-        self._outlet.publish(events)
-        logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)
+    def _note_death(self) -> bool:
+        return self._inquiry.note_death()
 
-    def _start_ranks(self) -> None:
-        """Start new ranks. Raises WorkerError once the budget of deaths is spent."""
-        while True:
-            try:
-                return self._executor.restart_ranks()
-            except WorkerError as error:
-                self._pause_after(error, "Starting the ranks again.")
+    def _begin_epoch(self) -> None:
+        self._in_flight.clear()
+        self._scheduler.reset()
 
     def _step(self) -> None:
         plan, ended = self._next_plan()

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from cluster.engine.faults.death_budget import DeathBudget
     from pagedray.config import EngineConfig
 
+    _Batch = list[tuple[EmbeddingJob, int]]
+    """Texts by job and index, shortest first."""
+
 __all__ = ["Embedder"]
 
 logger = logging.getLogger(__name__)
@@ -73,7 +76,8 @@ class Embedder(StepLoop):
         self._num_culprits = 0
         self._num_arrivals = 0
         self._next_step = 0
-        self._num_running = 0
+        self._batch: _Batch = []
+        """The texts of the running step."""
         self._num_prompt_tokens = 0
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
@@ -107,7 +111,7 @@ class Embedder(StepLoop):
         """Return a snapshot of the counters; a text in a step counts as a running sequence."""
         with self._wake:
             scheduler = SchedulerStats(
-                num_running=self._num_running,
+                num_running=len(self._batch),
                 num_waiting=sum(len(job.undone) for job in self._jobs),
                 num_queued_requests=self._backlog.num_requests,
                 num_queued_tokens=self._backlog.num_tokens,
@@ -132,23 +136,39 @@ class Embedder(StepLoop):
     def _has_work(self) -> bool:
         return bool(self._jobs)
 
+    @property
+    def _num_open(self) -> int:
+        return len(self._jobs)
+
     def _turn(self) -> None:
+        try:
+            if self._suspects.needs_proof:
+                self._prove_ranks()
+            else:
+                self._step()
+        except WorkerError as error:
+            self._replace_ranks(error)
+
+    def _prove_ranks(self) -> None:
+        """Embed a text of the engine itself: if it finishes, the ranks work without the accused."""
+        self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
+        with self._wake:
+            self._examine(is_proven=True)
+
+    def _step(self) -> None:
         with self._wake:
             self._backlog.tick(time.monotonic())
             self._drop_ended(time.monotonic())
-            batch = self._next_batch()
-            self._num_running = len(batch)
+            batch = self._batch = self._next_batch()
             if not batch:
                 self._wake.wait(_POLL_S)
         if not batch:
-            self._check_idle_ranks()
+            # Reading it raises WorkerError if idle ranks have died or hang.
+            _ = self._executor.acknowledged_step
             return
-        try:
-            vectors = self._run(self._plan_of(batch))
-        except WorkerError as error:
-            self._replace_ranks(error, batch)
-            return
+        vectors = self._run(self._plan_of(batch))
         with self._wake:
+            self._batch = []
             for (job, index), vector in zip(batch, vectors, strict=True):
                 job.vectors[index] = _cut(vector, job.request)
             for job in {job: None for job, _ in batch}:
@@ -168,9 +188,9 @@ class Embedder(StepLoop):
                     job, DeadlineError("The deadline passed before the texts were embedded.")
                 )
 
-    def _next_batch(self) -> list[tuple[EmbeddingJob, int]]:
+    def _next_batch(self) -> _Batch:
         """Return the texts of the next step: as many as the token budget holds, at least one."""
-        batch: list[tuple[EmbeddingJob, int]] = []
+        batch: _Batch = []
         num_tokens = 0
         while self._waiting:
             job = self._waiting.first
@@ -211,49 +231,17 @@ class Embedder(StepLoop):
         self._waiting.close_share(job.share)
         job.resolve(error)
 
-    def _check_idle_ranks(self) -> None:
-        """Replace ranks that have died, or hang, while no text is waiting."""
-        try:
-            # Reading it finds out.
-            _ = self._executor.acknowledged_step
-        except WorkerError as error:
-            self._replace_ranks(error, [])
+    def _note_death(self) -> bool:
+        has_narrowed = self._suspects.note_death(self._put_back())
+        self._examine(has_died=True)
+        return has_narrowed
 
-    def _replace_ranks(self, error: WorkerError, batch: list[tuple[EmbeddingJob, int]]) -> None:
-        """Start new ranks after a death; the texts of the batch wait again."""
-        self._is_replacing = True
-        with self._wake:
-            was_searching = self._suspects.is_searching
-            num_examined = self._suspects.num_examined
-            self._put_back(batch)
-            self._examine(has_died=True)
-            has_narrowed = was_searching and 0 < self._suspects.num_examined < num_examined
-        self._start_ranks(error, has_narrowed=has_narrowed)
-        while self._suspects.needs_proof:
-            # A text of our own, which proves that the ranks work.
-            try:
-                self._run(EmbedPlan(self._next_step, [[0]], "mean", is_normalized=True))
-            except WorkerError as death:
-                self._start_ranks(death)
-            else:
-                with self._wake:
-                    self._examine(is_proven=True)
-        self._is_replacing = False
-
-    def _start_ranks(self, error: WorkerError, *, has_narrowed: bool = False) -> None:
-        """Start new ranks. Raises WorkerError once the budget of deaths is spent."""
-        self._pause_after(error, "Replacing ranks.", has_narrowed=has_narrowed)
-        while True:
-            try:
-                self._executor.restart_ranks()
-                break
-            except WorkerError as death:
-                self._pause_after(death, "Starting the ranks again.")
-        self._count_replacement(error)
+    def _begin_epoch(self) -> None:
         self._next_step = 0
 
-    def _put_back(self, batch: list[tuple[EmbeddingJob, int]]) -> None:
-        """Make the texts of a batch wait again; they ran at a death."""
+    def _put_back(self) -> dict[str, dict[int, int]]:
+        """Make the texts of the running step wait again; return them, by job and index."""
+        batch, self._batch = self._batch, []
         ran: dict[str, dict[int, int]] = {}
         for job, index in batch:
             if job not in self._jobs:
@@ -262,7 +250,7 @@ class Embedder(StepLoop):
             if not job.undone and not job.is_barred:
                 self._waiting.insert(job)
             job.put_back(index)
-        self._suspects.note_death(ran)
+        return ran
 
     def _examine(self, *, has_died: bool = False, is_proven: bool = False) -> None:
         """Note which suspects are left, end culprits, and decide which jobs run.
@@ -297,7 +285,7 @@ class Embedder(StepLoop):
         elif job.undone:
             self._waiting.insert(job)
 
-    def _plan_of(self, batch: list[tuple[EmbeddingJob, int]]) -> EmbedPlan:
+    def _plan_of(self, batch: _Batch) -> EmbedPlan:
         pooling, is_normalized = batch[0][0].kind
         token_ids = [list(job.request.texts[index]) for job, index in batch]
         return EmbedPlan(self._next_step, token_ids, pooling, is_normalized)

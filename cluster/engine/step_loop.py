@@ -120,6 +120,22 @@ class StepLoop(ABC):
     def _has_work(self) -> bool:
         """Whether a request has not ended; read without `_wake`."""
 
+    @property
+    @abstractmethod
+    def _num_open(self) -> int:
+        """Requests that have not ended."""
+
+    @abstractmethod
+    def _note_death(self) -> bool:
+        """Note what ran when ranks died; return whether fewer requests may have caused it.
+
+        Called with `_wake`, before new ranks start.
+        """
+
+    @abstractmethod
+    def _begin_epoch(self) -> None:
+        """Begin again at step 0, with new ranks; called with `_wake`."""
+
     @abstractmethod
     def _end_requests(self, error: EngineError) -> None:
         """End every request; called once, without `_wake`, after new ones are rejected."""
@@ -131,16 +147,41 @@ class StepLoop(ABC):
         if self._is_stopping:
             raise ShuttingDownError
 
-    def _count_replacement(self, cause: WorkerError | StartupError) -> None:
-        self._replacements["hang" if isinstance(cause, HungRankError) else "death"] += 1
-
     def _count_step(self, step_s: float) -> None:
         self._num_steps += 1
         self._death_budget.note_step()
         self._last_step_s = step_s
         self._step_times.record(step_s)
 
-    def _pause_after(self, error: WorkerError, what: str, has_narrowed: bool = False) -> None:
+    def _replace_ranks(self, error: WorkerError) -> None:
+        """Start new ranks after a death or a hang; requests continue with what they have.
+
+        Raises WorkerError once the budget of deaths is spent, StartupError and ShuttingDownError.
+        """
+        self._is_replacing = True
+        started_s = time.monotonic()
+        with self._wake:
+            has_narrowed = self._note_death()
+            num_open = self._num_open
+        are_waiting = "1 request is" if num_open == 1 else f"{num_open} requests are"
+        what = f"Replacing ranks; {are_waiting} waiting."
+        self._pause_after(error, what, has_narrowed=has_narrowed)
+        self._restart_ranks()
+        with self._wake:
+            self._begin_epoch()
+            self._replacements["hang" if isinstance(error, HungRankError) else "death"] += 1
+        self._is_replacing = False
+        logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)
+
+    def _restart_ranks(self) -> None:
+        """Start new ranks, and others in place of those that die meanwhile."""
+        while True:
+            try:
+                return self._executor.restart_ranks()
+            except WorkerError as error:
+                self._pause_after(error, "Starting the ranks again.")
+
+    def _pause_after(self, error: WorkerError, what: str, *, has_narrowed: bool = False) -> None:
         """Log a death of ranks and what follows, and pause as long as the budget of deaths says.
 
         `has_narrowed` says that fewer requests may have caused it. Raises WorkerError if the budget

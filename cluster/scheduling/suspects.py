@@ -104,8 +104,9 @@ class Suspects:
             return False
         return not any(request_id in one.second for one in self._separations)
 
-    def note_death(self, lengths: Lengths) -> None:
-        """Note the sequences that ran at a death."""
+    def note_death(self, lengths: Lengths) -> bool:
+        """Note the sequences that ran at a death; return whether it narrowed a search."""
+        num_examined = len(self._examined)
         for request_id, known in lengths.items():
             marks = self._marks.setdefault(request_id, {})
             for index, length in known.items():
@@ -115,12 +116,13 @@ class Suspects:
             # Sequences of those examined before may be in flight; then it is not known who died.
             if lengths and self._examined.issuperset(lengths):
                 self._narrow(list(lengths))
-            return
+            return 0 < len(self._examined) < num_examined
         guilty = [one for one in lengths if self._num_deaths[one] >= _DEATHS_TO_EXAMINE]
         if guilty:
             self._is_searching, self._is_proven = True, False
             self._died = guilty
             self._halve(guilty)
+        return False
 
     def note_lengths(self, lengths: Lengths) -> bool:
         """Note how far the requests of `ids` are; return whether `may_run` changes.

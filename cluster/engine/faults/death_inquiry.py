@@ -42,7 +42,7 @@ class DeathInquiry:
         self._has_died = False
         """Whether ranks died since the last call of `examine`."""
         self.is_active = False
-        """Whether requests are suspected; then `examine` is to be called before each plan."""
+        """Whether `examine` is to be called before each plan."""
         self.num_culprits = 0
         """Requests that ended because they killed their ranks."""
 
@@ -57,15 +57,15 @@ class DeathInquiry:
         `examine` must be called after the reset.
         """
         suspects = self._suspects
-        was_searching, num_examined = suspects.is_searching, suspects.num_examined
-        suspects.note_death(self._scheduler.lengths_in_flight())
-        self._has_died = True
+        was_searching = suspects.is_searching
+        has_narrowed = suspects.note_death(self._scheduler.lengths_in_flight())
+        self._has_died = self.is_active = True
         if suspects.is_searching and not was_searching:
             logger.warning(
                 "Ranks died twice at the same tokens. The requests that ran then are examined in "
                 "groups to find the cause; other requests wait meanwhile."
             )
-        return was_searching and 0 < suspects.num_examined < num_examined
+        return has_narrowed
 
     def examine(self) -> list[TokenEvent]:
         """Note how far the suspects are, decide who runs, and return the ends of culprits."""
