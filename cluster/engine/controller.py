@@ -195,7 +195,7 @@ class Controller(StepLoop):
             ended = self._scheduler.expire_requests(now_s)
             if self._inquiry.is_active:
                 ended += self._inquiry.examine()
-            if self._scheduler.needs_repair:
+            if self._scheduler.recovery.needs_repair:
                 ended += self._scheduler.repair()
             plan = self._schedule(now_s)
             if plan is None and not ended and not self._in_flight:
@@ -208,14 +208,14 @@ class Controller(StepLoop):
         try:
             self._scheduler.acknowledge(step)
         except Exception as error:
-            self._scheduler.note_fault(error)
+            self._scheduler.recovery.note_fault(error)
 
     def _schedule(self, now_s: float) -> StepPlan | None:
         try:
             return self._scheduler.schedule(now_s)
         except Exception as error:
             # A defect that concerns one request ends only that one.
-            self._scheduler.note_fault(error)
+            self._scheduler.recovery.note_fault(error)
             return None
 
     def _take(self, output: StepOutput, step_s: float) -> None:

@@ -8,34 +8,31 @@ It has no clock and no thread: times are arguments, and callers hold a lock.
 """
 
 import heapq
-import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from cluster.scheduling.admission import Admission
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.event import TokenEvent
+from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.request_fault import request_at_fault
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
 from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.config import SchedulerConfig
-from pagedray.errors import CapacityError, InvalidRequestError, WorkerError
+from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
 
-logger = logging.getLogger(__name__)
-
 MAX_PLANS_IN_FLIGHT = 2
-_MAX_TOKEN_ID = 2**31 - 1
 
 
 class _Flight(NamedTuple):
@@ -76,6 +73,9 @@ class Scheduler:
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
         self._table = SequenceTable(self._kv, num_rows=config.max_num_seqs, backlog=self._backlog)
+        self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
+        self.recovery = FaultRecovery(self._table)
+        """What may run after a fault."""
         self._swap_costs = SwapCosts()
         self._planner = Planner(self._kv, self._table, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
@@ -83,9 +83,6 @@ class Scheduler:
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
-        self._may_run: Callable[[str], bool] = _allow_any
-        self._faulty: list[str] = []
-        """Requests with which one of our methods failed, until `repair`."""
         self._has_structures = False
         """Whether any request so far had a grammar."""
         self._num_steps = 0
@@ -122,12 +119,14 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
-        self._check(request)
+        if request.id in self._table.requests:
+            raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
+        self._admission.check_request(request)
         active = ActiveRequest(
             request, arrival=self._num_arrivals, max_model_len=self._max_model_len
         )
         self._num_arrivals += 1
-        active.is_barred = not self._may_run(request.id)
+        self.recovery.bar_new_request(active)
         self._has_structures = self._has_structures or request.grammar is not None
         self._table.add_request(active)
         if request.deadline_s is not None:
@@ -187,18 +186,6 @@ class Scheduler:
             for request_id in request_ids
         }
 
-    def restrict(self, may_run: Callable[[str], bool]) -> None:
-        """Have only the requests run whose ids satisfy `may_run`, until the next call.
-
-        Others lose their rows and blocks; their tokens in flight still arrive.
-        """
-        self._may_run = may_run
-        for request_id, active in self._table.requests.items():
-            if active.is_barred and may_run(request_id):
-                self._table.readmit_request(active)
-            elif not active.is_barred and not may_run(request_id):
-                self._table.bar_request(active)
-
     def expire_requests(self, now_s: float) -> list[TokenEvent]:
         """End the requests whose deadline has passed; to be called regularly."""
         self._backlog.tick(now_s)
@@ -214,7 +201,7 @@ class Scheduler:
 
         Requests that it starts have started at `now_s`.
         """
-        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self._faulty:
+        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT or self.recovery.needs_repair:
             return None
         draft = self._planner.draft_plan(self._step, acknowledged_step=self._acknowledged_step)
         if draft.is_empty:
@@ -244,7 +231,7 @@ class Scheduler:
             try:
                 events.append(self._take(sequence, token_id, () if found is None else (found,)))
             except Exception as error:
-                self.note_fault(error)
+                self.recovery.note_fault(error)
         if len(events) < len(sampled):
             self._forget_ended(sampled, output)
         return events
@@ -277,36 +264,11 @@ class Scheduler:
         for sequence in self._table.run_arrived(step):
             self._kv.register(sequence)
 
-    def note_fault(self, error: Exception) -> None:
-        """Note an exception of a method of this object, to be repaired before the next plan.
-
-        Raises it if it concerns no request.
-        """
-        request_id = request_at_fault(error)
-        if request_id is None:
-            raise error
-        logger.error(
-            "Request %s will end with an error after an internal error.", request_id, exc_info=error
-        )
-        self._faulty.append(request_id)
-
-    @property
-    def needs_repair(self) -> bool:
-        """Whether `repair` is to be called; there are no plans meanwhile."""
-        return bool(self._faulty)
-
     def repair(self) -> list[TokenEvent]:
         """End the requests at fault, and recompute all others, once no step is in flight."""
         if self._in_flight or self._acknowledged_step < self._step - 1:
             return []
-        # The exception may have left any state behind.
-        self._table.reset_sequences()
-        faulty, self._faulty = self._faulty, []
-        return [
-            self._end(sequence, FinishReason.ERROR)
-            for request_id in faulty
-            for sequence in self._table.unfinished(request_id)
-        ]
+        return [self._end(sequence, FinishReason.ERROR) for sequence in self.recovery.repair()]
 
     def reset(self) -> None:
         """Begin an epoch with new ranks: steps count from 0, blocks are empty.
@@ -343,49 +305,6 @@ class Scheduler:
             num_steps=self._num_steps,
             num_nonfinite_sequences=self.num_nonfinite_sequences,
         )
-
-    def _check(self, request: Request) -> None:
-        """Raise an error if a request cannot be served or queued."""
-        if request.id in self._table.requests:
-            raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
-        prompt = request.prompt_token_ids
-        if not 0 < len(prompt) < self._max_model_len:
-            raise InvalidRequestError(
-                f"A prompt may have 1 to {self._max_model_len - 1} tokens, not {len(prompt)}.",
-                param="prompt",
-            )
-        if min(prompt) < 0 or max(prompt) > _MAX_TOKEN_ID:
-            raise InvalidRequestError(
-                f"Token ids must be from 0 to {_MAX_TOKEN_ID}.", param="prompt"
-            )
-        num_tokens = min(len(prompt) + request.sampling.max_tokens, self._max_model_len)
-        needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
-        if needed > capacity:
-            raise CapacityError(needed, capacity)
-        if request.generated_token_ids:
-            # Another replica admitted it.
-            self._check_generated(request)
-        else:
-            self._backlog.check_room(request.tenant, len(prompt))
-
-    def _check_generated(self, request: Request) -> None:
-        """Raise InvalidRequestError if a request cannot continue from its generated tokens."""
-        generated = request.generated_token_ids
-        if len(generated) != request.sampling.n or not request.open_indices:
-            raise InvalidRequestError(
-                f"A request with n = {request.sampling.n} cannot continue from the tokens of "
-                f"{len(generated)} sequences, of which {len(request.open_indices)} are unfinished."
-            )
-        num_prompt_tokens = len(request.prompt_token_ids)
-        most = min(request.sampling.max_tokens, self._max_model_len - num_prompt_tokens) - 1
-        for token_ids in generated:
-            if token_ids and len(token_ids) > most:
-                raise InvalidRequestError(
-                    f"A sequence cannot continue after {len(token_ids)} generated tokens: it ends "
-                    f"after {most + 1}."
-                )
-            if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
-                raise InvalidRequestError(f"Token ids must be from 0 to {_MAX_TOKEN_ID}.")
 
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""
@@ -475,8 +394,3 @@ class Scheduler:
             num_prompt_tokens=sequence.num_prompt_tokens,
             started_s=sequence.active.started_s,
         )
-
-
-def _allow_any(request_id: str) -> bool:
-    """Return True for every request."""
-    return True

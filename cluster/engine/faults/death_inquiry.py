@@ -75,7 +75,7 @@ class DeathInquiry:
             scheduler.abort_request(_PROBE.id)
             self._has_probe = False
         if suspects.note_lengths(scheduler.lengths_of(suspects.ids)) or self._has_died:
-            scheduler.restrict(suspects.may_run)
+            scheduler.recovery.restrict(suspects.may_run)
             self._has_died = False
         is_proven = self._has_probe and not scheduler.is_open(_PROBE.id)
         events = [
