@@ -257,6 +257,8 @@ def test_several_poisons_end_and_nobody_else(caplog: pytest.LogCaptureFixture) -
 
 def test_requests_that_arrive_during_a_search_wait_and_finish() -> None:
     executor = PoisonedExecutor({3: 5})
+    # The search lasts until the new request has arrived.
+    executor.step_s = 0.01
     rig = Rig(executor)
     for seed in range(8):
         rig.submit(f"r{seed}", max_tokens=30, seed=seed)

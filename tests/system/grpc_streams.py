@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -13,6 +13,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -28,25 +29,37 @@ class GrpcStream:
     num_tokens: int
     end: str
     """The finish reason or the gRPC code; empty if the stream ended without either."""
+    token_ids: tuple[int, ...] = field(default=(), compare=False)
 
 
 class GrpcStreams:
-    """Streams of `num_tokens` tokens each, read by threads. A context manager."""
+    """Greedy streams of `num_tokens` tokens each, read by threads. A context manager."""
 
     def __init__(
-        self, server: ServerProcess, *, num_streams: int, num_tokens: int, key: str = ""
+        self,
+        server: ServerProcess,
+        *,
+        num_streams: int,
+        num_tokens: int,
+        key: str = "",
+        texts: Sequence[str] = ("def read(path):",),
     ) -> None:
+        """The streams take the prompts in turn."""
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
         self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
         self._service = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
         self._sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
         self._readers = ThreadPoolExecutor(num_streams)
+        self._texts = [texts[index % len(texts)] for index in range(num_streams)]
         self._flowing = [threading.Event() for _ in range(num_streams)]
         self._streams: list[Future[GrpcStream]] = []
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Start the streams and wait until each has received tokens."""
-        self._streams = [self._readers.submit(self._read, event) for event in self._flowing]
+        self._streams = [
+            self._readers.submit(self._read, *pair)
+            for pair in zip(self._texts, self._flowing, strict=True)
+        ]
         for event in self._flowing:
             assert event.wait(timeout_s)
 
@@ -70,16 +83,17 @@ class GrpcStreams:
         self._channel.close()
         self._readers.shutdown()
 
-    def _read(self, flowing: threading.Event) -> GrpcStream:
-        request = pb.GenerateRequest(text="def read(path):", sampling=self._sampling)
-        num_tokens, end = 0, ""
+    def _read(self, text: str, flowing: threading.Event) -> GrpcStream:
+        request = pb.GenerateRequest(text=text, sampling=self._sampling)
+        token_ids: list[int] = []
+        end = ""
         try:
             for answer in self._service.Generate(request, metadata=self._metadata):
                 for sequence in answer.sequences:
-                    num_tokens += len(sequence.token_ids)
+                    token_ids += sequence.token_ids
                     if sequence.finish_reason:
                         end = pb.FinishReason.Name(sequence.finish_reason)
                 flowing.set()
         except grpc.RpcError as error:
             end = error.code().name
-        return GrpcStream(num_tokens=num_tokens, end=end)
+        return GrpcStream(num_tokens=len(token_ids), end=end, token_ids=tuple(token_ids))

@@ -140,8 +140,12 @@ class ServerProcess:
         return [process, *process.children(recursive=True)]
 
     def named(self, name: str) -> list[psutil.Process]:
-        """Return its descendants of a name: `ray::GpuWorker` (a rank), `raylet`, `gcs_server`."""
+        """Return its descendants of a name, such as `raylet` and `gcs_server`."""
         return [process for process in self.family() if process.name() == name]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of its ranks."""
+        return self.named("ray::GpuWorker")
 
     def is_ready(self) -> bool:
         """Return what /ready answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,37 +15,52 @@ from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ROOT, ServerProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KEY = "an API key of the test"
 NUM_STREAMS = 32
+TWO_RANKS = "--tensor-parallel-size=2"
+LONG_DRAIN = "--drain-s=300"
 
 
-def finished(num_tokens: int) -> list[GrpcStream]:
-    return [GrpcStream(num_tokens=num_tokens, end="FINISH_REASON_LENGTH")] * NUM_STREAMS
+@contextmanager
+def streaming(
+    *options: str, num_tokens: int, key: str = ""
+) -> Iterator[tuple[ServerProcess, GrpcStreams]]:
+    """Start a server, and streams of so many tokens that run."""
+    with (
+        ServerProcess(options) as server,
+        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=num_tokens, key=key) as streams,
+    ):
+        streams.start()
+        yield server, streams
+
+
+def kill_rank(server: ServerProcess) -> None:
+    """Kill a rank, and wait until ranks are being replaced."""
+    server.ranks()[-1].kill()
+    wait_for(lambda: not server.is_ready())
+
+
+def assert_drained(server: ServerProcess, streams: GrpcStreams, num_tokens: int) -> None:
+    finished = GrpcStream(num_tokens=num_tokens, end="FINISH_REASON_LENGTH")
+    assert streams.ended(300.0) == [finished] * NUM_STREAMS
+    assert server.wait(30.0) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_streams_finish_after_sigterm(num_ranks: int) -> None:
-    options = (f"--tensor-parallel-size={num_ranks}", "--drain-s=300")
-    with (
-        ServerProcess(options) as server,
-        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams,
-    ):
-        streams.start()
+    ranks = f"--tensor-parallel-size={num_ranks}"
+    with streaming(ranks, LONG_DRAIN, num_tokens=900) as (server, streams):
         server.send(signal.SIGTERM)
-        assert streams.ended(300.0) == finished(900)
-        assert server.wait(30.0) == 0
+        assert_drained(server, streams, 900)
 
 
 @pytest.mark.slow
 def test_sigint_ends_streams_after_two_seconds() -> None:
-    with (
-        ServerProcess(("--tensor-parallel-size=2", "--drain-s=300")) as server,
-        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams,
-    ):
-        streams.start()
+    with streaming(TWO_RANKS, LONG_DRAIN, num_tokens=900) as (server, streams):
         server.send(signal.SIGINT)
         ends = {stream.end for stream in streams.ended(60.0)}
         assert ends <= {"UNAVAILABLE", "FINISH_REASON_LENGTH"}
@@ -52,27 +68,16 @@ def test_sigint_ends_streams_after_two_seconds() -> None:
 
 
 def test_sigterm_while_ranks_are_replaced_lets_streams_finish() -> None:
-    with (
-        ServerProcess(("--tensor-parallel-size=2", "--drain-s=300")) as server,
-        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=300) as streams,
-    ):
-        streams.start()
-        server.named("ray::GpuWorker")[-1].kill()
-        wait_for(lambda: not server.is_ready())
+    with streaming(TWO_RANKS, LONG_DRAIN, num_tokens=300) as (server, streams):
+        kill_rank(server)
         server.send(signal.SIGTERM)
-        assert streams.ended(300.0) == finished(300)
-        assert server.wait(30.0) == 0
+        assert_drained(server, streams, 300)
 
 
 @pytest.mark.slow
 def test_second_signal_while_ranks_are_replaced_ends_the_server() -> None:
-    with (
-        ServerProcess(("--tensor-parallel-size=2", "--drain-s=300")) as server,
-        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams,
-    ):
-        streams.start()
-        server.named("ray::GpuWorker")[-1].kill()
-        wait_for(lambda: not server.is_ready())
+    with streaming(TWO_RANKS, LONG_DRAIN, num_tokens=900) as (server, streams):
+        kill_rank(server)
         # Two equal signals could arrive as one.
         server.send(signal.SIGTERM)
         server.send(signal.SIGINT)
@@ -91,11 +96,6 @@ def test_streams_finish_as_the_manifest_starts_the_server(tmp_path: Path) -> Non
     options = [
         argument.replace("/etc/pagedray", str(tmp_path)) for argument in container["args"][1:]
     ]
-    with (
-        ServerProcess(tuple(options)) as server,
-        GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=200, key=KEY) as streams,
-    ):
-        streams.start()
+    with streaming(*options, num_tokens=200, key=KEY) as (server, streams):
         server.send(signal.SIGTERM)
-        assert streams.ended(300.0) == finished(200)
-        assert server.wait(30.0) == 0
+        assert_drained(server, streams, 200)

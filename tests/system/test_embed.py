@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.system.rank_processes import rank_processes
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-from tests.system.test_rank_death import ranks
 from tests.workers.models.encoder_reference import TEXTS, VOCAB_SIZE, bert_reference, save_bert
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_two_ray_ranks_embed_like_transformers_and_so_do_their_successors(
 ) -> None:
     with opened(folder, executor="ray", tensor_parallel_size=2) as llm:
         vectors = torch.tensor(llm.embed(PROMPTS, normalize=False))
-        ranks()[-1].kill()
+        rank_processes()[-1].kill()
         again = torch.tensor(llm.embed(PROMPTS, normalize=False))
         assert llm.stats().num_replacements == 1
     assert torch.allclose(vectors, expected(folder, "mean"), atol=1e-4, rtol=1e-4)

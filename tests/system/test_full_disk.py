@@ -55,6 +55,6 @@ def test_rank_is_replaced_while_the_disk_is_full(disk: Path) -> None:
     ):
         streams.start()
         fill(disk)
-        server.named("ray::GpuWorker")[0].kill()
+        server.ranks()[0].kill()
         finished = GrpcStream(num_tokens=600, end="FINISH_REASON_LENGTH")
         assert streams.ended(120.0) == [finished] * 8

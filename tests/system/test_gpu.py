@@ -26,7 +26,7 @@ from tests.greedy import (
     generated,
     truth_of,
 )
-from tests.system.test_rank_death import serving
+from tests.system.rank_processes import serving_processes
 from workers.decoder_worker import DecoderWorker
 from workers.parallel.group import SoloGroup
 from workers.runner.input_batch import InputBatch
@@ -258,7 +258,7 @@ def test_largest_steps_fit_when_the_cache_takes_all_memory(large_model: Path) ->
 def test_large_model_recovers_when_its_rank_dies(large_model: Path, ray_cluster: None) -> None:
     with gpu_llm(large_model, executor="ray", load_format="dummy") as llm:
         assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
-        serving()[-1].kill()
+        serving_processes()[-1].kill()
         assert len(generated(llm, [[1, 2, 3]], 4)[0]) == 4
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
-import psutil
 import pytest
 
 from cluster.engine.controller import Controller
@@ -16,6 +15,7 @@ from cluster.engine.options import EngineOptions, engine_config
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import RecordingSink, wait_for
+from tests.system.rank_processes import rank_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,7 +152,7 @@ def test_deaths_that_no_request_causes_cost_nobody(rig: Rig) -> None:
     for number in range(1, 6):
         num_steps = rig.engine.stats().num_steps
         wait_for(lambda: rig.engine.stats().num_steps > num_steps + 20, timeout_s=60.0)  # noqa: B023
-        for rank in ranks():
+        for rank in rank_processes():
             rank.kill()
         wait_for(lambda: rig.num_deaths == number, timeout_s=60.0)  # noqa: B023
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
@@ -167,7 +167,7 @@ def test_three_deaths_in_a_row_cost_nobody(rig: Rig) -> None:
         rig.submit(name, prompt)
     for number in range(1, 4):
         wait_for(lambda: rig.engine._scheduler.lengths_in_flight(), timeout_s=60.0)
-        for rank in ranks():
+        for rank in rank_processes():
             rank.kill()
         wait_for(lambda: rig.num_deaths == number, timeout_s=60.0)  # noqa: B023
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
@@ -199,19 +199,8 @@ class Killer:
                 is_deadly = running.get(0, 0) >= self._length and not engine._is_replacing
                 if is_deadly:
                     # Its step cannot end meanwhile, or its output is not read.
-                    for rank in ranks():
+                    for rank in rank_processes():
                         if rank.pid not in killed:
                             killed.add(rank.pid)
                             rank.kill()
             time.sleep(0.0005)
-
-
-def ranks() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "GpuWorker" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found

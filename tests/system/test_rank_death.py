@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -13,6 +13,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.errors import EngineError
 from tests.checkpoints import CASES, save_checkpoint
 from tests.fakes import wait_for
+from tests.system.rank_processes import rank_processes, serving_processes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,21 +28,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ranks() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "GpuWorker" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def serving() -> list[psutil.Process]:
-    """Return the processes that run steps, oldest first; the others are spares."""
-    found = [rank for rank in ranks() if "serve_controller" in " ".join(rank.cmdline())]
-    return sorted(found, key=psutil.Process.create_time)
+def opened(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
+    """Return an engine with two ranks."""
+    return LLM(
+        folder,
+        tensor_parallel_size=2,
+        device="cpu",
+        num_threads=1,
+        show_progress=False,
+        **options,
+    )
 
 
 def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
@@ -58,17 +54,10 @@ def kill_when_running(llm: LLM, num_tokens: int, victim: psutil.Process) -> int:
 
 
 def test_streams_continue_where_they_were(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder,
-        tensor_parallel_size=2,
-        device="cpu",
-        num_threads=1,
-        show_progress=False,
-        enable_prefix_cache=False,
-    ) as llm:
+    with opened(folder, enable_prefix_cache=False) as llm:
         undisturbed = tokens_of(llm)
         before = llm.stats().num_generated_tokens
-        survivor, victim = ranks()
+        survivor, victim = rank_processes()
         killed_at: list[int] = []
         killer = threading.Thread(
             target=lambda: killed_at.append(kill_when_running(llm, before + 60, victim))
@@ -79,67 +68,52 @@ def test_streams_continue_where_they_were(folder: Path, ray_cluster: None) -> No
         assert killed_at[0] < before + sum(map(len, disturbed))
         assert disturbed == undisturbed
         # The other rank keeps its process, and with it its weights.
-        assert survivor in ranks()
-        assert len(ranks()) == 2
+        assert survivor in rank_processes()
+        assert len(rank_processes()) == 2
         stats = llm.stats().scheduler
         assert stats.num_free_blocks == stats.num_blocks
 
 
 def test_spare_takes_the_place_of_a_dead_rank(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder,
-        tensor_parallel_size=2,
-        device="cpu",
-        num_threads=1,
-        spare_ranks=1,
-        show_progress=False,
-    ) as llm:
+    with opened(folder, spare_ranks=1) as llm:
         undisturbed = tokens_of(llm)
-        wait_for(lambda: len(serving()) == 2 and len(ranks()) == 3, timeout_s=60.0)
-        (spare,) = set(ranks()) - set(serving())
-        survivor, victim = serving()
+        wait_for(lambda: len(serving_processes()) == 2, timeout_s=60.0)
+        wait_for(lambda: len(rank_processes()) == 3, timeout_s=60.0)
+        (spare,) = set(rank_processes()) - set(serving_processes())
+        survivor, victim = serving_processes()
         victim.kill()
         assert tokens_of(llm) == undisturbed
-        assert set(serving()) == {survivor, spare}
+        assert set(serving_processes()) == {survivor, spare}
         # The next spare.
-        wait_for(lambda: len(ranks()) == 3, timeout_s=60.0)
-        everything = ranks()
+        wait_for(lambda: len(rank_processes()) == 3, timeout_s=60.0)
+        everything = rank_processes()
     gone, alive = psutil.wait_procs(everything, timeout=15.0)
     assert (len(gone), alive) == (3, [])
 
 
 @pytest.mark.slow
 def test_rank_that_cannot_leave_its_group_is_replaced_too(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
-    ) as llm:
+    with opened(folder) as llm:
         undisturbed = tokens_of(llm)
-        old = ranks()
+        old = rank_processes()
         old[0].suspend()
         old[1].kill()
         assert tokens_of(llm) == undisturbed
-        assert not set(old) & set(ranks())
+        assert not set(old) & set(rank_processes())
 
 
 @pytest.mark.slow
 def test_twenty_deaths_leave_nothing_behind(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder,
-        tensor_parallel_size=2,
-        device="cpu",
-        num_threads=1,
-        spare_ranks=1,
-        show_progress=False,
-    ) as llm:
+    with opened(folder, spare_ranks=1) as llm:
         undisturbed = tokens_of(llm)
         # Only the first rank stays.
-        survivor = serving()[0]
+        survivor = serving_processes()[0]
         sizes = []
         for _ in range(20):
-            (victim,) = set(serving()) - {survivor}
+            (victim,) = set(serving_processes()) - {survivor}
             victim.kill()
             assert tokens_of(llm) == undisturbed
-            wait_for(lambda: len(ranks()) == 3, timeout_s=60.0)
+            wait_for(lambda: len(rank_processes()) == 3, timeout_s=60.0)
             sizes.append((survivor.memory_info().rss, survivor.num_fds(), survivor.num_threads()))
         # The first deaths fill caches of libraries.
         memory, descriptors, threads = zip(*sizes[3:], strict=True)
@@ -149,23 +123,19 @@ def test_twenty_deaths_leave_nothing_behind(folder: Path, ray_cluster: None) -> 
 
 
 def test_engine_that_cannot_recover_reports_it(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
-    ) as llm:
+    with opened(folder) as llm:
         tokens_of(llm)
         # The new ranks find no checkpoint.
         (folder / "model.safetensors").unlink()
-        ranks()[0].kill()
+        rank_processes()[0].kill()
         with pytest.raises(EngineError, match=r"model\.safetensors|holds no"):
             tokens_of(llm)
 
 
 def test_death_during_a_replacement_is_recovered_too(folder: Path, ray_cluster: None) -> None:
-    with LLM(
-        folder, tensor_parallel_size=2, device="cpu", num_threads=1, show_progress=False
-    ) as llm:
+    with opened(folder) as llm:
         undisturbed = tokens_of(llm)
-        old = ranks()
+        old = rank_processes()
         old[0].kill()
         killer = threading.Thread(target=kill_first_that_is_not, args=(old,))
         killer.start()
@@ -175,6 +145,6 @@ def test_death_during_a_replacement_is_recovered_too(folder: Path, ray_cluster: 
 
 def kill_first_that_is_not(old: list[psutil.Process]) -> None:
     """Kill a rank of the next group while it starts."""
-    while not (found := [rank for rank in ranks() if rank not in old]):
+    while not (found := [rank for rank in rank_processes() if rank not in old]):
         time.sleep(0.005)
     found[0].kill()

@@ -40,7 +40,7 @@ def server(log: Path) -> Iterator[ServerProcess]:
 def test_streams_finish_without_a_process_of_ray(
     server: ServerProcess, daemon: str, log: Path
 ) -> None:
-    ranks = server.named("ray::GpuWorker")
+    ranks = server.ranks()
     with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams:
         streams.start()
         server.named(daemon)[0].kill()
@@ -57,7 +57,7 @@ def test_streams_finish_without_a_process_of_ray(
 @pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
 def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon: str) -> None:
-    ranks = server.named("ray::GpuWorker")
+    ranks = server.ranks()
     with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=900) as streams:
         streams.start()
         server.named(daemon)[0].kill()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.serving.resume.cutting_proxy import cutting_proxy
 from tests.serving.resume.event_client import Answer, ask
 from tests.system.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    import psutil
 
 PROMPTS = ("def parse_date(text):", "import os", "class Queue:", "for line in file:")
 NUM_BYTES = 3000
@@ -33,10 +30,6 @@ def text_of(events: list[tuple[int, str]]) -> str:
     chunks = [json.loads(data)["choices"][0] for _, data in events[:-1]]
     assert chunks[-1]["finish_reason"] == "length"
     return "".join(chunk["text"] for chunk in chunks)
-
-
-def ranks(server: ServerProcess) -> list[psutil.Process]:
-    return [one for one in server.family() if "GpuWorker" in " ".join(one.cmdline())]
 
 
 async def cut(server: ServerProcess, prompt: str) -> Answer:
@@ -65,7 +58,7 @@ async def test_streams_are_resumed_after_a_rank_died_meanwhile() -> None:
             for prompt in PROMPTS
         ]
         cuts = await asyncio.gather(*(cut(server, prompt) for prompt in PROMPTS))
-        ranks(server)[0].kill()
+        server.ranks()[0].kill()
         found = await asyncio.gather(
             *(resumed(server, *pair) for pair in zip(PROMPTS, cuts, strict=True))
         )

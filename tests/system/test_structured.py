@@ -14,7 +14,7 @@ import pytest
 from pagedray import LLM, SamplingParams
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason, Structure
-from tests.system.test_rank_death import ranks
+from tests.system.rank_processes import rank_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -205,7 +205,7 @@ def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> Non
         for structure, completion in zip(structures, undisturbed, strict=True):
             check(structure, completion)
         before = llm.stats().num_generated_tokens
-        victim = ranks()[-1]
+        victim = rank_processes()[-1]
         is_over, was_killed = threading.Event(), threading.Event()
 
         def kill() -> None:
