@@ -210,7 +210,7 @@ class Suspects:
         return has_ended
 
     def _clear(self, request_id: str) -> None:
-        """Suspect a request no longer."""
+        """Stop suspecting a request."""
         self._num_deaths.pop(request_id, None)
         self._marks.pop(request_id, None)
         self._examined.discard(request_id)

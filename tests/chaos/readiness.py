@@ -47,7 +47,7 @@ class ReadinessWatch:
                 except httpx.HTTPError:
                     state = "no_answer"
                 if state != self.state:
-                    # An answer that never came was missing from the moment of the question.
+                    # The server stopped answering before the request was sent.
                     at_s = asked_s if state == "no_answer" else self._history.now_s
                     self.state = state
                     self._history.add(Readiness(at_s=at_s, state=state))

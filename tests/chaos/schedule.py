@@ -32,7 +32,7 @@ def applicable(
 def schedule(
     faults: Sequence[type[Fault]], generator: random.Random
 ) -> Iterator[tuple[type[Fault], ...]]:
-    """Yield single faults and pairs for ever; each kind comes once before any comes again."""
+    """Yield single faults and pairs forever; each kind comes once before any comes again."""
     while True:
         waiting = generator.sample(faults, len(faults))
         while waiting:

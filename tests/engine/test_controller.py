@@ -186,7 +186,7 @@ def test_engine_gives_up_after_deaths_without_a_step_between(rig: Rig) -> None:
     assert rig.executor.num_restarts >= 4
 
 
-def test_deaths_with_steps_between_cost_nobody(rig: Rig) -> None:
+def test_deaths_with_steps_between_end_no_request(rig: Rig) -> None:
     rig.executor.step_s = 0.001
     for number in range(8):
         rig.submit(f"r{number}", max_tokens=150)
@@ -242,7 +242,7 @@ def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: in
     assert rig.ends()["later", 0] is FinishReason.LENGTH
 
 
-def test_several_poisons_end_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_poisons_end_and_no_other_request(caplog: pytest.LogCaptureFixture) -> None:
     executor = PoisonedExecutor({2: 3, 3: 3, 11: 10, 20: 25})
     rig = Rig(executor)
     for seed in range(32):

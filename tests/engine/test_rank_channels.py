@@ -143,7 +143,7 @@ def test_plans_for_a_rank_that_reads_slowly_never_wait_for_it(
             group.channels.send(plan)
         assert time.monotonic() - began_s < AT_ONCE_S
 
-        # The other rank serves its plans meanwhile; nobody reads those of rank 1.
+        # The other rank serves its plans meanwhile; rank 1 does not read its own.
         def repeated() -> Iterator[int]:
             while True:
                 yield from (max(chunk, 10_000) for chunk in chunks)

@@ -150,7 +150,7 @@ def test_every_hang_is_found_within_ten_seconds(num_runs: int) -> None:
         if generator.random() < 0.5:
             found = simulation.run_for(20.0, stopped=frozenset({victim}))
         else:
-            # It computes for ever; the others wait for it.
+            # It computes forever; the others wait for it.
             for rank, process in enumerate(simulation.ranks):
                 process.is_stuck = True
                 if rank != victim:

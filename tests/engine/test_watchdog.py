@@ -1,4 +1,4 @@
-"""An engine that makes no progress is not healthy, and ends if nobody can replace what hangs.
+"""An engine that makes no progress is not healthy, and ends if what hangs cannot be replaced.
 
 Time is simulated: the watchdog's check is called with the times at which it would have run.
 """
@@ -197,7 +197,7 @@ def test_local_rank_that_hangs_is_noticed_and_ends_the_engine(
     controller.close()
 
 
-def test_time_that_nobody_observed_does_not_count() -> None:
+def test_time_that_was_not_observed_does_not_count() -> None:
     clock, now_s = ProgressClock(), 0.0
     for _ in range(10):
         now_s += 3600.0

@@ -36,7 +36,7 @@ class Rig:
     def turn(self, *, is_killed: bool = False) -> None:
         """Run a step, or lose it with the ranks."""
         running = [one for one in self.lengths if self.suspects.may_run(one)][: self.batch]
-        assert running or not self.lengths, "nobody runs"
+        assert running or not self.lengths, "no request runs"
         deadly = any(self.lengths[one] == self.poisons.get(one) for one in running)
         deadly = deadly or any(pair <= set(running) for pair in self.pairs)
         if deadly or is_killed:
@@ -54,7 +54,7 @@ class Rig:
         """Have the suspects see what has become of the requests."""
         known = {one: {0: self.lengths[one]} for one in self.suspects.ids if one in self.lengths}
         self.suspects.note_lengths(known)
-        # The ranks work, so a request that nobody suspects would survive.
+        # The ranks work, so a request that is not suspected would survive.
         for culprit in self.suspects.take_culprits(is_proven=self.suspects.needs_proof):
             self.culprits.append(culprit)
             del self.lengths[culprit]
@@ -119,7 +119,7 @@ def test_only_poisons_are_blamed_whatever_their_number_and_arrival(
 
 @given(kills=st.sets(st.integers(0, 300)), number=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_deaths_with_steps_between_cost_nobody(kills: set[int], number: int) -> None:
+def test_deaths_with_steps_between_end_no_request(kills: set[int], number: int) -> None:
     rig = Rig({}, max_length=60)
     for one in names(number):
         rig.add(one)
@@ -191,7 +191,7 @@ def test_every_sequence_of_a_request_must_get_beyond_a_death() -> None:
     assert not suspects.ids
 
 
-def test_nobody_is_accused_while_a_step_of_others_is_in_flight() -> None:
+def test_no_request_is_accused_while_a_step_of_others_is_in_flight() -> None:
     suspects = Suspects()
     for _ in range(2):
         suspects.note_death({name: {0: 5} for name in names(2)})
@@ -234,7 +234,7 @@ def test_ranks_that_always_die_accuse_without_a_culprit() -> None:
     assert suspects.needs_proof
 
 
-def test_a_death_while_idle_accuses_nobody() -> None:
+def test_a_death_while_idle_accuses_no_request() -> None:
     suspects = Suspects()
     for _ in range(5):
         suspects.note_death({})

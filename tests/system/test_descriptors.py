@@ -99,7 +99,7 @@ def test_a_rank_is_replaced_while_a_host_takes_every_connection(server: LimitedS
         (rank,) = server.ranks()
         rank.kill()
         rank.wait()
-        # Honest clients that come now are served, and the stream goes on.
+        # Other clients are served, and the stream continues.
         wait_for(server.is_ready, 60.0)
         answers = list(stream)
         assert answers[-1].HasField("usage")

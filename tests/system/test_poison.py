@@ -139,7 +139,7 @@ def test_request_whose_later_token_kills_the_rank_ends_alone(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_deaths_that_no_request_causes_cost_nobody(rig: Rig) -> None:
+def test_deaths_that_no_request_causes_end_no_request(rig: Rig) -> None:
     given = {f"s{i}": prompt for i, prompt in enumerate(prompts(32).values())}
     for name, prompt in given.items():
         rig.submit(name, prompt, max_tokens=200)
@@ -160,7 +160,7 @@ def test_deaths_that_no_request_causes_cost_nobody(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_three_deaths_in_a_row_cost_nobody(rig: Rig) -> None:
+def test_three_deaths_in_a_row_end_no_request(rig: Rig) -> None:
     given = prompts(16)
     expected = undisturbed(rig, given)
     for name, prompt in given.items():

@@ -50,7 +50,7 @@ class DeathBudget:
     def note_death(self, now_s: float, error: WorkerError, *, has_narrowed: bool = False) -> float:
         """Return the pause before the replacement, in seconds. Raises WorkerError without budget.
 
-        `has_narrowed` says that the death was of use: fewer requests may have caused it.
+        `has_narrowed` says that the death narrowed the search for the request that causes them.
         """
         self._deaths.append(now_s)
         while self._deaths[0] < now_s - self._window_s:

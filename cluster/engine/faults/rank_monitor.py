@@ -52,7 +52,7 @@ class RankMonitor:
         self._work.add_plan(0, "start")
 
     def begin_steps(self) -> None:
-        """The ranks have started; they run steps from now on."""
+        """Watch steps instead of the start of the ranks, which has ended."""
         self._work = WorkInFlight()
         self._watch = RankWatch(_LIMITS[self._device])
 

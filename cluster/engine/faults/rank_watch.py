@@ -1,9 +1,9 @@
 """Decides when a rank hangs. Plain Python without clock, threads or I/O.
 
-Two signals count. A process whose heartbeat stops does not run. A rank that has work and writes no
-word of progress is stuck, for which it gets several times as long as its steps were seen to take
-between two words. Time counts only as far as it was observed: if the observer itself did not run,
-because the machine or all processes were paused, no rank is to blame.
+A rank hangs if its process sends no heartbeats, or if it has work and its progress word stays the
+same for several times the longest interval between two words seen in steps of the same kind. Only
+observed time counts: while the observer itself does not run, because the machine or all processes
+are paused, no rank hangs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["RankWatch", "WatchLimits", "WorkInFlight"]
 
 _MAX_TICK_S = 0.5
-"""What one observation adds at most."""
+"""The longest time that one observation can add."""
 _FADING = 0.9
-"""Per observation: a single slow step is forgotten after some tens of them."""
+"""Factor of the longest interval at each new word: single slow steps are soon forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ class CallJudge:
         elif event.status == "cancelled":
             self.ends["cancelled"] += 1
             if not call.sent.is_to_be_aborted:
-                self._violate("cancelled by nobody", event.at_s, event.call)
+                self._violate("cancelled without a cause", event.at_s, event.call)
         else:
             self.ends["failed" if is_accepted else "refused"] += 1
             self.failures.append(

@@ -177,7 +177,7 @@ class Leftovers(Event, frozen=True, tag="leftovers"):
     processes: tuple[str, ...]
     shared_memory: tuple[str, ...]
     num_tracebacks: int = 0
-    """Python tracebacks in the server's log: errors that nobody has handled."""
+    """Python tracebacks in the server's log: unhandled errors."""
     first_traceback: str = ""
 
 

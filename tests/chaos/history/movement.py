@@ -30,7 +30,7 @@ class Movement:
         if isinstance(event, Tokens):
             self._note(event.at_s, event.until_s)
         elif isinstance(event, ClientLag):
-            # Nobody knows what arrived while the clients did not run.
+            # It is unknown what arrived while the clients did not run.
             self._note(event.at_s - event.seconds, event.at_s)
         elif isinstance(event, Readiness):
             self._ready.append((event.at_s, event.state == "ready"))

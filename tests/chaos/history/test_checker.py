@@ -233,14 +233,15 @@ DEFECTS: dict[str, tuple[Callable[[list[Event]], list[Event]], set[str]]] = {
         lambda events: failed(events, HEALED_S + 5.0, is_accepted=False),
         {"refused without a reason"},
     ),
-    "nobody cancelled": (
-        lambda events: changed(events, CallEnded, status="cancelled"), {"cancelled by nobody"},
+    "a call is cancelled without a cause": (
+        lambda events: changed(events, CallEnded, status="cancelled"),
+        {"cancelled without a cause"},
     ),
     "a fault does not heal": (lambda events: without(events, FaultHealed), {"never healed"}),
     "a fault heals late": (
         lambda events: changed(events, FaultHealed, at_s=FAULT_S + 61.0), {"healed late"},
     ),
-    "a fault meets nobody": (
+    "a fault meets no stream": (
         lambda events: changed(events, FaultInjected, at_s=500.0), {"fault without open streams"},
     ),
     "nothing moves": (stalled, {"ready while nothing moves"}),
