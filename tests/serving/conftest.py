@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import httpx
@@ -24,6 +24,7 @@ from tests.serving.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
     from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.tls import CertificateStore
@@ -52,7 +53,7 @@ def engine_config(context: int = CONTEXT) -> EngineConfig:
 
 
 class Server:
-    """Frontends on an event loop in a thread."""
+    """Frontends on an event loop in a thread. A context manager."""
 
     def __init__(
         self,
@@ -96,12 +97,18 @@ class Server:
             " ".join(words[index:] + words[:index]), add_special_tokens=False
         )
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._run(self.frontends.start_servers())
         self._run(self.frontends.set_ready())
+        return self
 
-    def stop(self) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._run(self.frontends.stop_servers(0.5))
         self.engine.stop()
         self._run(self.loop.shutdown_asyncgens())
@@ -137,10 +144,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
-    server = Server(tokenizer)
-    server.start()
-    yield server
-    server.stop()
+    with Server(tokenizer) as server:
+        yield server
 
 
 @pytest.fixture

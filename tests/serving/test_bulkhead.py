@@ -46,10 +46,8 @@ class MarkingServer(Server):
 
 @pytest.fixture(scope="module")
 def marking_server(tokenizer: Tokenizer) -> Iterator[MarkingServer]:
-    server = MarkingServer(tokenizer)
-    server.start()
-    yield server
-    server.stop()
+    with MarkingServer(tokenizer) as server:
+        yield server
 
 
 def has_mark(argument: object) -> bool:

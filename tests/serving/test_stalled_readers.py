@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -47,16 +46,10 @@ WRITE_TIMEOUT_S = 0.5
 PATIENCE_S = 20.0
 
 
-@contextmanager
 def serving(
     tokenizer: Tokenizer, limits: ReaderLimits, *, certificates: CertificateStore | None = None
-) -> Iterator[Server]:
-    server = Server(tokenizer, context=2**20, reader_limits=limits, certificates=certificates)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+) -> Server:
+    return Server(tokenizer, context=2**20, reader_limits=limits, certificates=certificates)
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 def module_server(tokenizer: Tokenizer) -> Iterator[Server]:
     """A server on which every operation is supported."""
     limits = ReaderLimits(resume_grace_s=5.0, resumes_anonymous=True)
-    server = Server(tokenizer, reader_limits=limits)
-    server.start()
-    yield server
-    server.stop()
+    with Server(tokenizer, reader_limits=limits) as server:
+        yield server
 
 
 def test_document_is_valid_openapi_3_1() -> None:

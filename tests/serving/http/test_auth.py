@@ -37,10 +37,8 @@ def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> It
         f'[tenants.root]\nis_admin = true\nkeys = ["sha256:{digest_of(ADMIN).hex()}"]\n'
     )
     path.chmod(0o600)
-    server = Server(tokenizer, key_file=path)
-    server.start()
-    yield server
-    server.stop()
+    with Server(tokenizer, key_file=path) as server:
+        yield server
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -51,10 +51,8 @@ class EncoderServer(Server):
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer: Tokenizer) -> Iterator[EncoderServer]:
-    server = EncoderServer(tokenizer)
-    server.start()
-    yield server
-    server.stop()
+    with EncoderServer(tokenizer) as server:
+        yield server
 
 
 @pytest.fixture

@@ -52,10 +52,8 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("tools")
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    server = Server(Tokenizer.from_folder(folder), context=2048)
-    server.start()
-    yield server
-    server.stop()
+    with Server(Tokenizer.from_folder(folder), context=2048) as server:
+        yield server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,28 +11,21 @@ from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
 
-    Serving = Callable[..., AbstractContextManager[Server]]
+    Serving = Callable[..., Server]
 
 GRACE_S = 30.0
 
 
 @pytest.fixture(scope="session")
 def serving(tokenizer: Tokenizer) -> Serving:
-    """Starts a server with other limits."""
+    """Makes servers with other limits, to be entered."""
 
-    @contextmanager
-    def serve(limits: ReaderLimits, *, key_file: Path | None = None) -> Iterator[Server]:
-        server = Server(tokenizer, context=2**20, reader_limits=limits, key_file=key_file)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+    def serve(limits: ReaderLimits, *, key_file: Path | None = None) -> Server:
+        return Server(tokenizer, context=2**20, reader_limits=limits, key_file=key_file)
 
     return serve
 
