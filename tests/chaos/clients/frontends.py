@@ -15,8 +15,8 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 
 if TYPE_CHECKING:
+    from tests.chaos.clients.call import Call
     from tests.chaos.clients.call_record import CallRecord
-    from tests.chaos.clients.requests import Spec
     from tests.chaos.targets.target import Target
 
 __all__ = [
@@ -47,10 +47,8 @@ class Frontend(ABC):
     name: str
 
     @abstractmethod
-    async def run(
-        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
-    ) -> None:
-        """Run a call to its end, or abort it after this number of parts."""
+    async def run(self, call: Call) -> None:
+        """Run a call to its end."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -67,26 +65,25 @@ class GrpcFrontend(Frontend):
         # Any: the generated stub is not async to mypy.
         self.stub: Any = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
 
-    async def run(
-        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
-    ) -> None:
-        method = self.stub.Chat if spec.is_chat else self.stub.Generate
-        metadata = (("authorization", f"Bearer {key}"),)
-        stream = method(spec.to_message(call), metadata=metadata, timeout=_CALL_TIMEOUT_S)
+    async def run(self, call: Call) -> None:
+        record = call.record
+        method = self.stub.Chat if call.spec.is_chat else self.stub.Generate
+        metadata = (("authorization", call.authorization),)
+        message = call.spec.to_message(call.name)
+        stream = method(message, metadata=metadata, timeout=_CALL_TIMEOUT_S)
         num_generated = None
-        is_cancelled = False
+        is_cancelled = is_aborted = False
         try:
             async for answer in stream:
                 record.accept()
                 note_sequences(answer, record)
                 if answer.HasField("usage"):
                     num_generated = answer.usage.num_generated_tokens
-                if aborts_after is not None and record.num_events >= aborts_after:
-                    if aborts_after % 2:
-                        is_cancelled = stream.cancel()
-                    else:
-                        aborts_after = None
-                        await abort(self.stub, call, metadata)
+                if call.is_to_end and call.cancels:
+                    is_cancelled = stream.cancel()
+                elif call.is_to_end and not is_aborted:
+                    is_aborted = True
+                    await abort(self.stub, call.name, metadata)
         except asyncio.CancelledError:
             if not is_cancelled:
                 raise
@@ -113,31 +110,29 @@ class HttpFrontend(Frontend):
             limits=httpx.Limits(max_connections=None, keepalive_expiry=0.5),
         )
 
-    async def run(
-        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
-    ) -> None:
-        path = "/chat/completions" if spec.is_chat else "/completions"
-        headers = {"authorization": f"Bearer {key}", "x-request-id": call}
+    async def run(self, call: Call) -> None:
+        record = call.record
+        path = "/chat/completions" if call.spec.is_chat else "/completions"
+        headers = {"authorization": call.authorization, "x-request-id": call.name}
+        body = call.spec.to_body(self._model)
         try:
             async with self._http.stream(
-                "POST", self._url + path, json=spec.to_body(self._model), headers=headers
+                "POST", self._url + path, json=body, headers=headers
             ) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread())[:120].decode(errors="replace")
                     record.end(f"{answer.status_code}: {text}")
                     return
                 record.accept()
-                await self._read(answer, record, aborts_after)
+                await self._read(answer, call)
         except httpx.HTTPError as error:
             record.end(f"connection: {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _read(
-        self, answer: httpx.Response, record: CallRecord, aborts_after: int | None
-    ) -> None:
-        num_generated = None
+    async def _read(self, answer: httpx.Response, call: Call) -> None:
+        record, num_generated = call.record, None
         async for line in answer.aiter_lines():
             if not line.startswith("data: "):
                 continue
@@ -152,7 +147,7 @@ class HttpFrontend(Frontend):
                 num_generated = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
                 note_choice(choice, record)
-            if aborts_after is not None and record.num_events >= aborts_after:
+            if call.is_to_end:
                 record.end("cancelled")
                 return
         record.end("connection: the stream ended without [DONE]")

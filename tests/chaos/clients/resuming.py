@@ -20,9 +20,8 @@ from tests.chaos.clients.frontends import (
 )
 
 if TYPE_CHECKING:
-    from tests.chaos.clients.call_record import CallRecord
+    from tests.chaos.clients.call import Call
     from tests.chaos.clients.relay import Relay
-    from tests.chaos.clients.requests import Spec
 
 __all__ = ["ResumingGrpcFrontend", "ResumingHttpFrontend"]
 
@@ -62,55 +61,45 @@ class ResumingGrpcFrontend(Frontend):
         # Any: the generated stub is not async to mypy.
         self._stub: Any = pagedray_pb2_grpc.GenerationServiceStub(self._channel)
 
-    async def run(
-        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
-    ) -> None:
-        metadata = (("authorization", f"Bearer {key}"),)
+    async def run(self, call: Call) -> None:
         progress = _Progress()
         while True:
             try:
-                num_generated = await self._read(
-                    spec, call, record, progress, metadata, aborts_after
-                )
+                num_generated = await self._read(call, progress)
             except grpc.aio.AioRpcError as error:
-                if not _goes_on(error.code(), record, progress):
-                    record.end(error.code().name + ": " + (error.details() or "")[:120])
+                if not _goes_on(error.code(), call, progress):
+                    call.record.end(error.code().name + ": " + (error.details() or "")[:120])
                     return
                 await asyncio.sleep(_RETRY_S)
             else:
-                record.end("ok", num_generated)
+                call.record.end("ok", num_generated)
                 return
 
     async def close(self) -> None:
         await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
 
-    async def _read(
-        self,
-        spec: Spec,
-        call: str,
-        record: CallRecord,
-        progress: _Progress,
-        metadata: tuple[tuple[str, str], ...],
-        aborts_after: int | None,
-    ) -> int | None:
+    async def _read(self, call: Call, progress: _Progress) -> int | None:
         """Read from where the client is; return the number of generated tokens."""
-        message = spec.to_message(call)
+        message, metadata = (
+            call.spec.to_message(call.name),
+            (("authorization", call.authorization),),
+        )
         if progress.last is None:
             message.resumable = True
         else:
-            message = type(message)(request_id=call, resume_from=progress.last)
-        method = self._stub.Chat if spec.is_chat else self._stub.Generate
-        num_generated = None
+            message = type(message)(request_id=call.name, resume_from=progress.last)
+        method = self._stub.Chat if call.spec.is_chat else self._stub.Generate
+        record, num_generated, is_aborted = call.record, None, False
         async for answer in method(message, metadata=metadata, timeout=_TIMEOUT_S):
             record.accept()
             progress.note_message(answer.number)
             note_sequences(answer, record)
             if answer.HasField("usage"):
                 num_generated = answer.usage.num_generated_tokens
-            if aborts_after is not None and record.num_events >= aborts_after:
-                aborts_after = None
+            if call.is_to_end and not is_aborted:
+                is_aborted = True
                 # A resumable stream does not end with its connection.
-                await abort(self._stub, call, metadata)
+                await abort(self._stub, call.name, metadata)
         return num_generated
 
 
@@ -127,44 +116,33 @@ class ResumingHttpFrontend(Frontend):
             limits=httpx.Limits(max_connections=None, keepalive_expiry=0.5),
         )
 
-    async def run(
-        self, spec: Spec, call: str, record: CallRecord, *, key: str, aborts_after: int | None
-    ) -> None:
-        headers = {"authorization": f"Bearer {key}"}
+    async def run(self, call: Call) -> None:
         progress = _Progress()
         while True:
             try:
-                if await self._read(spec, call, record, progress, headers, aborts_after):
+                if await self._read(call, progress):
                     return
             except httpx.HTTPError as error:
                 if not progress.may_retry():
-                    record.end(f"connection: {type(error).__name__}: {error}")
+                    call.record.end(f"connection: {type(error).__name__}: {error}")
                     return
             await asyncio.sleep(_RETRY_S)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _read(
-        self,
-        spec: Spec,
-        call: str,
-        record: CallRecord,
-        progress: _Progress,
-        headers: dict[str, str],
-        aborts_after: int | None,
-    ) -> bool:
+    async def _read(self, call: Call, progress: _Progress) -> bool:
         """Read from where the client is; return whether the call has ended."""
+        headers, record = {"authorization": call.authorization}, call.record
         if progress.last is None:
-            body = spec.to_body(self._model)
+            body = call.spec.to_body(self._model)
             body["stream_options"] |= {"resumable": True}
-            path = "/v1/chat/completions" if spec.is_chat else "/v1/completions"
-            request = self._http.stream(
-                "POST", path, json=body, headers=headers | {"x-request-id": call}
-            )
+            path = "/v1/chat/completions" if call.spec.is_chat else "/v1/completions"
+            headers["x-request-id"] = call.name
+            request = self._http.stream("POST", path, json=body, headers=headers)
         else:
-            resumed = headers | {"last-event-id": str(progress.last)}
-            request = self._http.stream("GET", f"/v1/streams/{call}", headers=resumed)
+            headers["last-event-id"] = str(progress.last)
+            request = self._http.stream("GET", f"/v1/streams/{call.name}", headers=headers)
         async with request as answer:
             if answer.status_code == 409 and progress.last is None:
                 progress.last = 0
@@ -177,18 +155,10 @@ class ResumingHttpFrontend(Frontend):
                 record.end(f"{answer.status_code}: {text}")
                 return True
             record.accept()
-            return await self._follow(answer, call, record, progress, headers, aborts_after)
+            return await self._follow(answer, call, progress)
 
-    async def _follow(
-        self,
-        answer: httpx.Response,
-        call: str,
-        record: CallRecord,
-        progress: _Progress,
-        headers: dict[str, str],
-        aborts_after: int | None,
-    ) -> bool:
-        number, num_generated = 0, None
+    async def _follow(self, answer: httpx.Response, call: Call, progress: _Progress) -> bool:
+        record, number, num_generated = call.record, 0, None
         async for line in answer.aiter_lines():
             if line.startswith("id: "):
                 number = int(line[4:])
@@ -205,15 +175,15 @@ class ResumingHttpFrontend(Frontend):
                     num_generated = event["usage"]["completion_tokens"]
                 for choice in event["choices"]:
                     note_choice(choice, record)
-                if aborts_after is not None and record.num_events >= aborts_after:
-                    aborts_after = None
-                    await self._http.delete(f"/v1/streams/{call}", headers=headers)
+                if call.is_to_end:
+                    headers = {"authorization": call.authorization}
+                    await self._http.delete(f"/v1/streams/{call.name}", headers=headers)
                     record.end("cancelled")
                     return True
         return False
 
 
-def _goes_on(code: grpc.StatusCode, record: CallRecord, progress: _Progress) -> bool:
+def _goes_on(code: grpc.StatusCode, call: Call, progress: _Progress) -> bool:
     """Return whether a client calls again after an error."""
     if code is grpc.StatusCode.ALREADY_EXISTS and progress.last is None:
         progress.last = 0
@@ -221,4 +191,4 @@ def _goes_on(code: grpc.StatusCode, record: CallRecord, progress: _Progress) -> 
     if code is grpc.StatusCode.NOT_FOUND and progress.last == 0:
         progress.last = None
         return True
-    return code is grpc.StatusCode.UNAVAILABLE and record.is_accepted and progress.may_retry()
+    return code is grpc.StatusCode.UNAVAILABLE and call.record.is_accepted and progress.may_retry()

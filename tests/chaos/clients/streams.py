@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING
 
+from tests.chaos.clients.call import Call
 from tests.chaos.clients.call_record import CallRecord
 from tests.chaos.history.events import CallSent
 
@@ -72,9 +73,14 @@ class Clients:
                 is_to_be_aborted=aborts_after is not None,
             )
             record = CallRecord(self._history, sent)
-            await frontend.run(
-                spec, sent.call, record, key=self._keys[tenant], aborts_after=aborts_after
+            call = Call(
+                name=sent.call,
+                spec=spec,
+                record=record,
+                key=self._keys[tenant],
+                aborts_after=aborts_after,
             )
+            await frontend.run(call)
             number += 1
             if record.is_accepted:
                 self.num_accepted += 1
