@@ -17,7 +17,7 @@ class EngineStats:
     scheduler: SchedulerStats
     num_steps: int
     last_step_s: float
-    """From the later of its sending and the end of the step before, to its output."""
+    """From when its plan was sent, or the previous step ended if later, to its output."""
     num_prompt_tokens: int
     num_generated_tokens: int
     block_bytes: int
@@ -25,7 +25,7 @@ class EngineStats:
     attention_providers: dict[str, dict[str, int]]
     """Layers that each provider of attention kernels serves, by part of a step."""
     replacements: dict[str, int] = field(default_factory=dict)
-    """Times that all ranks were replaced after one had failed, by cause: `death` or `hang`."""
+    """Times that ranks were replaced, by cause: `death` or `hang`."""
     num_hangs: dict[str, int] = field(default_factory=dict)
     """Hangs that were found, by what made no progress: `rank` or `steps`."""
     num_lethal_requests: int = 0

@@ -52,7 +52,7 @@ class StepLoop(ABC):
         self._is_replacing = False
         self._death_budget = death_budget or DeathBudget()
         self._replacements = {"death": 0, "hang": 0}
-        """Times that all ranks were replaced, by cause."""
+        """Times that ranks were replaced, by cause."""
         self._num_hangs = {"rank": 0, "steps": 0}
         """Hangs that were found, by what made no progress."""
         self._stall = ""
@@ -205,6 +205,7 @@ class StepLoop(ABC):
                 self._break_down(error)
 
     def _break_down(self, error: Exception) -> None:
+        """End the engine because of an error, which is logged."""
         if isinstance(error, StartupError | WorkerError):
             logger.error("The engine is stopping: %s", error)
             end = EngineError(f"The engine has stopped: {error}")
@@ -242,6 +243,7 @@ class StepLoop(ABC):
             self._break_down(WorkerError(stall))
 
     def _fail(self, error: EngineError) -> None:
+        """End every request with an error, and reject others; only the first call counts."""
         # A step thread that hangs may hold the lock.
         has_lock = self._wake.acquire(timeout=_LOCK_TIMEOUT_S)
         is_first = self._error is None

@@ -149,7 +149,7 @@ class RayExecutor(Executor):
         try:
             places = RankPlaces(self._config, self._placement)
         except RayError as error:
-            raise WorkerError(f"Ray does not say where the ranks are: {error}") from error
+            raise WorkerError(f"Could not look up the nodes of the ranks: {error}") from error
         return RayRanks(self._config, places, self._report_progress, spares=self._spares)
 
     def _fill_spares(self, places: RankPlaces) -> None:

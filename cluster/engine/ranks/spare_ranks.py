@@ -76,7 +76,7 @@ class SpareRanks:
 
     def _devices_of(self, node: str) -> list[str]:
         """Return the devices of the ranks on a node, each once; on CPUs all of them are empty."""
-        devices = (device for (its, _), device in self._device_of.items() if its == node)
+        devices = (device for (place, _), device in self._device_of.items() if place == node)
         return list(dict.fromkeys(devices))
 
 
