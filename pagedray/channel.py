@@ -1,46 +1,38 @@
 """The step channel: typed messages between the controller and its ranks.
 
 A frame is a four-byte length and a msgpack body, over an AF_UNIX stream on one node
-and TCP between nodes; received data is never unpickled. A rank first sends its
-number and the epoch's secret. End-of-file means that the peer has died.
+and TCP between nodes; received data is never unpickled. End-of-file means that the peer
+has died. `step_listener` connects the two ends.
 """
 
 from __future__ import annotations
 
-import hmac
-import os
 import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from pagedray.batch import ControllerMessage, WorkerMessage
 from pagedray.errors import WorkerError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 __all__ = [
+    "LENGTH",
     "ChannelClosedError",
     "ChannelTimeoutError",
     "ControllerChannel",
     "StepChannel",
-    "StepListener",
     "WorkerChannel",
-    "connect",
 ]
 
 MAX_FRAME_BYTES = 256 * 2**20
-_LENGTH = struct.Struct("!I")
-_CREDENTIALS = struct.Struct("iII")
-"""A peer's process, user and group."""
+LENGTH = struct.Struct("!I")
+"""The length of a frame, without itself."""
 _CHUNK_BYTES = 1 << 16
 _PEER_TIMEOUT_S = 30
 """Time after which a TCP peer whose node does not answer counts as gone."""
-_ACCEPT_POLL_S = 0.1
 
 Outgoing = TypeVar("Outgoing")
 Incoming = TypeVar("Incoming")
@@ -52,11 +44,6 @@ class ChannelClosedError(WorkerError):
 
 class ChannelTimeoutError(WorkerError):
     """No message arrived in time."""
-
-
-class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    rank: int
-    secret: bytes
 
 
 class StepChannel(Generic[Outgoing, Incoming]):
@@ -89,7 +76,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"A message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}.")
-        frame = _LENGTH.pack(len(body)) + body
+        frame = LENGTH.pack(len(body)) + body
         if not self._outgoing:
             num_sent = self._write(frame)
             if num_sent == len(frame):
@@ -153,16 +140,16 @@ class StepChannel(Generic[Outgoing, Incoming]):
 
     def _frame_size(self) -> int | None:
         """Return the size of the first frame if it is complete."""
-        if len(self._received) < _LENGTH.size:
+        if len(self._received) < LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._received)
+        (length,) = LENGTH.unpack_from(self._received)
         if length > MAX_FRAME_BYTES:
             raise ChannelClosedError(f"A frame of {length} bytes exceeds {MAX_FRAME_BYTES}.")
-        size: int = _LENGTH.size + length
+        size: int = LENGTH.size + length
         return size if len(self._received) >= size else None
 
     def _take(self, size: int) -> Incoming:
-        body = bytes(self._received[_LENGTH.size : size])
+        body = bytes(self._received[LENGTH.size : size])
         del self._received[:size]
         try:
             return self._decoder.decode(body)
@@ -202,83 +189,6 @@ ControllerChannel = StepChannel[ControllerMessage, WorkerMessage]
 WorkerChannel = StepChannel[WorkerMessage, ControllerMessage]
 
 
-class StepListener:
-    """Accepts the ranks' connections in the controller's process."""
-
-    def __init__(self, endpoint: str) -> None:
-        """Listen on `unix:`, an abstract Unix socket, or `tcp:HOST:PORT`; port 0 selects one.
-
-        Neither needs a folder, which could be read-only or full.
-        """
-        self._socket, self.endpoint = _listen(endpoint)
-
-    def accept(
-        self,
-        num_ranks: int,
-        secret: bytes,
-        timeout_s: float,
-        *,
-        check: Callable[[], None] = lambda: None,
-    ) -> list[ControllerChannel]:
-        """Wait until all ranks have connected with the secret; return their channels by rank.
-
-        A connection with a wrong secret is closed. `check` is called repeatedly meanwhile and may
-        raise to end the wait. Raises ChannelTimeoutError.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        channels: dict[int, ControllerChannel] = {}
-        try:
-            while len(channels) < num_ranks:
-                check()
-                self._accept_one(channels, num_ranks, secret, deadline_s)
-        except BaseException:
-            for channel in channels.values():
-                channel.close()
-            raise
-        return [channels[rank] for rank in range(num_ranks)]
-
-    def close(self) -> None:
-        """Stop listening; connected channels stay open."""
-        self._socket.close()
-
-    def _accept_one(
-        self,
-        channels: dict[int, ControllerChannel],
-        num_ranks: int,
-        secret: bytes,
-        deadline_s: float,
-    ) -> None:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0.0:
-            missing = sorted(set(range(num_ranks)) - set(channels))
-            raise ChannelTimeoutError(f"Ranks {missing} did not connect in time.")
-        self._socket.settimeout(min(left_s, _ACCEPT_POLL_S))
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            return
-        rank = _greeted_rank(connection, secret)
-        if rank is None or rank in channels or not 0 <= rank < num_ranks:
-            connection.close()
-        else:
-            channels[rank] = StepChannel(connection, WorkerMessage)
-
-
-def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> WorkerChannel:
-    """Return the worker's end of the channel of `rank`."""
-    kind, _, address = endpoint.partition(":")
-    if kind == "unix":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
-        connection.connect(f"\0{address}")
-    else:
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
-    hello: StepChannel[_Hello, object] = StepChannel(connection, object)
-    hello.send(_Hello(rank, secret))
-    return StepChannel(connection, ControllerMessage)
-
-
 def _set_tcp_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # TCP_USER_TIMEOUT would also end the connection to a rank that is too busy to receive a plan.
@@ -286,39 +196,3 @@ def _set_tcp_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PEER_TIMEOUT_S // 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PEER_TIMEOUT_S // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def _listen(endpoint: str) -> tuple[socket.socket, str]:
-    kind, _, address = endpoint.partition(":")
-    if kind == "unix":
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Linux selects a free name.
-        listener.bind("")
-        listener.listen()
-        return listener, f"unix:{listener.getsockname()[1:].decode()}"
-    if kind == "tcp":
-        host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)))
-        bound_host, bound_port = listener.getsockname()[:2]
-        return listener, f"tcp:{bound_host}:{bound_port}"
-    raise ValueError(f"The endpoint must be unix: or tcp:HOST:PORT, not {endpoint!r}.")
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether the peer of a Unix socket runs as this process's user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
-
-
-def _greeted_rank(connection: socket.socket, secret: bytes) -> int | None:
-    # Any user of the machine could connect and keep silent.
-    if connection.family == socket.AF_UNIX and not _is_own_user(connection):
-        return None
-    # Nothing else can be in the buffer: a rank sends no more until it has a plan.
-    channel: StepChannel[object, _Hello] = StepChannel(connection, _Hello)
-    try:
-        hello = channel.receive(timeout_s=5.0)
-    except WorkerError:
-        return None
-    return hello.rank if hmac.compare_digest(hello.secret, secret) else None

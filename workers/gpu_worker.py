@@ -19,10 +19,11 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
-from pagedray.channel import ChannelClosedError, WorkerChannel, connect
+from pagedray.channel import ChannelClosedError, WorkerChannel
 from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
+from pagedray.step_listener import connect
 from workers.heartbeat import start_heartbeat
 from workers.parallel.rendezvous import Rendezvous
 

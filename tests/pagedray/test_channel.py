@@ -25,11 +25,9 @@ from pagedray.channel import (
     ChannelClosedError,
     ChannelTimeoutError,
     ControllerChannel,
-    StepListener,
-    connect,
 )
-from pagedray.errors import WorkerError
 from pagedray.request import SamplingParams
+from pagedray.step_listener import StepListener, connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,33 +143,3 @@ def test_bytes_that_are_no_message_close_the_channel(listener: StepListener, fra
     raw.close()
     worker.close()
     controller.close()
-
-
-def test_wrong_secret_does_not_take_a_ranks_place(listener: StepListener) -> None:
-    stranger = connect(listener.endpoint, 0, b"x" * 32, 5.0)
-    friend = connect(listener.endpoint, 0, SECRET, 5.0)
-    (controller,) = listener.accept(1, SECRET, 5.0)
-    controller.send(Shutdown())
-    assert friend.receive(5.0) == Shutdown()
-    with pytest.raises(ChannelClosedError):
-        stranger.receive(5.0)
-    for channel in (stranger, friend, controller):
-        channel.close()
-
-
-def test_missing_ranks_are_named(listener: StepListener) -> None:
-    worker = connect(listener.endpoint, 1, SECRET, 5.0)
-    with pytest.raises(ChannelTimeoutError, match=r"\[0, 2\]"):
-        listener.accept(3, SECRET, 0.2)
-    worker.close()
-
-
-def test_wait_for_ranks_ends_when_one_is_known_to_be_dead(listener: StepListener) -> None:
-    checks = iter([None, None, WorkerError("A rank died.")])
-
-    def check() -> None:
-        if error := next(checks):
-            raise error
-
-    with pytest.raises(WorkerError, match="A rank died"):
-        listener.accept(1, SECRET, 30.0, check=check)

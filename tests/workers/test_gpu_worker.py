@@ -12,8 +12,8 @@ import pytest
 
 from cluster.engine.options import EngineOptions, engine_config
 from pagedray.batch import SequencePlan, StepPlan, WorkerFailure
-from pagedray.channel import StepListener
 from pagedray.config import CacheSize
+from pagedray.step_listener import StepListener
 from tests.system.server_process import TINY_LLAMA
 from workers.gpu_worker import GpuWorker
 

@@ -20,9 +20,10 @@ from cluster.engine.executor import RankHealth
 from cluster.engine.faults.rank_monitor import RankMonitor
 from cluster.engine.ranks.rank_channels import RankChannels
 from cluster.engine.ranks.ray_reports import RayReports
-from pagedray.channel import ChannelClosedError, StepListener
+from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
 from pagedray.errors import HungRankError, StartupError, WorkerError
+from pagedray.step_listener import StepListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

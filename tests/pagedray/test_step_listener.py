@@ -1,0 +1,127 @@
+"""How ranks connect, while others that lack the secret connect too."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedray.batch import Shutdown
+from pagedray.channel import ChannelClosedError, ChannelTimeoutError
+from pagedray.errors import WorkerError
+from pagedray.step_listener import StepListener, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture(params=["unix:", "tcp:127.0.0.1:0"])
+def listener(request: pytest.FixtureRequest) -> Iterator[StepListener]:
+    with closing(StepListener(request.param)) as listening:
+        yield listening
+
+
+@pytest.fixture
+def tcp_listener() -> Iterator[StepListener]:
+    with closing(StepListener("tcp:127.0.0.1:0")) as listening:
+        yield listening
+
+
+def stranger(listener: StepListener) -> socket.socket:
+    """Return a connection of someone without the secret."""
+    kind, _, address = listener.endpoint.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(f"\0{address}")
+        return connection
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def test_wrong_secret_does_not_take_a_ranks_place(listener: StepListener) -> None:
+    stranger = connect(listener.endpoint, 0, b"x" * 32, 5.0)
+    friend = connect(listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    controller.send(Shutdown())
+    assert friend.receive(5.0) == Shutdown()
+    with pytest.raises(ChannelClosedError):
+        stranger.receive(5.0)
+    for channel in (stranger, friend, controller):
+        channel.close()
+
+
+def test_missing_ranks_are_named(listener: StepListener) -> None:
+    worker = connect(listener.endpoint, 1, SECRET, 5.0)
+    with pytest.raises(ChannelTimeoutError, match=r"\[0, 2\]"):
+        listener.accept(3, SECRET, 0.2)
+    worker.close()
+
+
+def test_wait_for_ranks_ends_when_one_is_known_to_be_dead(listener: StepListener) -> None:
+    checks = iter([None, None, WorkerError("A rank died.")])
+
+    def check() -> None:
+        if error := next(checks):
+            raise error
+
+    with pytest.raises(WorkerError, match="A rank died"):
+        listener.accept(1, SECRET, 30.0, check=check)
+
+
+def test_silent_connections_delay_no_rank(listener: StepListener) -> None:
+    silent = [stranger(listener) for _ in range(8)]
+    half = stranger(listener)
+    half.sendall(struct.pack("!I", 40) + b"half")
+    friend = connect(listener.endpoint, 0, SECRET, 5.0)
+    began_s = time.monotonic()
+    (controller,) = listener.accept(1, SECRET, 5.0)
+    # One by one, with a second each, they would take longer.
+    assert time.monotonic() - began_s < 1.0
+    for connection in (half, *silent):
+        connection.close()
+    friend.close()
+    controller.close()
+
+
+def test_a_connection_that_stays_silent_is_closed(listener: StepListener) -> None:
+    silent = stranger(listener)
+    silent.settimeout(5.0)
+    threading.Thread(target=accept_nothing, args=(listener, 1.5), daemon=True).start()
+    assert silent.recv(1) == b""
+    silent.close()
+
+
+def accept_nothing(listener: StepListener, timeout_s: float) -> None:
+    with pytest.raises(ChannelTimeoutError):
+        listener.accept(1, SECRET, timeout_s)
+
+
+def test_a_hello_is_short(listener: StepListener) -> None:
+    sender = stranger(listener)
+    sender.settimeout(5.0)
+    sender.sendall(struct.pack("!I", 257))
+    thread = threading.Thread(target=accept_nothing, args=(listener, 0.6), daemon=True)
+    thread.start()
+    # Closed at once, not after the second that a silent connection has.
+    assert sender.recv(1) == b""
+    thread.join(5.0)
+    sender.close()
+
+
+def test_a_flood_of_connections_keeps_no_rank_out(tcp_listener: StepListener) -> None:
+    silent = [stranger(tcp_listener) for _ in range(100)]
+    friend = connect(tcp_listener.endpoint, 0, SECRET, 5.0)
+    (controller,) = tcp_listener.accept(1, SECRET, 5.0)
+    controller.send(Shutdown())
+    assert friend.receive(5.0) == Shutdown()
+    for connection in silent:
+        connection.close()
+    friend.close()
+    controller.close()
