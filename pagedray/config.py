@@ -20,6 +20,7 @@ __all__ = [
     "EngineConfig",
     "KVCacheDtype",
     "LoadFormat",
+    "MessageSpecialTokens",
     "ModelConfig",
     "NormKind",
     "ParallelConfig",
@@ -36,6 +37,7 @@ Device = Literal["cuda", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 LoadFormat = Literal["auto", "dummy"]
+MessageSpecialTokens = Literal["text", "parse"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
@@ -279,6 +281,8 @@ class EngineConfig:
     """Random seed of dummy weights."""
     structure_compile_s: float = 10.0
     """CPU time limit for compiling one JSON schema, regular expression or grammar."""
+    message_special_tokens: MessageSpecialTokens = "text"
+    """Whether special tokens that clients write in messages are text, or parsed as such."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.structure_compile_s <= 60.0:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.options import EngineOptions
-from pagedray.config import Device, Dtype, KVCacheDtype, LoadFormat, PlacementStrategy, Preemption
+from pagedray.config import (
+    Device,
+    Dtype,
+    KVCacheDtype,
+    LoadFormat,
+    MessageSpecialTokens,
+    PlacementStrategy,
+    Preemption,
+)
 from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +49,12 @@ _GROUPS = {
             get_args(LoadFormat),
         ),
         _Flag("load_seed", "Random seed of dummy weights.", int),
+        _Flag(
+            "message_special_tokens",
+            "Special tokens that clients write in chat messages: text encodes them as ordinary "
+            "text, parse as special tokens, which lets clients forge roles.",
+            get_args(MessageSpecialTokens),
+        ),
         _Flag("max_model_len", "Context length in tokens. (default: the model's)", int),
         _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),

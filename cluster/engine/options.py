@@ -13,6 +13,7 @@ from pagedray.config import (
     EngineConfig,
     KVCacheDtype,
     LoadFormat,
+    MessageSpecialTokens,
     ParallelConfig,
     PlacementStrategy,
     Preemption,
@@ -64,6 +65,7 @@ class EngineOptions:
     enforce_eager: bool = _DEFAULTS["enforce_eager"]
     load_seed: int = _DEFAULTS["load_seed"]
     structure_compile_s: float = _DEFAULTS["structure_compile_s"]
+    message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
 
 
 def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
@@ -94,6 +96,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         enforce_eager=options.enforce_eager,
         load_seed=options.load_seed,
         structure_compile_s=options.structure_compile_s,
+        message_special_tokens=options.message_special_tokens,
     )
 
 

@@ -16,6 +16,7 @@ from pagedray.request import check_token_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cluster.serving.text.literal_tokens import MarkedText
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
@@ -43,6 +44,7 @@ class PromptReader:
         self._has_unknown_tokens = tokenizer.vocab_size > self._vocab_size
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
+        self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
         self,
@@ -72,27 +74,41 @@ class PromptReader:
     async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
-        render = functools.partial(
-            self._tokenizer.render_chat,
-            prompt.messages,
-            tools=prompt.tools,
-            adds_generation_prompt=prompt.adds_generation_prompt,
-            continues_final_message=prompt.continues_final_message,
-        )
+        render = functools.partial(self._render, prompt)
         is_long = len(prompt.messages) + len(prompt.tools) >= _LONG_CHAT
-        text = (
+        marked = (
             await self._text_pool.run_in_thread(render)
             if self._text_pool is not None and is_long
             else render()
         )
+        text = marked.restored
         check_unicode(text, "messages")
         # The template adds the special tokens.
         return await self._encode(
-            text, "messages", add_special_tokens=False, is_long=len(text) >= _LONG_TEXT
+            text,
+            "messages",
+            add_special_tokens=False,
+            is_long=len(text) >= _LONG_TEXT,
+            marked=marked if marked.originals else None,
+        )
+
+    def _render(self, prompt: ChatPrompt) -> MarkedText:
+        return self._tokenizer.render_marked_chat(
+            prompt.messages,
+            tools=prompt.tools,
+            adds_generation_prompt=prompt.adds_generation_prompt,
+            continues_final_message=prompt.continues_final_message,
+            marks_special_tokens=self._marks_special_tokens,
         )
 
     async def _encode(
-        self, text: str, param: str, *, add_special_tokens: bool, is_long: bool
+        self,
+        text: str,
+        param: str,
+        *,
+        add_special_tokens: bool,
+        is_long: bool,
+        marked: MarkedText | None = None,
     ) -> tuple[int, ...]:
         # A longer text exceeds the context whatever its tokens are.
         most = self._context * self._tokenizer.max_token_length
@@ -102,12 +118,15 @@ class PromptReader:
                 f"holds at most {most}.",
                 param=param,
             )
-        if self._text_pool is None or not is_long:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        pool = self._text_pool if is_long else None
+        if marked is not None:
+            encode = functools.partial(self._tokenizer.encode_marked, marked)
         else:
-            token_ids = await self._text_pool.run_in_thread(
-                self._tokenizer.encode_without_gil, text, add_special_tokens=add_special_tokens
+            encode_text = (
+                self._tokenizer.encode if pool is None else self._tokenizer.encode_without_gil
             )
+            encode = functools.partial(encode_text, text, add_special_tokens=add_special_tokens)
+        token_ids = encode() if pool is None else await pool.run_in_thread(encode)
         if self._has_unknown_tokens:
             self._check_known(token_ids, param)
         return tuple(token_ids)

@@ -61,7 +61,8 @@ class Message(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = Field(  # Any: an error names the invalid part
         None,
-        description="A string or an array of text parts; optional with `tool_calls`.",
+        description="A string or an array of text parts; optional with `tool_calls`. Special "
+        "tokens of the model in it, as in every text of a message or tool, are ordinary text.",
         json_schema_extra={
             "anyOf": [
                 {"type": "string"},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 import tokenizers
 
 from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -37,6 +38,7 @@ class Tokenizer:
         """
         self._tokenizer = tokenizer
         self._template = template
+        self._literals = None if template is None else LiteralTokens(tokenizer)
         self._token_bytes = None if is_encoder else TokenBytes(tokenizer)
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
@@ -86,6 +88,15 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
+    def encode_marked(self, marked: MarkedText) -> list[int]:
+        """Return the token ids of a rendered conversation, without the interpreter's lock.
+
+        What marks stand for becomes no special token. Raises InvalidRequestError.
+        """
+        if self._literals is None or not marked.originals:
+            return self.encode_without_gil(marked.text, add_special_tokens=False)
+        return self._literals.encode(marked)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -112,6 +123,30 @@ class Tokenizer:
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
         )
+
+    def render_marked_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        adds_generation_prompt: bool = True,
+        continues_final_message: bool = False,
+        marks_special_tokens: bool,
+    ) -> MarkedText:
+        """Return what `render_chat` does, if asked for with marks for the messages' special tokens.
+
+        Raises InvalidRequestError.
+        """
+        originals: Mapping[str, str] = {}
+        if self._literals is not None and marks_special_tokens:
+            messages, tools, originals = self._literals.mark(messages, tools)
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            adds_generation_prompt=adds_generation_prompt,
+            continues_final_message=continues_final_message,
+        )
+        return MarkedText(text, originals)
 
     @property
     def template_source(self) -> str:

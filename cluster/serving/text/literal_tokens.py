@@ -1,0 +1,241 @@
+"""Special tokens that clients write in messages, encoded as the text that they are.
+
+A chat template writes special tokens as text, beside the text of the messages, and the tokenizer
+would find both. So before a conversation is rendered, a mark replaces each special token in what
+the client sent; those in the rendered text are then the template's. A second tokenizer with the
+same model reads the client's as ordinary text, and the template's by an alias of each.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+__all__ = ["LiteralTokens", "MarkedText"]
+
+_NUM_NONCE_BITS = 128
+_NUM_NONCE_DIGITS = 39
+_NUM_INDEX_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A rendered conversation, in which marks may stand for texts of the client."""
+
+    text: str
+    originals: Mapping[str, str]
+    """The text that each mark stands for; empty for most conversations."""
+
+    @property
+    def restored(self) -> str:
+        """The text with the client's own in place of the marks."""
+        return _restored(self.text, self.originals)
+
+
+class LiteralTokens:
+    """Marks special tokens in conversations, and encodes what was rendered from them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        self._special = {token_id: token.content for token_id, token in special.items()}
+        self._finder = _TokenFinder(special.values(), tokenizer)
+        # A client that knew an alias could write the token.
+        nonce = f"{secrets.randbits(_NUM_NONCE_BITS):x}"
+        self._aliases = {token.content: f"{nonce}x{one}z" for one, token in special.items()}
+        self._tokenizer = _with_aliases(tokenizer, self._aliases)
+        self._id_of_alias = {
+            self._tokenizer.token_to_id(self._aliases[token.content]): token_id
+            for token_id, token in special.items()
+        }
+
+    def mark(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]]
+    ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, object]], Mapping[str, str]]:
+        """Return a conversation with marks, and the text that each stands for."""
+        marker = _Marker(self._finder)
+        marked = [marker.mark_message(message) for message in messages]
+        return marked, [marker.mark_value(tool) for tool in tools], marker.originals
+
+    def encode(self, marked: MarkedText) -> list[int]:
+        """Return the token ids of a rendered conversation, without holding the interpreter's lock.
+
+        Raises InvalidRequestError if only a special token can represent its text.
+        """
+        text = self._finder.pattern.sub(lambda found: self._aliases[found[0]], marked.text)
+        text = _restored(text, marked.originals)
+        # Unlike `encode`, this releases the lock.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        self._check_literal(encoding, text)
+        return [self._id_of_alias.get(token_id, token_id) for token_id in encoding.ids]
+
+    def _check_literal(self, encoding: Encoding, text: str) -> None:
+        # A token of the vocabulary may have the same text, for example in a unigram model.
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # A character that the vocabulary lacks becomes a special token, too.
+            if token_id in self._special and self._special[token_id] in text[begin:end]:
+                raise InvalidRequestError(
+                    "messages contain the text of a special token, which the model's tokenizer "
+                    "cannot represent as ordinary text.",
+                    param="messages",
+                )
+
+
+class _TokenFinder:
+    """Finds special tokens in a text, and parts that another text beside it may complete."""
+
+    def __init__(self, special: Collection[AddedToken], tokenizer: Tokenizer) -> None:
+        # The tokenizer takes the longest one, too.
+        texts = sorted((token.content for token in special), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        """Matches special tokens."""
+        self._longest_part = len(texts[0]) - 1 if texts else 0
+        self._heads = {text[:end] for text in texts for end in range(1, len(text))}
+        self._tails = {text[begin:] for text in texts for begin in range(1, len(text))}
+        self._first_characters = {text[0] for text in texts}
+        self._last_characters = {text[-1] for text in texts}
+        normalizer = tokenizer.normalizer
+        is_normalized = any(token.normalized for token in special)
+        self._normalize = normalizer.normalize_str if normalizer and is_normalized else None
+
+    def part_to_mark(self, text: str) -> tuple[int, int]:
+        """Return where the part of a text to mark begins and ends; it is empty for most texts.
+
+        Spaces around a text stay outside, since templates strip them.
+        """
+        end = len(text.rstrip())
+        begin = len(text) - len(text.lstrip())
+        if self._normalize is not None and self.pattern.search(self._normalize(text)):
+            return begin, end
+        tail_size = self._tail_size(text[begin : begin + self._longest_part])
+        token = self.pattern.search(text, begin + tail_size)
+        if token is not None:
+            # Not only that token: there may be a million of them.
+            return begin if tail_size else token.start(), max(end, token.end())
+        head_size = self._head_size(text[max(0, end - self._longest_part) : end])
+        if tail_size:
+            return begin, end if head_size else begin + tail_size
+        return end - head_size, end
+
+    def _tail_size(self, window: str) -> int:
+        """Return the length of the rest of a token with which a text begins, or 0."""
+        if not self._last_characters.isdisjoint(window):
+            for size in range(len(window), 0, -1):
+                if window[:size] in self._tails:
+                    return size
+        return 0
+
+    def _head_size(self, window: str) -> int:
+        """Return the length of the first part of a token with which a text ends, or 0."""
+        if not self._first_characters.isdisjoint(window):
+            for size in range(len(window), 0, -1):
+                if window[-size:] in self._heads:
+                    return size
+        return 0
+
+
+class _Marker:
+    """Replaces parts of the texts of one conversation by marks."""
+
+    def __init__(self, finder: _TokenFinder) -> None:
+        self._finder = finder
+        self._nonce = ""
+        self.originals: dict[str, str] = {}
+        """The text that each mark stands for."""
+
+    def mark_message(self, message: ChatMessage) -> ChatMessage:
+        """Return a message with marks; its role is one of a few words."""
+        return replace(
+            message,
+            content=self._mark(message.content),
+            tool_calls=tuple(map(self._mark_call, message.tool_calls)),
+            tool_call_id=self.mark_value(message.tool_call_id),
+            name=self.mark_value(message.name),
+        )
+
+    # Any: a value in JSON, whose type stays the same.
+    def mark_value(self, value: Any) -> Any:
+        """Return a value in JSON with marks."""
+        if isinstance(value, str):
+            return self._mark(value)
+        if isinstance(value, Mapping):
+            return {self._mark(key): self.mark_value(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark_value(one) for one in value]
+        return value
+
+    def _mark_call(self, call: MessageToolCall) -> MessageToolCall:
+        return MessageToolCall(
+            id=self._mark(call.id),
+            name=self._mark(call.name),
+            arguments=self.mark_value(call.arguments),
+        )
+
+    def _mark(self, text: str) -> str:
+        begin, end = self._finder.part_to_mark(text)
+        if begin >= end:
+            return text
+        # Digits, which templates do not convert.
+        self._nonce = self._nonce or f"{secrets.randbits(_NUM_NONCE_BITS):0{_NUM_NONCE_DIGITS}d}"
+        mark = f"{self._nonce}{len(self.originals):0{_NUM_INDEX_DIGITS}d}"
+        self.originals[mark] = text[begin:end]
+        return f"{text[:begin]}{mark}{text[end:]}"
+
+
+def _with_aliases(tokenizer: Tokenizer, aliases: Mapping[str, str]) -> Tokenizer:
+    """Return a tokenizer that knows special tokens by their aliases only."""
+    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    # The model and its vocabulary are shared.
+    made = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        made.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        made.pre_tokenizer = tokenizer.pre_tokenizer
+    # Tokens get the ids that they have, in the order of these; one by one it would take minutes.
+    for is_special, tokens in groupby(added, key=lambda token: token.special):
+        add = made.add_special_tokens if is_special else made.add_tokens
+        add(list(tokens))
+    if _ids_of_added(made) != _ids_of_added(tokenizer):
+        # Ids of tokens were not given in order.
+        made = Tokenizer.from_str(tokenizer.to_str())
+    made.add_tokens(
+        [
+            AddedToken(
+                aliases[token.content],
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+            )
+            for token in added
+            if token.special
+        ]
+    )
+    made.encode_special_tokens = True
+    return made
+
+
+def _ids_of_added(tokenizer: Tokenizer) -> dict[str, int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items()}
+
+
+def _restored(text: str, originals: Mapping[str, str]) -> str:
+    if not originals:
+        return text
+    # All marks begin with the same number.
+    nonce = next(iter(originals))[:_NUM_NONCE_DIGITS]
+    mark = f"{nonce}[0-9]{{{_NUM_INDEX_DIGITS}}}"
+    return re.sub(mark, lambda found: originals[found[0]], text)
