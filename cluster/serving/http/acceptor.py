@@ -8,6 +8,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from cluster.serving.telemetry.line_limit import LineLimit
+
 if TYPE_CHECKING:
     import socket
     import ssl
@@ -21,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_AT_ONCE = 64
 _PAUSE_S = 1.0
-_LOG_INTERVAL_S = 60.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -49,7 +50,7 @@ class Acceptor:
         self._num_open: Counter[str] = Counter()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._next_log_s = 0.0
+        self._lines = LineLimit()
         self._resuming: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._loop.add_reader(listener, self._accept_waiting)
@@ -133,9 +134,7 @@ class Acceptor:
         )
 
     def _log(self, reason: str) -> None:
-        now_s = self._loop.time()
-        if now_s >= self._next_log_s:
-            self._next_log_s = now_s + _LOG_INTERVAL_S
+        if self._lines.count_event():
             logger.warning(
                 "HTTP connections are refused: %s. Raise the limit of open files (ulimit -n) if "
                 "these are clients of yours.",

@@ -8,6 +8,7 @@ chunk extensions and trailers, rejects requests that another HTTP parser might r
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 from http import HTTPStatus
@@ -18,12 +19,15 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.http.errors import error_body
+from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
 __all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 2**16
 """Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
@@ -52,6 +56,8 @@ class HttpConnection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     note_refusal: Callable[[], None]
     """Called when a request is rejected here."""
+    invalid_lines: ClassVar[LineLimit]
+    """Limits the log lines about invalid requests on all connections."""
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -182,6 +188,9 @@ class HttpConnection(HttpToolsProtocol):
             coding = dict(self.headers)[b"transfer-encoding"]
             if names.count(b"transfer-encoding") > 1 or coding.lower() != b"chunked":
                 raise _InvalidRequestError
+            # HTTP/1.0 has no chunks, so a proxy may take what follows the head for all of the body.
+            if version == "1.0":
+                raise _InvalidRequestError
 
     @property
     def _is_waiting_for_head(self) -> bool:
@@ -198,8 +207,17 @@ class HttpConnection(HttpToolsProtocol):
         elif self._has_long_head:
             self._refuse_long()
         else:
-            self.logger.warning("Invalid HTTP request received.")
+            self._log_invalid()
             self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
+
+    def _log_invalid(self) -> None:
+        num_requests = self.invalid_lines.count_event()
+        if num_requests:
+            logger.warning(
+                "Requests that are not valid HTTP: %d, the last one from %s.",
+                num_requests,
+                self.client[0] if self.client else "an unknown address",
+            )
 
     def _refuse_long(self) -> None:
         text = f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes."
@@ -264,6 +282,7 @@ def connection_kind(
         "write_timeout_s": write_timeout_s,
         "note_refusal": staticmethod(note_refusal),
         "note_stall": staticmethod(note_stall),
+        "invalid_lines": LineLimit(),
     }
     return type("HttpConnection", (HttpConnection,), members)
 

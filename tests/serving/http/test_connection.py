@@ -323,3 +323,42 @@ async def test_connections_made_while_the_server_stops_do_not_hold_it_up(
     await asyncio.wait_for(stopping, 5.0)
     for end in ends:
         end.close()
+
+
+CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b"identity", b"gzip, chunked"])
+def test_transfer_encoding_of_http_1_0_is_refused(
+    server: Server, engine: FakeEngine, coding: bytes
+) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n"
+        b"Content-Type: application/json\r\nTransfer-Encoding: %b\r\n\r\n" % coding
+    )
+    with connect(server) as connection:
+        connection.sendall(head + CHUNKS % (len(body), body))
+        received = read_to_end(connection)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert engine.log.submitted == []
+
+
+def test_http_1_0_with_a_length_is_served(server: Server, engine: FakeEngine) -> None:
+    with connect(server) as connection:
+        connection.sendall(call(stream=False, max_tokens=2).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_invalid_requests_are_logged_in_one_line(
+    slow_server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await slow_server.start_server()
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    await slow_server.stop_server()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["Requests that are not valid HTTP: 1, the last one from 127.0.0.1."]

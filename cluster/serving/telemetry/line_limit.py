@@ -1,0 +1,35 @@
+"""Limits log lines that any client can cause."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LineLimit"]
+
+_INTERVAL_S = 60.0
+
+
+class LineLimit:
+    """Allows one log line a minute, about all events since the last one."""
+
+    def __init__(
+        self, *, interval_s: float = _INTERVAL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next_s = clock()
+        self._num_events = 0
+
+    def count_event(self) -> int:
+        """Count an event; return the number to log, or 0 if there is to be no line yet."""
+        self._num_events += 1
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return 0
+        self._next_s = now_s + self._interval_s
+        num_events, self._num_events = self._num_events, 0
+        return num_events
