@@ -75,6 +75,7 @@ def _serve(parsed: argparse.Namespace) -> int:
                 resumes_anonymous=parsed.resume_anonymous,
                 resume_buffer=BufferLimits(parsed.resume_buffer_mib * 2**20),
             ),
+            allowed_hosts=parsed.allowed_hosts or (),
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()

@@ -85,6 +85,14 @@ def _add_serve(commands: _Commands) -> None:
         group.add_argument(
             f"--{name.lower()}-port", type=int, default=port, metavar="PORT", help=what
         )
+    group.add_argument(
+        "--allowed-hosts",
+        type=_names,
+        metavar="NAME,NAME",
+        help="Host names for which HTTP answers without --api-keys, besides IP addresses, "
+        "localhost and --host; * is all. Web pages of these hosts may use the server. (default: "
+        "none)",
+    )
     for flag, what in _FILES.items():
         group.add_argument(flag, type=Path, metavar="FILE", help=what)
     group.add_argument(
@@ -220,6 +228,14 @@ def _model_command(
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face checkpoint.")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that is separated by commas."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"must be names separated by commas, not {text!r}")
+    return names
 
 
 def _count(low: int, high: int) -> Callable[[str], int]:

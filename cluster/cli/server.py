@@ -54,6 +54,7 @@ class Server:
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits,
+        allowed_hosts: tuple[str, ...] = (),
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -69,6 +70,7 @@ class Server:
         self._tracer = tracer
         self._tool_format = tool_format
         self._reader_limits = reader_limits
+        self._allowed_hosts = allowed_hosts
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -109,6 +111,7 @@ class Server:
             tracer=self._tracer,
             tool_format=self._tool_format,
             reader_limits=self._reader_limits,
+            allowed_hosts=self._allowed_hosts,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()

@@ -7,12 +7,15 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from cluster.serving.connection_limits import connection_limits
+from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
 from cluster.serving.rpc.server import GrpcServer
 from cluster.serving.servicer import Servicer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.reader_limits import ReaderLimits
@@ -47,10 +50,12 @@ class Frontends:
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits | None = None,
+        allowed_hosts: Iterable[str] = (),
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
-        Without certificates, TLS is disabled.
+        Without certificates, TLS is disabled. Without keys, HTTP answers for `allowed_hosts`
+        besides IP addresses, `localhost` and `host`.
         """
         self.servicer = Servicer(
             client,
@@ -78,7 +83,9 @@ class Frontends:
             None
             if http_port is None
             else HttpServer(
-                build_http_app(self.servicer),
+                build_http_app(
+                    self.servicer, allowed_hosts=AllowedHosts(allowed_hosts, own_name=host)
+                ),
                 host=host,
                 port=http_port,
                 certificates=certificates,

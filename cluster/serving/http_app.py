@@ -9,12 +9,21 @@ from cluster.serving.http.app import READ_TIMEOUT_S, HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 
 if TYPE_CHECKING:
+    from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.servicer import Servicer
 
 __all__ = ["build_http_app"]
 
 
-def build_http_app(servicer: Servicer, *, read_timeout_s: float = READ_TIMEOUT_S) -> HttpApp:
-    """Return the ASGI application; a body must arrive within `read_timeout_s`."""
+def build_http_app(
+    servicer: Servicer,
+    *,
+    read_timeout_s: float = READ_TIMEOUT_S,
+    allowed_hosts: AllowedHosts | None = None,
+) -> HttpApp:
+    """Return the ASGI application; a body must arrive within `read_timeout_s`.
+
+    `allowed_hosts` are checked if no keys are required; None allows all.
+    """
     endpoints = (*openai_endpoints(servicer), *server_endpoints(servicer))
-    return HttpApp(servicer, endpoints, read_timeout_s=read_timeout_s)
+    return HttpApp(servicer, endpoints, read_timeout_s=read_timeout_s, allowed_hosts=allowed_hosts)

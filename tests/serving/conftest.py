@@ -63,6 +63,7 @@ class Server:
         key_file: Path | None = None,
         reader_limits: ReaderLimits | None = None,
         certificates: CertificateStore | None = None,
+        allowed_hosts: tuple[str, ...] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -78,6 +79,7 @@ class Server:
             authenticator=None if key_file is None else Authenticator(key_file),
             reader_limits=reader_limits,
             certificates=certificates,
+            allowed_hosts=allowed_hosts,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NO_HTTP = (
     b"GET / HTTP/1.1\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nA: %b\r\n\r\n" % (b"a" * 2**17),
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nA: %b\r\n\r\n" % (b"a" * 2**17),
 )
 JSON = {"content-type": "application/json"}
 

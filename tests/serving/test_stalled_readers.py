@@ -76,7 +76,7 @@ def opened(
         }
     ).encode()  # fmt: skip
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     )
     return connection
@@ -143,7 +143,7 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
     server = HttpServer(app, host="127.0.0.1", port=0)
     await server.start_server()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /big HTTP/1.1\r\nHost: localhost\r\n\r\n")
         stalls = servicer.metrics.registry.get_sample_value
         labels = {"front": "http"}
         await wait_until(lambda: stalls("pagedray_stalled_readers_total", labels) == 1)

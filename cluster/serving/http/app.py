@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.inputs import Operation
     from cluster.serving.servicer import Servicer
 
@@ -50,12 +51,21 @@ class HttpApp:
     """An ASGI application of some endpoints over one servicer."""
 
     def __init__(
-        self, servicer: Servicer, endpoints: tuple[Endpoint, ...], *, read_timeout_s: float
+        self,
+        servicer: Servicer,
+        endpoints: tuple[Endpoint, ...],
+        *,
+        read_timeout_s: float,
+        allowed_hosts: AllowedHosts | None = None,
     ) -> None:
-        """A body must arrive within `read_timeout_s`."""
+        """A body must arrive within `read_timeout_s`.
+
+        `allowed_hosts` are checked if no keys are required; None allows all.
+        """
         self.endpoints = endpoints
         self.read_timeout_s = read_timeout_s
         self._servicer = servicer
+        self._allowed_hosts = allowed_hosts
         self._table = EndpointTable(endpoints)
 
     @property
@@ -95,6 +105,7 @@ class HttpApp:
             return _refusal(InternalError())
 
     async def _dispatch(self, request: Request) -> Response:
+        self._check_host(request)
         methods, rest = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
         tenant = self._authorize(request, endpoint)
@@ -114,6 +125,17 @@ class HttpApp:
         if endpoint.operation is not None and not is_continued:
             self._check_room(call, endpoint.operation)
         return await endpoint.handler(call)
+
+    def _check_host(self, request: Request) -> None:
+        """Raise HTTPException for a request that another site's page may have caused."""
+        # A page does not know the visitor's key.
+        if self._allowed_hosts is None or self._servicer.authenticator.requires_keys:
+            return
+        try:
+            self._allowed_hosts.check(request.headers)
+        except HTTPException:
+            self._servicer.metrics.count_outcome("forbidden", "http")
+            raise
 
     def _check_room(self, call: HttpCall, operation: Operation) -> None:
         """Raise OverloadedError if the queue is full, before the body is read."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def post(body: bytes, *, num_declared: int | None = None) -> bytes:
     """Return the bytes of a request."""
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (num_declared or len(body), body)
     )
 
@@ -129,7 +129,7 @@ async def test_missing_head_times_out(slow_server: HttpServer, begun: bytes) -> 
 async def test_missing_second_head_times_out(slow_server: HttpServer) -> None:
     await slow_server.start_server()
     reader, writer = await asyncio.open_connection("127.0.0.1", slow_server.port)
-    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await reader.readuntil(b"]}")
     writer.write(b"GET /he")
     async with asyncio.timeout(2.0):
@@ -153,7 +153,7 @@ async def test_stop_during_a_body_is_quiet_and_quick(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
 IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -334,7 +334,7 @@ def test_transfer_encoding_of_http_1_0_is_refused(
 ) -> None:
     body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
     head = (
-        b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n"
+        b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nConnection: keep-alive\r\n"
         b"Content-Type: application/json\r\nTransfer-Encoding: %b\r\n\r\n" % coding
     )
     with connect(server) as connection:
