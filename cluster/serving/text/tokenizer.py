@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 import tokenizers
 
 from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
@@ -22,7 +23,10 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; thread-safe."""
+    """The tokenizer of one checkpoint; thread-safe.
+
+    A panic of the library, for example because of an invalid file, is a LibraryPanicError.
+    """
 
     def __init__(
         self,
@@ -78,16 +82,19 @@ class Tokenizer:
         if resize is not None:
             resize(0)
 
+    @panics_as_errors()
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with special tokens such as a leading BOS."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    @panics_as_errors()
     def encode_without_gil(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the result of `encode`, without holding the interpreter's lock."""
         # Only the batch method releases the lock.
         encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
+    @panics_as_errors()
     def encode_marked(self, marked: MarkedText) -> list[int]:
         """Return the token ids of a rendered conversation, without the interpreter's lock.
 
@@ -97,6 +104,7 @@ class Tokenizer:
             return self.encode_without_gil(marked.text, add_special_tokens=False)
         return self._literals.encode(marked)
 
+    @panics_as_errors()
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -124,6 +132,7 @@ class Tokenizer:
             continues_final_message=continues_final_message,
         )
 
+    @panics_as_errors()
     def render_marked_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -163,7 +172,8 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the checkpoint needs a tokenizer.")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        with panics_as_errors():
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The library raises no more specific error.
     except Exception as error:
         raise CheckpointError(f"{path} is not a valid tokenizer: {_one_line(error)}.") from error

@@ -1,0 +1,32 @@
+"""Panics of a library in Rust, as errors.
+
+A panic reaches Python as an exception that is no `Exception`, so that handlers of errors miss it.
+Its class cannot be imported, and each library has its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LibraryPanicError", "panics_as_errors"]
+
+_MODULE = "pyo3_runtime"
+
+
+class LibraryPanicError(RuntimeError):
+    """A library panicked, for example in a tokenizer that its file describes wrongly."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise LibraryPanicError in place of a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != _MODULE:
+            raise
+        raise LibraryPanicError(f"The tokenizer library panicked: {error}") from error
