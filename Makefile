@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-.PHONY: setup demo test test-slow chaos check protos freeze-protos clean
+.PHONY: setup demo test test-slow test-hostile chaos check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ test: check
 # Ray Serve with several replicas, and structured output over ranks.
 test-slow: setup
 	@scripts/test -m slow
+
+# Hostile clients beside honest ones: every attack in full, with times.
+test-hostile: setup
+	@$(BIN)/python -m tests.hostile
 
 # Ten minutes of faults under load, two ranks on this machine.
 chaos: setup

@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of each case (%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("bad_requests")
+    report = Report("tests.load.bad_requests")
     pin_load()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.toml"

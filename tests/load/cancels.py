@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--cancels", type=int, default=2000, help="on each frontend (%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("cancels")
+    report = Report("tests.load.cancels")
     pin_load()
     with MeasuredServer(*SERVER_ARGUMENTS) as server:
         report.add("server", server.command)

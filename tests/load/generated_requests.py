@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("generated_requests")
+    report = Report("tests.load.generated_requests")
     pin_load()
     with MeasuredServer("--log-level=warning") as server:
         report.add("server", server.command)

@@ -37,11 +37,22 @@ def pin_load() -> None:
 class MeasuredServer:
     """A server of the bundled model on selected cores, as a context manager."""
 
-    def __init__(self, *arguments: str, has_rank_processes: bool = False) -> None:
-        """With rank processes, the server may use the other core, too."""
+    def __init__(
+        self,
+        *arguments: str,
+        has_rank_processes: bool = False,
+        max_descriptors: int | None = None,
+    ) -> None:
+        """With rank processes, the server may use the other core, too.
+
+        `max_descriptors` is its hard limit of open files; None leaves the limit as it is.
+        """
         self._executor = "ray" if has_rank_processes else "local"
         self._cores = f"{SERVER_CORE},{LOAD_CORE}" if has_rank_processes else str(SERVER_CORE)
         self._arguments = arguments
+        self._prefix = ["taskset", "-c", self._cores]
+        if max_descriptors is not None:
+            self._prefix += ["prlimit", f"--nofile={max_descriptors}:{max_descriptors}"]
         self._log = tempfile.NamedTemporaryFile(prefix="pagedray-load-")  # noqa: SIM115  # closed in __exit__
         self._process: subprocess.Popen[str] | None = None
         self.http_port = 0
@@ -60,16 +71,17 @@ class MeasuredServer:
     @property
     def command(self) -> str:
         """The equivalent shell command."""
-        pinned = ["taskset -c", self._cores, "pagedray serve examples/tiny-llama"]
-        return " ".join([*pinned, *self._all_arguments()])
+        serve = "pagedray serve examples/tiny-llama"
+        return " ".join([*self._prefix, serve, *self._all_arguments()])
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server and its child processes."""
+        process = psutil.Process(self._running.pid)
+        return [process, *process.children(recursive=True)]
 
     def rss_mib(self) -> float:
         """Return the memory of the server and its child processes in MiB."""
-        process = psutil.Process(self._running.pid)
-        return (
-            sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
-            / 2**20
-        )
+        return sum(one.memory_info().rss for one in self.processes()) / 2**20
 
     def cpu_s(self) -> float:
         """Return the CPU time of the server in seconds."""
@@ -113,7 +125,7 @@ class MeasuredServer:
     def __enter__(self) -> Self:
         command, environment = serve_command(TINY_LLAMA, *self._all_arguments())
         self._process = subprocess.Popen(
-            ["taskset", "-c", self._cores, *command],
+            [*self._prefix, *command],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

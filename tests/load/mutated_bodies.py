@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("mutated_bodies")
+    report = Report("tests.load.mutated_bodies")
     pin_load()
     with MeasuredServer(*SERVER_ARGUMENTS) as server:
         report.add("server", server.command)

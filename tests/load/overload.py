@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--overload-s", type=float, default=30.0, help="(%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("overload")
+    report = Report("tests.load.overload")
     pin_load()
     makers: dict[str, Callable[[MeasuredServer, int], Client]] = {
         "http": HttpClient,

@@ -24,10 +24,10 @@ _PACKAGES = ("grpcio", "msgspec", "protobuf", "pydantic", "starlette", "torch", 
 class Report:
     """The figures of one program."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is the module in this folder."""
+    def __init__(self, module: str) -> None:
+        """`module` is the program, such as `tests.load.overload`."""
         self._found: dict[str, object] = {
-            "command": " ".join(["python -m", f"tests.load.{name}", *_arguments()]),
+            "command": " ".join(["python -m", module, *_arguments()]),
             "date": datetime.now(UTC).date().isoformat(),
             "cpu": cpu_name(),
             "python": platform.python_version(),

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--write-timeout-s", type=float, default=20.0, help="(%(default)s)")
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("stalled_readers")
+    report = Report("tests.load.stalled_readers")
     pin_load()
     arguments = (
         f"--write-timeout-s={options.write_timeout_s:g}",

@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     Report.add_argument(parser)
     options = parser.parse_args()
-    report = Report("tenant_timing")
+    report = Report("tests.load.tenant_timing")
     pin_load()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.toml"

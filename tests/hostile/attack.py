@@ -1,0 +1,54 @@
+"""What an attack is: traffic of a hostile client, and what the server must keep beside it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+__all__ = ["Attack", "Findings", "Target"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The server as the attacker sees it."""
+
+    http_port: int
+    grpc_port: int
+    key: str | None
+    """The attacker's own key; None if the server has no keys. Another tenant has another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the attacker did and saw."""
+
+    figures: Mapping[str, object] = field(default_factory=dict)
+    """For the report, such as the number of frames sent."""
+    broken: tuple[str, ...] = ()
+    """What the attacker reached that it must not, a sentence each."""
+
+
+class Attack(ABC):
+    """One kind of hostile client. It runs in a process of its own, so its instance is pickled."""
+
+    name: ClassVar[str]
+    """In words, as in the report."""
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """Further arguments of `pagedray serve`."""
+    has_keys: ClassVar[bool] = True
+    """Whether the server requires keys."""
+    max_descriptors: ClassVar[int | None] = None
+    """The limit of open files of the server; None is that of this process."""
+    fast_s: ClassVar[float] = 1.0
+    """How long it runs in `make test`."""
+    full_s: ClassVar[float] = 8.0
+    """How long it runs in `make test-hostile`."""
+    max_growth_mib: ClassVar[float] = 64.0
+    """The server's memory beyond that before the attack."""
+    max_log_lines: ClassVar[int] = 20
+
+    @abstractmethod
+    def run(self, target: Target, seconds: float) -> Findings:
+        """Attack for about `seconds` with blocking calls; close all connections."""

@@ -1,0 +1,39 @@
+"""All attacks, by the names of their modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.hostile.attacks.continuation_flood import ContinuationFlood
+from tests.hostile.attacks.header_bomb import HeaderBomb
+from tests.hostile.attacks.header_name_bomb import HeaderNameBomb
+from tests.hostile.attacks.idle_connections import IdleConnections
+from tests.hostile.attacks.keyless_calls import KeylessCalls
+from tests.hostile.attacks.ping_flood import PingFlood
+from tests.hostile.attacks.rapid_reset import RapidReset
+from tests.hostile.attacks.settings_flood import SettingsFlood
+from tests.hostile.attacks.slow_heads import SlowHeads
+from tests.hostile.attacks.smuggling import Smuggling
+from tests.hostile.attacks.watch_calls import WatchCalls
+
+if TYPE_CHECKING:
+    from tests.hostile.attack import Attack
+
+__all__ = ["ATTACKS"]
+
+ATTACKS: dict[str, type[Attack]] = {
+    kind.__module__.rpartition(".")[2]: kind
+    for kind in (
+        ContinuationFlood,
+        HeaderBomb,
+        HeaderNameBomb,
+        IdleConnections,
+        KeylessCalls,
+        PingFlood,
+        RapidReset,
+        SettingsFlood,
+        SlowHeads,
+        Smuggling,
+        WatchCalls,
+    )
+}

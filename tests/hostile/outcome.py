@@ -1,0 +1,108 @@
+"""How a server fared under an attack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.hostile.attack import Attack, Findings
+from tests.hostile.health_probe import Probed
+from tests.hostile.honest_tenant import Streamed
+from tests.load.report import times_ms
+
+__all__ = ["TABLE_HEAD", "Outcome", "Period"]
+
+TABLE_HEAD = f"{'attack':28} {'gap p99 ms':>18} {'health p99 ms':>20} {'RSS MiB':>16}  held"
+
+_MAX_GAP_RATIO = 2.0
+_MAX_HEALTH_P99_MS = 250.0
+_MAX_LEFT_MIB = 64.0
+"""Memory that may still be held some seconds after the attack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Period:
+    """What honest clients saw in a period."""
+
+    streamed: Streamed
+    probed: Probed
+
+    def gap_p99_ms(self) -> float:
+        """Return the 99th percentile of the tenant's time between tokens."""
+        return times_ms(self.streamed.gaps_s).get("p99_ms", 0.0)
+
+    def health_p99_ms(self) -> float:
+        """Return the 99th percentile of a health check's time."""
+        return times_ms(self.probed.seconds).get("p99_ms", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """An attack's figures, and what did not hold."""
+
+    attack: Attack
+    findings: Findings
+    before: Period
+    beside: Period
+    rss_before_mib: float
+    rss_peak_mib: float
+    rss_after_mib: float
+    num_log_lines: int
+    """Written during the attack and after it."""
+    num_tracebacks: int
+
+    def damage(self) -> list[str]:
+        """Return what did not hold, except times, as sentences."""
+        attack = self.attack
+        found = list(self.findings.broken)
+        found += [f"The honest tenant lost a request: {text}" for text in self._lost()[:3]]
+        found += [f"A health check failed: {text}" for text in self.beside.probed.failed[:3]]
+        growth_mib = self.rss_peak_mib - self.rss_before_mib
+        if growth_mib > attack.max_growth_mib:
+            found.append(f"Memory grew by {growth_mib:.0f} MiB.")
+        if self.num_log_lines > attack.max_log_lines:
+            found.append(f"The server logged {self.num_log_lines} lines.")
+        if self.num_tracebacks:
+            found.append(f"The log has {self.num_tracebacks} tracebacks.")
+        return found
+
+    def delays(self) -> list[str]:
+        """Return which times did not hold, as sentences."""
+        found = []
+        before, beside = self.before.gap_p99_ms(), self.beside.gap_p99_ms()
+        if beside > _MAX_GAP_RATIO * before:
+            found.append(f"The time between tokens rose from {before} to {beside} ms (p99).")
+        if self.beside.health_p99_ms() > _MAX_HEALTH_P99_MS:
+            found.append(f"Health checks took {self.beside.health_p99_ms()} ms (p99).")
+        left_mib = self.rss_after_mib - self.rss_before_mib
+        if left_mib > _MAX_LEFT_MIB:
+            found.append(f"{left_mib:.0f} MiB were still held after the attack.")
+        return found
+
+    def figures(self) -> dict[str, object]:
+        """Return everything for the report."""
+        return {
+            "attack": dict(self.findings.figures),
+            "gaps_before": times_ms(self.before.streamed.gaps_s),
+            "gaps_beside": times_ms(self.beside.streamed.gaps_s),
+            "first_token_before": times_ms(self.before.streamed.first_s),
+            "first_token_beside": times_ms(self.beside.streamed.first_s),
+            "health_before": times_ms(self.before.probed.seconds),
+            "health_beside": times_ms(self.beside.probed.seconds),
+            "requests_beside": self.beside.streamed.num_requests,
+            "rss_mib": [
+                round(mib) for mib in (self.rss_before_mib, self.rss_peak_mib, self.rss_after_mib)
+            ],
+            "log_lines": self.num_log_lines,
+            "not_held": [*self.damage(), *self.delays()],
+        }
+
+    def row(self) -> str:
+        """Return a line of the table whose head is `TABLE_HEAD`."""
+        rss = f"{self.rss_before_mib:.0f}/{self.rss_peak_mib:.0f}/{self.rss_after_mib:.0f}"
+        gaps = f"{self.before.gap_p99_ms()} -> {self.beside.gap_p99_ms()}"
+        health = f"{self.before.health_p99_ms()} -> {self.beside.health_p99_ms()}"
+        held = "; ".join([*self.damage(), *self.delays()]) or "yes"
+        return f"{self.attack.name:28} {gaps:>18} {health:>20} {rss:>16}  {held}"
+
+    def _lost(self) -> list[str]:
+        return self.before.streamed.lost + self.beside.streamed.lost

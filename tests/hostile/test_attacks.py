@@ -1,0 +1,65 @@
+"""Every attack in its short form: others are served, and nothing but times may suffer.
+
+Times are not asserted, since the machine may be busy; `make test-hostile` measures them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hostile.attacks.catalog import ATTACKS
+from tests.hostile.hostile_server import HostileServer, ServerOptions
+from tests.hostile.trial import Trial, attacker_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import ProcessPoolExecutor
+
+    from tests.hostile.attack import Attack
+
+_BEFORE_S = 0.2
+# What the server does not withstand.
+_NOT_HELD = frozenset(
+    ("header_name_bomb", "idle_connections", "keyless_calls", "rapid_reset", "watch_calls")
+)
+
+
+@pytest.fixture(scope="module")
+def attacker() -> Iterator[ProcessPoolExecutor]:
+    with attacker_process() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def server_for() -> Iterator[Callable[[Attack], HostileServer]]:
+    """Servers that attacks with the same options share."""
+    servers: dict[ServerOptions, HostileServer] = {}
+    with ExitStack() as stack:
+
+        def start(attack: Attack) -> HostileServer:
+            options = ServerOptions.of(attack)
+            if options not in servers:
+                servers[options] = stack.enter_context(HostileServer(options))
+            return servers[options]
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=False) if name in _NOT_HELD else ())
+        for name in sorted(ATTACKS)
+    ],
+)
+async def test_attack_harms_nobody_else(
+    server_for: Callable[[Attack], HostileServer], attacker: ProcessPoolExecutor, name: str
+) -> None:
+    attack = ATTACKS[name]()
+    trial = Trial(server_for(attack), attacker)
+    await trial.warm_up(0.0)
+    outcome = await trial.run(attack, seconds=attack.fast_s, before_s=_BEFORE_S, after_s=0.0)
+    assert outcome.damage() == []
