@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,12 +61,92 @@ def test_missing_compiler_falls_back(
     assert "No C compiler" in caplog.text
 
 
+@pytest.fixture
+def planted(source: Path, tmp_path: Path) -> Path:
+    """The cache with a library of another user in place of ours."""
+    assert answer(source) == 42
+    (cached,) = (tmp_path / "cache" / "pagedray" / "kernels").iterdir()
+    evil = tmp_path / "evil.c"
+    evil.write_text(SOURCE.replace("42", "666"))
+    planted = tmp_path / "evil.so"
+    subprocess.run(["cc", "-shared", "-o", planted, evil], check=True)
+    planted.replace(cached)
+    assert answer(source) == 666
+    return cached
+
+
+def answer(source: Path) -> int:
+    library = load_kernels(source)
+    assert library is not None
+    found: int = library["answer"]()
+    return found
+
+
 @needs_compiler
-def test_cache_folder_that_others_can_write_is_not_trusted(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "pagedray" / "kernels"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert load_kernels(source) is None
+@pytest.mark.parametrize("name", ["cache", "cache/pagedray", "cache/pagedray/kernels"])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_cache_that_others_can_replace_is_not_used(
+    source: Path, planted: Path, tmp_path: Path, name: str, mode: int
+) -> None:
+    (tmp_path / name).chmod(mode)
+    assert answer(source) == 42
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@needs_compiler
+@needs_root
+@pytest.mark.parametrize("name", ["cache", "cache/pagedray", "cache/pagedray/kernels"])
+def test_a_cache_of_another_user_is_not_used(
+    source: Path, planted: Path, tmp_path: Path, name: str
+) -> None:
+    os.chown(tmp_path / name, 65534, -1)
+    assert answer(source) == 42
+
+
+@needs_compiler
+@needs_root
+def test_a_library_of_another_user_is_replaced(source: Path, planted: Path) -> None:
+    os.chown(planted, 65534, -1)
+    assert answer(source) == 42
+    assert planted.stat().st_uid == os.geteuid()
+
+
+@needs_compiler
+def test_a_library_that_others_can_write_is_replaced(source: Path, planted: Path) -> None:
+    planted.chmod(0o777)
+    assert answer(source) == 42
+    assert planted.stat().st_mode & 0o077 == 0
+
+
+@needs_compiler
+def test_a_link_to_a_library_is_replaced(source: Path, planted: Path, tmp_path: Path) -> None:
+    elsewhere = planted.rename(tmp_path / "elsewhere.so")
+    planted.symlink_to(elsewhere)
+    assert answer(source) == 42
+    assert not planted.is_symlink()
+
+
+@needs_compiler
+def test_a_cache_behind_a_link_is_used(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert answer(source) == 42
+    assert len(list((tmp_path / "real" / "pagedray" / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_compiled_files_are_private_whatever_the_mask(source: Path, tmp_path: Path) -> None:
+    mask = os.umask(0o002)
+    try:
+        load_kernels(source)
+    finally:
+        os.umask(mask)
+    (cached,) = (tmp_path / "cache" / "pagedray" / "kernels").iterdir()
+    assert cached.stat().st_mode & 0o077 == 0
 
 
 def test_torch_and_the_kernels_share_one_openmp() -> None:

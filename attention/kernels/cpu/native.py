@@ -1,7 +1,8 @@
 """Compiles the kernels in C for this machine on first use, and loads them.
 
 The compiled library is kept in the user's cache directory, so that only the first start takes the
-second or two. Without a C compiler, callers fall back to torch.
+second or two; if another user could change what is there, each start compiles. Without a C
+compiler, callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import hashlib
 import logging
 import os
 import platform
+import secrets
 import shutil
 import subprocess
-import tempfile
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
+
+from attention.kernels.cpu.private_folder import (
+    new_private_folder,
+    open_private_file,
+    private_folder,
+)
 
 __all__ = ["load_kernels"]
 
@@ -44,8 +52,9 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
     if compiler is None or platform.system() != "Linux":
         logger.warning("No C compiler found; %s falls back to a slower path.", source.stem)
         return None
+    command = [compiler, *_FLAGS, str(source), "-Wl,--as-needed", *_openmp_library()]
     try:
-        return ctypes.CDLL(str(_compiled(source, compiler)))
+        return _loaded(command, f"{source.stem}-{_fingerprint(source, command)}.so")
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Could not compile %s; falling back to a slower path: %s", source.name, error
@@ -53,23 +62,41 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(source: Path, compiler: str) -> Path:
-    openmp = _openmp_library()
-    command = [compiler, *_FLAGS, str(source), "-Wl,--as-needed", *openmp]
-    target = _cache_folder() / f"{source.stem}-{_fingerprint(source, command)}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
+def _loaded(command: list[str], name: str) -> ctypes.CDLL:
+    """Return the library that a command compiles, from the cache if it is there."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder(_cache_folder()))
+        except OSError as error:
+            logger.warning("Compiling %s at each start, as it cannot be cached: %s", name, error)
+            folder = stack.enter_context(new_private_folder())
+        library = open_private_file(name, folder)
+        if library is None:
+            _compile(command, name, folder)
+            library = open_private_file(name, folder)
+    if library is None:
+        raise FileNotFoundError(f"{name} has disappeared")
+    # Its descriptor stays open: the loader takes paths that are equal for the same library.
+    return ctypes.CDLL(f"/proc/self/fd/{library}")
+
+
+def _compile(command: list[str], name: str, folder: int) -> None:
+    made = f"{secrets.token_hex(8)}.tmp"
+    try:
         subprocess.run(
-            [*command, "-o", str(made)],
+            [*command, "-o", f"/proc/{os.getpid()}/fd/{folder}/{made}"],
             check=True,
             capture_output=True,
             timeout=_COMPILE_TIMEOUT_S,
         )
+        # Whatever the user's mask is.
+        os.chmod(made, 0o700, dir_fd=folder)
         # Processes that compile at the same time replace it by the same file.
-        made.replace(target)
-    return target
+        os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(made, dir_fd=folder)
+        raise
 
 
 def _openmp_library() -> list[str]:
@@ -81,12 +108,7 @@ def _openmp_library() -> list[str]:
 
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "pagedray" / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} is writable by other users")
-    return folder
+    return Path(root) / "pagedray" / "kernels"
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:
