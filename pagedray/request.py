@@ -137,6 +137,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Matcher(Protocol):
     """The state of one sequence in its grammar."""
 
+    @property
+    def error(self) -> str:
+        """Why the structure ended the sequence with an error; empty for a defect."""
+
 
 class Grammar(Protocol):
     """A compiled structure, shared by any number of sequences."""

@@ -28,3 +28,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int = 0
     started_s: float = 0.0
     """When the request was first planned, on the scheduler's clock; 0 if never."""
+    error: str = ""
+    """Why the client's structure ended the sequence with an error; empty for another cause."""

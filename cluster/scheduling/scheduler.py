@@ -251,7 +251,7 @@ class Scheduler:
     def end_sequences(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
         """End those of the sequences that are unfinished."""
         return [
-            self._end(sequence, reason)
+            self._end(sequence, reason, _error_of_structure(sequence, reason))
             for sequence, reason in ends
             if sequence.state is not SequenceState.FINISHED
         ]
@@ -383,7 +383,7 @@ class Scheduler:
             if token_id < 0 and sequence.state is SequenceState.FINISHED:
                 self._kv.forget_blocks(sequence)
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:
         """End a sequence and return the event."""
         self._table.remove_sequence(sequence)
         return TokenEvent(
@@ -393,4 +393,10 @@ class Scheduler:
             num_cached_tokens=sequence.active.num_cached_tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
             started_s=sequence.active.started_s,
+            error=error,
         )
+
+
+def _error_of_structure(sequence: Sequence, reason: FinishReason) -> str:
+    matcher = sequence.matcher
+    return matcher.error if matcher is not None and reason is FinishReason.ERROR else ""

@@ -195,7 +195,8 @@ class GenerationCall:
             # A client that reads the last output may reuse the id immediately.
             self._stop_timer()
             self._call.release()
-            self._watch.note_end(sequences[-1].finish_reason or "stop")
+            last = sequences[-1]
+            self._watch.note_end(last.failure or last.finish_reason or "stop")
         return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
 
     def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:

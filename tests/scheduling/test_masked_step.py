@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
@@ -17,22 +18,29 @@ if TYPE_CHECKING:
 EVERYTHING = b"\xff" * 4
 
 
+class NoMatcher:
+    """A matcher that knows only why it failed."""
+
+    error = "its mask took 0.60 s"
+
+
 class LastTokenGrammar:
     """Allows only the token that equals the number of tokens so far, and none after three."""
 
     num_mask_bytes = 4
 
-    def __init__(self) -> None:
+    def __init__(self, end: FinishReason = FinishReason.STOP) -> None:
         self.num_questions = 0
+        self._end = end
 
-    def matcher(self, request: Request) -> str:
-        return request.id
+    def matcher(self, request: Request) -> NoMatcher:
+        return NoMatcher()
 
     # Any: what `matcher` returns.
     def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
         self.num_questions += 1
         return [
-            FinishReason.STOP if len(token_ids) > 3 else (1 << len(token_ids)).to_bytes(4, "little")
+            self._end if len(token_ids) > 3 else (1 << len(token_ids)).to_bytes(4, "little")
             for _, token_ids in asked
         ]
 
@@ -97,8 +105,13 @@ def test_sequence_that_has_ended_gets_no_mask_and_may_sample_anything() -> None:
     assert ends == []
 
 
-def test_a_sequence_without_allowed_tokens_ends_without_a_token() -> None:
-    one, grammar = scheduler(), LastTokenGrammar()
+@pytest.mark.parametrize(
+    ("end", "error"), [(FinishReason.STOP, ""), (FinishReason.ERROR, NoMatcher.error)]
+)
+def test_a_sequence_without_allowed_tokens_ends_without_a_token(
+    end: FinishReason, error: str
+) -> None:
+    one, grammar = scheduler(), LastTokenGrammar(end)
     one.add_request(request("a", grammar))
     for token_id in (1, 2, 3):
         run_step(one, token_id)
@@ -108,5 +121,5 @@ def test_a_sequence_without_allowed_tokens_ends_without_a_token() -> None:
     masks, ends = masked.make_masks()
     assert masks.words == EVERYTHING
     (event,) = one.end_sequences(ends)
-    assert (event.token_ids, event.finish_reason) == ((), FinishReason.STOP)
+    assert (event.token_ids, event.finish_reason, event.error) == ((), end, error)
     assert one.end_sequences(ends) == []

@@ -16,7 +16,6 @@ from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turn_reader import TurnReader
 from pagedray.errors import PagedRayError
-from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -249,8 +248,8 @@ def _numbered(event: bytes, number: int) -> bytes:
 
 
 def _check_failed(sequence: SequenceOutput) -> None:
-    if sequence.finish_reason is FinishReason.ERROR:
-        raise PagedRayError("The engine could not compute the next token.")
+    if sequence.finish_reason is not None and (failure := sequence.failure) is not None:
+        raise failure
 
 
 def _usage(usage: Usage) -> Json:

@@ -69,8 +69,8 @@ def finish_reason(output: SequenceOutput) -> pb.FinishReason:
 
 def stop_reason(output: SequenceOutput) -> str:
     """Return what stopped a sequence, or why it failed; empty for other reasons."""
-    if output.finish_reason is FinishReason.ERROR:
-        return "The engine could not compute the next token."
+    if (failure := output.failure) is not None:
+        return str(failure)
     return "" if output.stop_reason is None else str(output.stop_reason)
 
 

@@ -9,6 +9,7 @@ import msgspec
 from cluster.serving.text.detokenizer import IncrementalDetokenizer
 from cluster.serving.text.stop_strings import StopMatcher
 from pagedray.batch import TokenLogprobs
+from pagedray.errors import InvalidRequestError, PagedRayError
 from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -36,6 +37,17 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string, or the client's stop token, that ended it."""
+    error: str = ""
+    """Why the client's structure ended it with an error; empty for another cause."""
+
+    @property
+    def failure(self) -> PagedRayError | None:
+        """The error that ended it, if one did."""
+        if self.finish_reason is not FinishReason.ERROR:
+            return None
+        if self.error:
+            return InvalidRequestError(f"The output cannot follow its structure: {self.error}.")
+        return PagedRayError("The engine could not compute the next token.")
 
 
 class TextStream:
@@ -127,7 +139,8 @@ class TextStream:
         pieces.append(self._matcher.flush())
         stop_id = event.stop_token_id
         named = stop_id if stop_id in self._client_stop_ids else None
-        return self._output(pieces, token_ids, logprobs, event.finish_reason, named)
+        output = self._output(pieces, token_ids, logprobs, event.finish_reason, named)
+        return msgspec.structs.replace(output, error=event.error) if event.error else output
 
     def _output(
         self,

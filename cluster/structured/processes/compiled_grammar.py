@@ -78,6 +78,8 @@ class MatcherHandle:
     ) -> None:
         sampling = request.sampling
         self.grammar = grammar
+        self.error = ""
+        """Why the structure ended the sequence with an error, if it did."""
         self._id = sequence_id
         self._note_end = note_end
         self._start = MatcherStart(

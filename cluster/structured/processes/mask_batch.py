@@ -66,7 +66,7 @@ class MaskBatch:
         self._timers: dict[int, _MaskTimer] = {}
         self._made: set[int] = set()
         self._finish_reasons: dict[int, FinishReason] = {}
-        self._errors: list[str] = []
+        self._errors: dict[int, str] = {}
         self._cpu_s = [0.0] * len(queries)
         self._num_checks = 0
 
@@ -116,7 +116,8 @@ class MaskBatch:
         missing = [row for row in rows if row not in made and row not in offenders]
         reasons = {row: one for row, one in self._finish_reasons.copy().items() if row in made}
         reasons |= dict.fromkeys(offenders, FinishReason.ERROR)
-        errors = [*self._errors, *offenders.values()]
+        errors = {row: text for row, text in self._errors.copy().items() if row in made}
+        errors |= offenders
         words = self._words.tobytes()
         return StepReply(reasons, errors, words, list(offenders), missing, self._cpu_s)
 
@@ -141,7 +142,7 @@ class MaskBatch:
         if found is not None:
             self._finish_reasons[row] = found
         if found is FinishReason.ERROR:
-            self._errors.append(matcher.error)
+            self._errors[row] = matcher.error
 
 
 class _MaskTimer:

@@ -27,7 +27,7 @@ from cluster.structured.processes.messages import (
     StepQuery,
     StepReply,
 )
-from cluster.structured.processes.sequence_matcher import allowed_cpu_s
+from cluster.structured.processes.sequence_matcher import REJECTED_TOKEN, allowed_cpu_s
 from pagedray.errors import EngineError, OverloadedError
 from pagedray.request import FinishReason
 
@@ -130,16 +130,17 @@ class MaskClient:
 
     def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> Outcome:
         """Return the outcome of one row; add its grammar to `crashing` if that ends a process."""
-        grammar = asked[0].grammar
+        matcher = asked[0]
+        grammar = matcher.grammar
         if grammar in crashing:
-            return FinishReason.ERROR
+            return _failed(matcher)
         outcomes: dict[int, Outcome] = {}
         try:
             crashing |= self._query_all({0: asked}, outcomes, self._alone_s)
         except _MaskProcessDiedError as error:
             logger.warning("Ending all sequences of a grammar with an error. %s", error)
             crashing.add(grammar)
-            return FinishReason.ERROR
+            return _failed(matcher) if error.is_killed else FinishReason.ERROR
         return outcomes[0]
 
     def _query_all(
@@ -160,12 +161,11 @@ class MaskClient:
             # Other sequences of the grammar may be as slow, and there may be many.
             crashing |= {asked[rows[index]][0].grammar for index in reply.offenders}
             left = [rows[index] for index in reply.missing]
-            outcomes |= {
-                row: FinishReason.ERROR for row in left if asked[row][0].grammar in crashing
-            }
-            asked = {row: asked[row] for row in left if asked[row][0].grammar not in crashing}
-            for row in asked:
+            for row in left:
                 del outcomes[row]
+                if asked[row][0].grammar in crashing:
+                    outcomes[row] = _failed(asked[row][0])
+            asked = {row: asked[row] for row in left if row not in outcomes}
         return crashing
 
     def _query(self, asked: Sequence[_Asked], limit_s: float) -> StepReply:
@@ -175,13 +175,20 @@ class MaskClient:
         reply = self._connection.exchange(process, queries, limit_s)
         for (matcher, _), cpu_s in zip(asked, reply.cpu_s, strict=True):
             matcher.note_cpu_time(cpu_s)
-        for error in reply.errors:
+        for row, error in reply.errors.items():
             logger.warning("Ending a sequence with an error: %s.", error)
+            if error != REJECTED_TOKEN:
+                asked[row][0].error = error
         return reply
 
 
 class _MaskProcessDiedError(Exception):
     """The process died during a query, or could not be started."""
+
+    def __init__(self, message: str, *, is_killed: bool = False) -> None:
+        """`is_killed` if it died while it made masks."""
+        super().__init__(message)
+        self.is_killed = is_killed
 
 
 class _MaskProcess(NamedTuple):
@@ -292,7 +299,7 @@ class _MaskConnection:
             reply = msgspec.msgpack.decode(read_frame(process.masks), type=StepReply)
         except (OSError, EOFError) as error:
             self._forget(process)
-            raise _died(error) from error
+            raise _died(error, is_killed=True) from error
         if reply.offenders:
             self._forget(process)
         return reply
@@ -329,8 +336,14 @@ class _MaskConnection:
             self._process = None
 
 
-def _died(error: Exception) -> _MaskProcessDiedError:
-    return _MaskProcessDiedError(f"The mask process died: {error!r}.")
+def _died(error: Exception, *, is_killed: bool = False) -> _MaskProcessDiedError:
+    return _MaskProcessDiedError(f"The mask process died: {error!r}.", is_killed=is_killed)
+
+
+def _failed(matcher: MatcherHandle) -> FinishReason:
+    """Return the end of a sequence whose structure has ended a process, or would."""
+    matcher.error = "its masks take too much time or memory"
+    return FinishReason.ERROR
 
 
 def _drained(items: deque[_Item]) -> list[_Item]:

@@ -114,8 +114,8 @@ class StepReply(msgspec.Struct, frozen=True, array_like=True):
 
     finish_reasons: dict[int, FinishReason]
     """How sequences end, by row; their masks are undefined."""
-    errors: list[str]
-    """Why some of them end with an error."""
+    errors: dict[int, str]
+    """Why rows end with an error."""
     words: bytes
     """The masks of all rows, concatenated."""
     offenders: list[int]

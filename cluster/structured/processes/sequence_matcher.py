@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.structured.processes.messages import MaskQuery, MatcherStart
     from cluster.structured.processes.xgrammar_library import GrammarMatcher
 
-__all__ = ["BASE_CPU_S", "SequenceMatcher", "allowed_cpu_s"]
+__all__ = ["BASE_CPU_S", "REJECTED_TOKEN", "SequenceMatcher", "allowed_cpu_s"]
 
 BASE_CPU_S = 0.5
 """CPU time that a sequence may take for its masks, in addition to that of its tokens."""
@@ -27,6 +27,8 @@ _TOKEN_CPU_S = 0.01
 """CPU time that each token allows."""
 _REPLAYED_TOKEN_CPU_S = 0.0001
 """CPU time that a replayed token allows, in addition to what the sequence took before."""
+REJECTED_TOKEN = "the grammar rejected a token"
+"""The error of a sequence whose mask allowed a token that its grammar does not."""
 _BUDGET_ERROR = "the CPU time for masks of its tenant is exhausted"
 
 
@@ -113,7 +115,7 @@ class SequenceMatcher:
     ) -> FinishReason | None:
         for token_id in token_ids:
             if not self._matcher.accept_token(token_id):
-                return self._failed("the grammar rejected a token")
+                return self._failed(REJECTED_TOKEN)
         self._num_tokens += len(token_ids)
         self._matcher.write_mask(masks, row)
         words = masks[row]

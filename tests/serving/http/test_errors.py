@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,6 +14,7 @@ import pytest
 from cluster.scheduling.event import TokenEvent
 from pagedray.errors import OverloadedError, WorkerError
 from pagedray.request import FinishReason
+from tests.fakes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,23 +58,38 @@ def test_engine_failure_ends_a_stream_with_an_error(
         list(stream)
 
 
-def test_sequence_that_failed_is_a_server_error(http: httpx.Client, server: Server) -> None:
+def fail_next_request(server: Server, error: str) -> None:
+    wait_for(lambda: server.engine.log.submitted)
+    request_id = server.engine.log.submitted[0].id
+    server.client.publish(
+        [TokenEvent(request_id, 0, finish_reason=FinishReason.ERROR, error=error)]
+    )
+
+
+SLOW = "its masks took 0.62 s of CPU time for 3 tokens"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        ("", 500, "The engine could not compute the next token."),
+        (SLOW, 400, f"The output cannot follow its structure: {SLOW}."),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_sequence_that_failed_says_whose_fault_it_is(
+    http: httpx.Client, server: Server, error: str, status: int, message: str, stream: bool
+) -> None:
     server.engine.is_paused = True
-    with httpx.Client(base_url=server.url) as other:
-
-        def fail() -> None:
-            deadline_s = time.monotonic() + 2
-            while not server.engine.log.submitted and time.monotonic() < deadline_s:
-                time.sleep(0.002)
-            request_id = server.engine.log.submitted[0].id
-            server.client.publish([TokenEvent(request_id, 0, finish_reason=FinishReason.ERROR)])
-
-        thread = threading.Thread(target=fail)
-        thread.start()
-        answer = _post(other, prompt="x")
-        thread.join()
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "The engine could not compute the next token."
+    thread = threading.Thread(target=fail_next_request, args=(server, error))
+    thread.start()
+    answer = _post(http, prompt="x", stream=stream)
+    thread.join()
+    assert answer.status_code == (200 if stream else status)
+    body = answer.text.partition("data: ")[2].partition("\n")[0] if stream else answer.text
+    found = json.loads(body)["error"]
+    assert found["message"] == message
+    assert (found["type"] == "invalid_request_error") is (status == 400)
 
 
 def test_defect_reveals_no_details(

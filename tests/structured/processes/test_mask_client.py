@@ -88,6 +88,9 @@ def test_a_mask_that_never_ends_ends_its_sequence_and_no_other(
     assert batch.masks(1, 2, 3) == [FinishReason.ERROR, *[4] * num_others]
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("Ending a sequence with an error: its mask took ")
+    errors = [matcher.error for matcher in batch.matchers]
+    assert f"Ending a sequence with an error: {errors[0]}." == caplog.messages[0]
+    assert errors[1:] == [""] * num_others
     # Its process ends with it, and the next one continues from there.
     assert batch.fake.processes[0].wait(10.0) == 0
     del batch.matchers[0]
@@ -100,6 +103,7 @@ def test_all_sequences_of_a_slow_grammar_end(batch: Batch) -> None:
     batch.matchers += [slow.matcher(REQUEST) for _ in range(20)]
     batch.add("plain")
     assert batch.masks(3) == [*[FinishReason.ERROR] * 21, 4]
+    assert [bool(matcher.error) for matcher in batch.matchers] == [*[True] * 21, False]
     assert len(batch.fake.processes) == 2
 
 
@@ -107,6 +111,8 @@ def test_the_kernel_kills_a_process_that_cannot_be_watched() -> None:
     batch = Batch(step_s=0.3, alone_s=0.2)
     batch.add("plain", "holds the lock", "plain")
     assert batch.masks(3) == [4, FinishReason.ERROR, 4]
+    errors = [matcher.error for matcher in batch.matchers]
+    assert errors == ["", "its masks take too much time or memory", ""]
     # The one of all sequences, and the one of the offender alone.
     assert [one.wait(10.0) for one in batch.fake.processes[:2]] == [-14, -14]
     batch.close()
@@ -217,7 +223,7 @@ class ScriptedProcesses:
 
     def answer(self, process: int, cpu_s: float) -> None:
         """Answer a query of one mask."""
-        answer = StepReply({}, [], b"mask", [], [], [cpu_s])
+        answer = StepReply({}, {}, b"mask", [], [], [cpu_s])
         write_frame(self.masks[process], msgspec.msgpack.encode(answer))
 
     def close(self) -> None:
