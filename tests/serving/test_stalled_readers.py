@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import ssl
 import threading
@@ -196,6 +197,28 @@ def test_grpc_reader_that_stops_is_aborted(impatient: Server) -> None:
     wait_for(lambda: servicer.buffers.num_bytes == 0)
 
 
+def test_grpc_reader_of_a_large_answer_that_stops_is_aborted(impatient: Server) -> None:
+    buffers = impatient.frontends.servicer.buffers
+    before = num_stalled(impatient, "grpc")
+    with grpc.insecure_channel(impatient.grpc_target, CHANNEL_OPTIONS) as channel:
+        # One message, which a streaming client need not read.
+        detokenize = channel.unary_stream(
+            "/pagedray.v1.GenerationService/Detokenize",
+            request_serializer=pb.DetokenizeRequest.SerializeToString,
+            response_deserializer=pb.DetokenizeResponse.FromString,
+        )
+        answers = iter(detokenize(pb.DetokenizeRequest(token_ids=[270] * 2**17)))
+        # gRPC keeps it until the client reads it or leaves.
+        wait_for(lambda: buffers.num_bytes, timeout_s=PATIENCE_S)
+        num_held = buffers.num_bytes
+        assert num_held == next(answers).ByteSize() > 2**17
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert num_stalled(impatient, "grpc") == before + 1
+    wait_for(lambda: buffers.num_bytes == 0)
+
+
 @pytest.mark.parametrize("leave", ["cancel", "disconnect"])
 def test_stalled_grpc_client_that_leaves_is_forgotten(impatient: Server, leave: str) -> None:
     servicer = impatient.frontends.servicer
@@ -207,6 +230,20 @@ def test_stalled_grpc_client_that_leaves_is_forgotten(impatient: Server, leave: 
             call.cancel()
             wait_for(lambda: servicer.buffers.num_bytes == 0)
     wait_for(lambda: servicer.buffers.num_bytes == 0)
+
+
+def test_grpc_clients_that_leave_during_a_write_are_no_error(
+    impatient: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with grpc.insecure_channel(impatient.grpc_target, CHANNEL_OPTIONS) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        calls = [stub.Generate(message()) for _ in range(16)]
+        for call in calls:
+            next(call)
+        # Most writes wait for the clients by then.
+        time.sleep(0.3)
+    wait_for(lambda: is_idle(impatient))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ sends no error details.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.requests import parse
 from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.stalled_writes import StalledWrites
-from pagedray.errors import StalledReaderError
+from pagedray.errors import AuthenticationError, StalledReaderError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from cluster.serving.servicer import Servicer
-    from cluster.serving.telemetry.metrics import Metrics
 
 __all__ = ["method_handlers", "python_name"]
+
+logger = logging.getLogger(__name__)
 
 _MOST_WRITTEN_BYTES = 2**16
 """Bytes of messages of a call that gRPC takes before it makes the next write wait."""
@@ -37,21 +40,22 @@ _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
 def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
-    """Return the handlers of all methods."""
+    """Return the handlers of all methods.
+
+    To gRPC's server each is a streaming one, because it cannot tell when the client does not read
+    the answer of another. On the wire, a stream of one message is the same.
+    """
     service = GrpcService(servicer)
     writes = StalledWrites(servicer.reader_limits.write_timeout_s)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in SERVICE.methods:
         kind = GetMessageClass(method.input_type)
         run = getattr(service, python_name(method.name))
-        if method.server_streaming:
-            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                _streaming(run, kind, servicer, writes), response_serializer=_serialize
-            )
-        else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                _unary(run, kind, servicer.metrics), response_serializer=_serialize
-            )
+        if not method.server_streaming:
+            run = _one_message(run)
+        handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+            _handler(run, kind, servicer, writes), response_serializer=_serialize
+        )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
@@ -68,27 +72,23 @@ def _call_of(context: Context) -> RpcCall:
     )
 
 
-def _unary(
-    method: Callable[[Message, RpcCall], Awaitable[Message]], kind: type[Message], metrics: Metrics
-) -> Callable[[bytes, Context], Awaitable[Message]]:
-    async def handle(body: bytes, context: Context) -> Message:
-        try:
-            with metrics.counting_refusals("grpc"):
-                incoming = parse(kind, body)
-            return await method(incoming, _call_of(context))
-        except Exception as error:
-            await abort_call(context, error)
+def _one_message(
+    method: Callable[[Message, RpcCall], Awaitable[Message]],
+) -> Callable[[Message, RpcCall], AsyncGenerator[Message]]:
+    async def messages(incoming: Message, call: RpcCall) -> AsyncGenerator[Message]:
+        yield await method(incoming, call)
 
-    return handle
+    return messages
 
 
-def _streaming(
+def _handler(
     method: Callable[[Message, RpcCall], AsyncGenerator[Message | bytes]],
     kind: type[Message],
     servicer: Servicer,
     writes: StalledWrites,
 ) -> Callable[[bytes, Context], AsyncGenerator[Message]]:
-    async def handle(body: bytes, context: Context) -> None:
+    async def answer(body: bytes, context: Context) -> None:
+        message: Message | bytes = b""
         try:
             with servicer.metrics.counting_refusals("grpc"):
                 incoming = parse(kind, body)
@@ -96,36 +96,55 @@ def _streaming(
                 async with aclosing(method(incoming, _call_of(context))) as messages:
                     async for message in messages:
                         writer.num_marks += 1
+                        if writer.num_marks == 1 and _is_large(message):
+                            # Headers that go with the message would be pending with it, and gRPC
+                            # sends no status meanwhile.
+                            await context.send_initial_metadata(())
                         await context.write(message)
                         writer.num_marks += 1
         except StalledReaderError as error:
-            await _abort_stalled(context, error, servicer)
+            num_bytes = len(_serialize(message))
+            message = b""
+            await _abort_stalled(context, error, num_bytes, servicer)
         except Exception as error:
             await abort_call(context, error)
+
+    async def handle(body: bytes, context: Context) -> None:
+        try:
+            await answer(body, context)
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError as left:
+            # The client left during a write, which gRPC would log as an error of the method.
+            logger.debug("A write of a gRPC call failed.", exc_info=left)
+            raise asyncio.CancelledError from left
 
     return handle  # type: ignore[return-value]  # a coroutine writes instead of yielding
 
 
 async def _abort_stalled(
-    context: Context, error: StalledReaderError, servicer: Servicer
+    context: Context, error: StalledReaderError, num_bytes: int, servicer: Servicer
 ) -> NoReturn:
-    """Send the status of a call whose client does not read.
+    """Send the status of a call whose client has not read its last message, of `num_bytes`.
 
     gRPC keeps the last messages until the client reads them, cancels the call or disconnects.
     """
     servicer.metrics.count_stalled_reader("grpc")
-    tenant = servicer.authenticate(_call_of(context).authorization)
+    try:
+        tenant = servicer.authenticate(_call_of(context).authorization)
+    except AuthenticationError:
+        # Its key was removed meanwhile.
+        tenant = ANONYMOUS
     buffer = servicer.buffers.open_buffer(tenant.name)
-    buffer.hold(_MOST_WRITTEN_BYTES)
+    buffer.hold(max(num_bytes, _MOST_WRITTEN_BYTES))
     try:
         await abort_call(context, error)
-    except grpc.aio.AbortError:
-        raise
-    except grpc.aio.BaseError as left:
-        # The client has left; gRPC would log the failed write.
-        raise asyncio.CancelledError from left
     finally:
         buffer.clear()
+
+
+def _is_large(message: Message | bytes) -> bool:
+    return len(_serialize(message)) > _MOST_WRITTEN_BYTES
 
 
 def _serialize(message: Message | bytes) -> bytes:
