@@ -154,6 +154,48 @@ async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tok
     await servicer.close()
 
 
+async def test_invalid_request_of_a_client_that_does_not_read_is_disconnected(
+    tokenizer: Tokenizer,
+) -> None:
+    num_answers = 0
+
+    async def small(call: HttpCall) -> Response:
+        nonlocal num_answers
+        num_answers += 1
+        return Response(b"x" * 2**14)
+
+    client = EngineClient(asyncio.get_running_loop())
+    limits = ReaderLimits(write_timeout_s=WRITE_TIMEOUT_S)
+    servicer = Servicer(client, tokenizer, engine_config(), reader_limits=limits)
+    endpoint = Endpoint(method="GET", path="/small", handler=small, access=Access.PUBLIC)
+    server = HttpServer(
+        HttpApp(servicer, (endpoint,), read_timeout_s=5.0), host="127.0.0.1", port=0
+    )
+    await server.start_server()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        # Complete responses fill the buffers, but the last rest is too short to pause writing.
+        number = 0
+        while not num_unsent(server):
+            connection.sendall(b"GET /small HTTP/1.1\r\nHost: x\r\n\r\n")
+            number += 1
+            await wait_until(lambda: num_answers == number)  # noqa: B023
+            await asyncio.sleep(0)
+        connection.sendall(b"not HTTP\r\n\r\n")
+        await wait_until(lambda: num_unsent(server) is None)
+        assert is_reset(connection)
+    await server.stop_server()
+    await servicer.close()
+
+
+def num_unsent(server: HttpServer) -> int | None:
+    """Return the bytes that wait for the client; None if it is disconnected."""
+    assert server._server is not None
+    for connection in server._server.server_state.connections:
+        size: int = connection.transport.get_write_buffer_size()
+        return size
+    return None
+
+
 def test_tls_reader_that_stops_is_disconnected(tokenizer: Tokenizer, tmp_path: Path) -> None:
     authority = Authority()
     authority.issue().write(tmp_path)

@@ -1,9 +1,9 @@
 """A client's HTTP connection: uvicorn's, made strict about time, size and ambiguous requests.
 
 It serves one request at a time, times out waiting for a request head and for a client that does not
-read, limits the size of heads,
-chunk extensions and trailers, rejects requests that another HTTP parser might read differently
-(request smuggling), and always notices that the client has disconnected.
+read, limits the size of heads, chunk extensions and trailers, rejects requests that another HTTP
+parser might read differently (request smuggling), and always notices that the client has
+disconnected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class HttpConnection(HttpToolsProtocol):
     """How long the client may leave what was written unread."""
     note_stall: Callable[[], None]
     """Called when a client that does not read is disconnected."""
-    _write_timer: asyncio.TimerHandle | None = None
     note_refusal: Callable[[], None]
     """Called when a request is rejected here."""
     invalid_lines: ClassVar[LineLimit]
@@ -61,6 +60,8 @@ class HttpConnection(HttpToolsProtocol):
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    """Runs while writing is paused, and while the rest of a complete response is unsent."""
     _num_held_bytes = 0
     """Bytes received since the parser last completed a head or a chunk of a body."""
     _has_head = False
@@ -83,8 +84,8 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_pipelined()
             return
         self._unset_keepalive_if_required()
-        if self._write_timer is not None and not self.flow.write_paused:
-            # A client that sends another request has read the response.
+        if self._write_timer is not None and not self.transport.get_write_buffer_size():
+            # The client has read the response.
             self._stop_write_timer()
         self._num_held_bytes += len(data)
         try:
@@ -109,10 +110,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # The rest of a response may be too short to pause writing; a connection that is closed
-        # waits for it, too.
-        if self.transport.get_write_buffer_size():
-            self._start_write_timer()
+        self._watch_rest()
 
     def on_message_begin(self) -> None:
         if self._is_answering:
@@ -236,6 +234,13 @@ class HttpConnection(HttpToolsProtocol):
             % (STATUS_LINE[status], len(body), body)
         )
         self.transport.close()
+        self._watch_rest()
+
+    def _watch_rest(self) -> None:
+        """Give the client time to read the rest of a response."""
+        # It may be too short to pause writing; a connection that is closed waits for it, too.
+        if self.transport.get_write_buffer_size():
+            self._start_write_timer()
 
     def _start_write_timer(self) -> None:
         if self._write_timer is None:
@@ -248,6 +253,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _end_stalled(self) -> None:
         self._write_timer = None
+        if self._is_answering and not self.flow.write_paused:
+            # The timer was for the response before.
+            return
         if self.transport.get_write_buffer_size():
             self.note_stall()
             # Without lingering, the system drops what it has not sent, and resets the connection.
