@@ -104,4 +104,4 @@ class OutputBuffers:
         if held:
             self._by_tenant[tenant] = held
         else:
-            del self._by_tenant[tenant]
+            self._by_tenant.pop(tenant, None)

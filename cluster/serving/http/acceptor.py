@@ -47,7 +47,8 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._limits = limits
         self._context = context
-        self._num_open: Counter[str] = Counter()
+        self._num_open = 0
+        self._num_open_by_host: Counter[str] = Counter()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._lines = LineLimit()
@@ -85,15 +86,16 @@ class Acceptor:
             self._take(connection, str(address[0]))
 
     def _take(self, connection: socket.socket, host: str) -> None:
-        if self._num_open.total() >= self._limits.total:
+        if self._num_open >= self._limits.total:
             connection.close()
             self._log(f"all {self._limits.total} connections of the HTTP frontend are open")
-        elif self._num_open[host] >= self._limits.per_host:
+        elif self._num_open_by_host[host] >= self._limits.per_host:
             connection.close()
             self._log(f"{host} has {self._limits.per_host} connections, the most for one host")
         else:
             connection.setblocking(False)
-            self._num_open[host] += 1
+            self._num_open += 1
+            self._num_open_by_host[host] += 1
             task = self._loop.create_task(self._open(connection, host))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
@@ -114,7 +116,7 @@ class Acceptor:
                 ssl=self._context,
                 ssl_handshake_timeout=None if self._context is None else _HANDSHAKE_TIMEOUT_S,
             )
-        except (OSError, TimeoutError):
+        except OSError:
             # The client went away, or does not speak TLS.
             release()
         except BaseException:
@@ -122,9 +124,10 @@ class Acceptor:
             raise
 
     def _release(self, host: str) -> None:
-        self._num_open[host] -= 1
-        if not self._num_open[host]:
-            del self._num_open[host]
+        self._num_open -= 1
+        self._num_open_by_host[host] -= 1
+        if not self._num_open_by_host[host]:
+            del self._num_open_by_host[host]
 
     def _pause(self, error: OSError) -> None:
         self._log(f"the system has no resources for them ({error.strerror})")

@@ -10,12 +10,9 @@ import stat
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cluster.serving.connection_limits import ConnectionLimits
 
 __all__ = ["HostLimit"]
@@ -24,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _LOG_INTERVAL_S = 60.0
-_DESCRIPTORS = Path("/proc/self/fd")
-_Address = tuple[str, int]
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class HostLimit:
@@ -34,66 +30,53 @@ class HostLimit:
     def __init__(self, port: int, limits: ConnectionLimits) -> None:
         self._port = port
         self._limit = limits.per_host
-        self._known: dict[_Address, None] = {}
-        """Addresses of the connections that were allowed, oldest first."""
+        self._hosts: dict[int, str | None] = {}
+        """The client's host of each open socket by its inode, oldest first; None if the socket is
+        no connection of the port."""
         self._next_log_s = 0.0
 
     async def watch(self) -> None:
         """Close connections beyond the limit until it is cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            if len(list(_DESCRIPTORS.iterdir())) > self._limit:
+            # Listing descriptors takes one; without any, the next turn may find one.
+            with suppress(OSError):
                 await asyncio.to_thread(self.close_excess)
 
     def close_excess(self) -> None:
         """Close the newest connections of each host that has too many."""
-        found = dict(self._connections())
+        with os.scandir(_DESCRIPTORS) as entries:
+            descriptors = [int(entry.name) for entry in entries]
+        if len(descriptors) <= self._limit:
+            return
+        found = _sockets_among(descriptors)
+        self._hosts = {inode: host for inode, host in self._hosts.items() if inode in found}
+        for inode, descriptor in found.items():
+            if inode not in self._hosts:
+                self._hosts[inode] = self._host_of(descriptor)
         num_open: Counter[str] = Counter()
-        allowed: dict[_Address, None] = {}
-        for address in (*(known for known in self._known if known in found), *found):
-            if address in allowed:
-                continue
-            num_open[address[0]] += 1
-            if num_open[address[0]] <= self._limit:
-                allowed[address] = None
-        for address, descriptor in found.items():
-            if address not in allowed:
-                self._shut(address, descriptor)
-        self._known = allowed
-        self._log({host for host, number in num_open.items() if number > self._limit})
+        for inode, host in self._hosts.items():
+            if host is not None:
+                num_open[host] += 1
+                if num_open[host] > self._limit:
+                    _shut(found[inode], inode)
+        self._log([host for host, number in num_open.items() if number > self._limit])
 
-    def _connections(self) -> Iterator[tuple[_Address, int]]:
-        """Yield the client's address and the descriptor of each connection of the port."""
-        for path in _DESCRIPTORS.iterdir():
-            descriptor = int(path.name)
-            with suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    address = self._address(descriptor)
-                    if address is not None:
-                        yield address, descriptor
+    def _host_of(self, descriptor: int) -> str | None:
+        """Return the client's host if a socket is a connection of the port."""
+        with suppress(OSError):
+            connection = socket.socket(fileno=descriptor)
+            try:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    # It may be one that listens, or that is closed: it has no peer.
+                    host = str(connection.getpeername()[0])
+                    return host if connection.getsockname()[1] == self._port else None
+            finally:
+                # Somebody else owns it.
+                connection.detach()
+        return None
 
-    def _address(self, descriptor: int) -> _Address | None:
-        """Return the client's address if a socket is a connection of the port."""
-        connection = socket.socket(fileno=descriptor)
-        try:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            if connection.getsockname()[1] != self._port:
-                return None
-            host, port = connection.getpeername()[:2]
-            return host, port
-        finally:
-            # gRPC owns it.
-            connection.detach()
-
-    def _shut(self, address: _Address, descriptor: int) -> None:
-        """End a connection, which gRPC then closes."""
-        # gRPC may have closed it meanwhile, but a duplicate stays what it is.
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if self._address(connection.fileno()) == address:
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _log(self, hosts: set[str]) -> None:
+    def _log(self, hosts: list[str]) -> None:
         now_s = time.monotonic()
         if hosts and now_s >= self._next_log_s:
             self._next_log_s = now_s + _LOG_INTERVAL_S
@@ -103,3 +86,22 @@ class HostLimit:
                 self._limit,
                 ", ".join(sorted(hosts)[:5]),
             )
+
+
+def _sockets_among(descriptors: list[int]) -> dict[int, int]:
+    """Return the descriptors of sockets by their inodes."""
+    found: dict[int, int] = {}
+    for descriptor in descriptors:
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = descriptor
+    return found
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    """End a connection, which gRPC then closes."""
+    # gRPC may have closed it meanwhile, but a duplicate stays what it is.
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(socket.SHUT_RDWR)
