@@ -275,6 +275,7 @@ class LethalRequestError(RequestError):
     # Clients retry 500.
     http_status = 422
     grpc_reason = "LETHAL_REQUEST"
+    openai_code = "lethal_request"
 
     def __init__(self) -> None:
         super().__init__(

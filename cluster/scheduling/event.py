@@ -30,3 +30,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """When the request was first planned, on the scheduler's clock; 0 if never."""
     error: str = ""
     """Why the client's structure ended the sequence with an error; empty for another cause."""
+    is_lethal: bool = False
+    """Whether the sequence ended with an error because the ranks die whenever its request runs."""

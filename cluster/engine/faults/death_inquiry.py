@@ -101,7 +101,7 @@ class DeathInquiry:
             request.tenant,
         )
         return [
-            msgspec.structs.replace(event, finish_reason=FinishReason.ERROR)
+            msgspec.structs.replace(event, finish_reason=FinishReason.ERROR, is_lethal=True)
             for event in self._scheduler.abort_request(culprit)
         ]
 

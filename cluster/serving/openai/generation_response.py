@@ -16,6 +16,7 @@ from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turn_reader import TurnReader
 from pagedray.errors import PagedRayError
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -87,6 +88,8 @@ class GenerationResponse(ABC):
         self._token_bytes = token_bytes
         self._options = options
         self._choices: dict[int, ResponseChoice] = {}
+        self._error: PagedRayError | None = None
+        """What went wrong in a choice; it ends the stream."""
         chunk_head = _encode(self._head(self.chunk_kind))[:-1]
         self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
         self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
@@ -99,7 +102,10 @@ class GenerationResponse(ABC):
             async for output in outputs:
                 usage = output.usage
                 for sequence in output.sequences:
-                    _check_failed(sequence)
+                    error = sequence.failure
+                    if error is not None:
+                        self._generation.close(error)
+                        raise error
                     choice = self._choice(sequence)
                     choice.texts.append(sequence.text)
                     choice.outputs.append(sequence)
@@ -119,7 +125,10 @@ class GenerationResponse(ABC):
                     written = b"".join(self._events(output))
                     if written:
                         yield written
+                    if self._error is not None:
+                        raise self._error
         except PagedRayError as error:
+            self._generation.close(error)
             yield error_event(error)
         yield DONE_EVENT
 
@@ -132,7 +141,10 @@ class GenerationResponse(ABC):
                     written = [event for event in self._events(output) if event]
                     first, number = number + 1, number + len(written)
                     yield [_numbered(event, first + place) for place, event in enumerate(written)]
+                    if self._error is not None:
+                        raise self._error
         except PagedRayError as error:
+            self._generation.close(error)
             number += 1
             yield [_numbered(error_event(error), number)]
         yield [_numbered(DONE_EVENT, number + 1)]
@@ -157,9 +169,12 @@ class GenerationResponse(ABC):
                 if sequence.text:
                     yield choice.bare_begin + _encode(sequence.text) + self._bare_end
                 continue
-            _check_failed(sequence)
-            yield self._full_event(sequence, choice)
-        if output.is_last and self._options.includes_usage:
+            error = sequence.failure
+            self._error = self._error or error
+            if error is None or sequence.text or not choice.is_new:
+                yield self._full_event(sequence, choice)
+        if output.is_last and self._error is None and self._options.includes_usage:
+            assert output.usage is not None
             head = _encode(self._head(self.chunk_kind))[:-1]
             yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
 
@@ -212,7 +227,9 @@ class GenerationResponse(ABC):
         return None
 
     def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
-        return None if sequence.finish_reason is None else sequence.finish_reason.value
+        reason = sequence.finish_reason
+        # OpenAI defines no such reason; an event with the error follows.
+        return None if reason is None or reason is FinishReason.ERROR else reason.value
 
     @abstractmethod
     def _content(self, text: str, choice: ResponseChoice) -> Json:
@@ -245,11 +262,6 @@ def finite(logprob: float) -> float:
 
 def _numbered(event: bytes, number: int) -> bytes:
     return b"id: %d\n%b" % (number, event)
-
-
-def _check_failed(sequence: SequenceOutput) -> None:
-    if sequence.finish_reason is not None and (failure := sequence.failure) is not None:
-        raise failure
 
 
 def _usage(usage: Usage) -> Json:

@@ -9,7 +9,7 @@ import msgspec
 from cluster.serving.text.detokenizer import IncrementalDetokenizer
 from cluster.serving.text.stop_strings import StopMatcher
 from pagedray.batch import TokenLogprobs
-from pagedray.errors import InvalidRequestError, PagedRayError
+from pagedray.errors import InvalidRequestError, LethalRequestError, PagedRayError
 from pagedray.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -39,12 +39,16 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The stop string, or the client's stop token, that ended it."""
     error: str = ""
     """Why the client's structure ended it with an error; empty for another cause."""
+    is_lethal: bool = False
+    """Whether it ended with an error because the ranks die whenever its request runs."""
 
     @property
     def failure(self) -> PagedRayError | None:
         """The error that ended it, if one did."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
+        if self.is_lethal:
+            return LethalRequestError()
         if self.error:
             return InvalidRequestError(f"The output cannot follow its structure: {self.error}.")
         return PagedRayError("The engine could not compute the next token.")
@@ -140,7 +144,9 @@ class TextStream:
         stop_id = event.stop_token_id
         named = stop_id if stop_id in self._client_stop_ids else None
         output = self._output(pieces, token_ids, logprobs, event.finish_reason, named)
-        return msgspec.structs.replace(output, error=event.error) if event.error else output
+        if event.finish_reason is not FinishReason.ERROR:
+            return output
+        return msgspec.structs.replace(output, error=event.error, is_lethal=event.is_lethal)
 
     def _output(
         self,

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
 
-from cluster.scheduling.event import TokenEvent
-from pagedray.errors import OverloadedError, WorkerError
-from pagedray.request import FinishReason
-from tests.fakes import wait_for
+from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
+from tests.serving.failing_sequence import failing_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,14 +55,6 @@ def test_engine_failure_ends_a_stream_with_an_error(
         list(stream)
 
 
-def fail_next_request(server: Server, error: str) -> None:
-    wait_for(lambda: server.engine.log.submitted)
-    request_id = server.engine.log.submitted[0].id
-    server.client.publish(
-        [TokenEvent(request_id, 0, finish_reason=FinishReason.ERROR, error=error)]
-    )
-
-
 SLOW = "its masks took 0.62 s of CPU time for 3 tokens"
 
 
@@ -80,16 +69,65 @@ SLOW = "its masks took 0.62 s of CPU time for 3 tokens"
 def test_sequence_that_failed_says_whose_fault_it_is(
     http: httpx.Client, server: Server, error: str, status: int, message: str, stream: bool
 ) -> None:
-    server.engine.is_paused = True
-    thread = threading.Thread(target=fail_next_request, args=(server, error))
-    thread.start()
-    answer = _post(http, prompt="x", stream=stream)
-    thread.join()
+    with failing_sequence(server, error=error):
+        answer = _post(http, prompt="x", stream=stream)
     assert answer.status_code == (200 if stream else status)
     body = answer.text.partition("data: ")[2].partition("\n")[0] if stream else answer.text
     found = json.loads(body)["error"]
     assert found["message"] == message
     assert (found["type"] == "invalid_request_error") is (status == 400)
+
+
+def test_request_that_kills_ranks_is_not_sent_again(
+    openai_client: openai.OpenAI, server: Server
+) -> None:
+    client = openai_client.with_options(max_retries=2)
+    lethal = pytest.raises(openai.UnprocessableEntityError, match="Do not send it again")
+    with failing_sequence(server, is_lethal=True), lethal:
+        client.completions.create(model="tiny", prompt="x")
+    assert len(server.engine.log.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_lethal", "text"), [(False, "could not compute"), (True, "Do not send it again")]
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_stream_of_a_failed_sequence_ends_with_its_text_and_an_error(
+    openai_client: openai.OpenAI, server: Server, is_chat: bool, is_lethal: bool, text: str
+) -> None:
+    token_ids = server.tokenizer.encode("import", add_special_tokens=False)
+    with failing_sequence(server, *token_ids, is_lethal=is_lethal):
+        pieces: list[str | None] = []
+        # The second choice has not ended, but the error ends the stream.
+        with pytest.raises(openai.APIError, match=text):  # noqa: PT012  # reads until then
+            if is_chat:
+                for chunk in openai_client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "x"}], n=2, stream=True
+                ):
+                    pieces.append(chunk.choices[0].delta.content)
+                    assert chunk.choices[0].finish_reason is None
+            else:
+                for one in openai_client.completions.create(
+                    model="tiny", prompt="x", n=2, stream=True
+                ):
+                    pieces.append(one.choices[0].text)
+                    assert one.choices[0].finish_reason is None
+    assert pieces == ["import"]
+    assert server.engine.log.aborted == [server.engine.log.submitted[0].id]
+
+
+def test_error_is_the_last_event_before_the_end(http: httpx.Client, server: Server) -> None:
+    with failing_sequence(server, is_lethal=True):
+        options = {"include_usage": True}
+        text = _post(http, prompt="x", stream=True, stream_options=options).text
+    error, done, rest = text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"] == {
+        "message": str(LethalRequestError()),
+        "type": "server_error",
+        "param": None,
+        "code": "lethal_request",
+    }
+    assert (done, rest) == ("data: [DONE]", "")
 
 
 def test_defect_reveals_no_details(

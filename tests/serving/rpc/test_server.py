@@ -18,6 +18,7 @@ from pagedray.errors import OverloadedError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT
+from tests.serving.failing_sequence import failing_sequence
 from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -129,6 +130,18 @@ def test_stop_token_is_named(stub: Stub, tokenizer: Tokenizer) -> None:
     stop_id = tokenizer.encode("The quick", add_special_tokens=False)[-1]
     last = list(stub.Generate(_call(stop_token_ids=[stop_id])))[-1].sequences[0]
     assert (last.finish_reason, last.stop_reason) == (pb.FINISH_REASON_STOP, str(stop_id))
+
+
+@pytest.mark.parametrize(
+    ("is_lethal", "text"), [(False, "could not compute"), (True, "Do not send it again")]
+)
+def test_failed_sequence_says_what_went_wrong(
+    server: Server, stub: Stub, is_lethal: bool, text: str
+) -> None:
+    with failing_sequence(server, is_lethal=is_lethal):
+        last = list(stub.Generate(_call()))[-1].sequences[0]
+    assert last.finish_reason == pb.FINISH_REASON_ERROR
+    assert text in last.stop_reason
 
 
 def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
