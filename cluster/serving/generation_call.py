@@ -51,7 +51,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a call's sequences gained since the last output, one entry for each that did."""
 
     sequences: tuple[SequenceOutput, ...]
-    usage: Usage
+    usage: Usage | None
+    """None between the first and the last output."""
     is_last: bool
 
 
@@ -91,6 +92,7 @@ class GenerationCall:
         self._continuation = given.continuation
         self._num_per_prompt = requests[0].sampling.n
         self._unsent: list[tuple[int, tuple[int, ...], bool]] = []
+        self._has_output = False
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
@@ -174,12 +176,15 @@ class GenerationCall:
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []
         num_tokens = 0
-        for (request_id, index), group in _by_sequence(events).items():
-            if request_id not in self._started_ids:
-                self._started_ids.add(request_id)
+        for key, group in _by_sequence(events).items():
+            if key[0] not in self._started_ids:
+                self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
-            if not self._texts[request_id, index].is_finished:
-                sequence = self._push(request_id, index, group)
+            text = self._texts[key]
+            if not text.is_finished:
+                sequence = text.add_events(group)
+                if sequence.finish_reason is not None:
+                    self._finish(key, sequence)
                 num_tokens += len(sequence.token_ids)
                 sequences.append(sequence)
         if self._continuation is not None:
@@ -197,18 +202,17 @@ class GenerationCall:
             self._call.release()
             last = sequences[-1]
             self._watch.note_end(last.failure or last.finish_reason or "stop")
-        return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
+        usage = self._usage() if is_last or not self._has_output else None
+        self._has_output = True
+        return GenerationOutput(sequences=tuple(sequences), usage=usage, is_last=is_last)
 
-    def _push(self, request_id: str, index: int, events: list[TokenEvent]) -> SequenceOutput:
-        output = self._texts[request_id, index].add_events(events)
-        if output.finish_reason is None:
-            return output
+    def _finish(self, key: tuple[str, int], output: SequenceOutput) -> None:
+        """Note the last output of a sequence. Raises DeadlineError if the deadline ended it."""
         self._num_unfinished -= 1
         # Without effect if the engine ended the sequence.
-        self._stream.finish_sequence(request_id, index)
+        self._stream.finish_sequence(*key)
         if output.finish_reason is FinishReason.ABORT and self._is_late():
             raise _deadline_error()
-        return output
 
     def _progress_of(self, output: SequenceOutput) -> tuple[int, tuple[int, ...], bool]:
         number = output.prompt_index * self._num_per_prompt + output.index

@@ -65,13 +65,21 @@ class EventStream(Response):
             self._close()
 
     async def _write(self, send: Send) -> None:
+        take_progress = self._take_progress
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for written in events:
-                message = {"type": "http.response.body", "body": written, "more_body": True}
-                if self._take_progress is not None:
-                    message[PROGRESS_KEY] = self._take_progress()
-                await send(message)
+                if take_progress is None:
+                    await send({"type": "http.response.body", "body": written, "more_body": True})
+                else:
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": written,
+                            "more_body": True,
+                            PROGRESS_KEY: take_progress(),
+                        }
+                    )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -97,7 +97,7 @@ class GenerationResponse(ABC):
 
     async def complete(self) -> bytes:
         """Return the response once it is complete. Raises PagedRayError."""
-        usage: Usage | None = None
+        usage = None
         async with aclosing(self._generation.outputs()) as outputs:
             async for output in outputs:
                 usage = output.usage

@@ -80,6 +80,7 @@ class TextStream:
         )
         self._includes_stop = includes_stop
         self._matcher = StopMatcher(sampling.stop)
+        self._has_stops = bool(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._client_stop_ids = frozenset(sampling.stop_token_ids)
         self._index = index
@@ -95,6 +96,16 @@ class TextStream:
     def add_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Return the output of the next events."""
         assert not self._is_finished
+        event = events[0]
+        if len(events) == 1 and not (self._has_stops or event.logprobs or event.finish_reason):
+            # The fast path of most tokens.
+            self._num_tokens += len(event.token_ids)
+            return SequenceOutput(
+                prompt_index=self._prompt_index,
+                index=self._index,
+                text="".join(map(self._detokenizer.add_token, event.token_ids)),
+                token_ids=event.token_ids,
+            )
         pieces: list[str] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
