@@ -33,7 +33,7 @@ async def ask(
 ) -> Answer:
     """Send a request on a connection of its own and read to the end of the connection."""
     content = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "host: x", "connection: close"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if body is not None:
         lines += ["content-type: application/json", f"content-length: {len(content)}"]
