@@ -37,6 +37,8 @@ class _Progress:
     def __init__(self) -> None:
         self.last: int | None = None
         """The number of the last message; None if the request must be sent, 0 if it has arrived."""
+        self.is_aborted = False
+        """Whether the client has sent an abort, of which it may not get the response."""
         self._failed_s: float | None = None
 
     def note_message(self, number: int) -> None:
@@ -150,6 +152,9 @@ class ResumingHttpFrontend(Frontend):
             if answer.status_code == 404 and progress.last == 0:
                 progress.last = None
                 return False
+            if answer.status_code == 404 and progress.is_aborted:
+                record.end("cancelled")
+                return True
             if answer.status_code != 200:
                 text = (await answer.aread())[:120].decode(errors="replace")
                 record.end(f"{answer.status_code}: {text}")
@@ -176,6 +181,7 @@ class ResumingHttpFrontend(Frontend):
                 for choice in event["choices"]:
                     note_choice(choice, record)
                 if call.is_to_end:
+                    progress.is_aborted = True
                     headers = {"authorization": call.authorization}
                     await self._http.delete(f"/v1/streams/{call.name}", headers=headers)
                     record.end("cancelled")

@@ -10,10 +10,9 @@ from tests.chaos.faults.fill_disk import FillDisk
 from tests.chaos.faults.hang_rank import HangRank
 from tests.chaos.faults.hang_replica import HangReplica
 from tests.chaos.faults.hostile_input import HostileInput
+from tests.chaos.faults.kill_daemon import KillGcs, KillRaylet
 from tests.chaos.faults.kill_during_replacement import KillDuringReplacement
-from tests.chaos.faults.kill_gcs import KillGcs
 from tests.chaos.faults.kill_rank import KillRank
-from tests.chaos.faults.kill_raylet import KillRaylet
 from tests.chaos.faults.kill_replica import KillReplica
 from tests.chaos.faults.kill_serve_controller import KillServeController
 from tests.chaos.faults.kill_two_ranks import KillTwoRanks

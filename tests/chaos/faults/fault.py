@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+import psutil
 
 from tests.chaos.clients.relay import Relay
 from tests.chaos.targets.target import Target
@@ -23,6 +25,8 @@ class Scene:
     """The API key of a tenant that no checked call belongs to."""
     relays: tuple[Relay, ...]
     """Through them clients connect that resume their streams."""
+    hung: set[psutil.Process] = field(default_factory=set)
+    """Processes that hang for ever, so that no other fault continues them."""
 
 
 class Fault(ABC):

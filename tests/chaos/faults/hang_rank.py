@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+
+import psutil
 
 from tests.chaos.faults.fault import Fault, Scene
-
-if TYPE_CHECKING:
-    import psutil
 
 __all__ = ["HangRank"]
 
@@ -26,8 +25,12 @@ class HangRank(Fault):
     async def inject(self) -> None:
         ranks = self._scene.target.ranks()
         if ranks:
-            self._stopped.append(self._scene.generator.choice(ranks))
-            self._stopped[0].suspend()
+            rank = self._scene.generator.choice(ranks)
+            self._stopped.append(rank)
+            self._scene.hung.add(rank)
+            # A pair's other fault may just have killed it.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.suspend()
 
     def is_over(self) -> bool:
         return not any(one.is_running() for one in self._stopped)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
-import psutil
-
 from tests.chaos.faults.fault import Fault
+from tests.chaos.faults.pauses import pause
 
 __all__ = ["PauseEverything"]
 
@@ -21,11 +17,5 @@ class PauseEverything(Fault):
     targets = frozenset({"server", "serve"})
 
     async def inject(self) -> None:
-        stopped = [*self._scene.target.servers(), *self._scene.target.ranks()]
-        for process in stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-        await asyncio.sleep(_SECONDS)
-        for process in stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        target = self._scene.target
+        await pause(self._scene, [*target.servers(), *target.ranks()], seconds=_SECONDS)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
-import psutil
-
 from tests.chaos.faults.fault import Fault
+from tests.chaos.faults.pauses import pause
 
 __all__ = ["StopRank"]
 
@@ -23,12 +19,6 @@ class StopRank(Fault):
 
     async def inject(self) -> None:
         ranks = self._scene.target.ranks()
-        if not ranks:
-            return
-        rank = self._scene.generator.choice(ranks)
-        # It may have been killed meanwhile.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.suspend()
-        await asyncio.sleep(_SECONDS)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.resume()
+        if ranks:
+            chosen = self._scene.generator.choice(ranks)
+            await pause(self._scene, [chosen], seconds=_SECONDS)
