@@ -14,6 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagedray.processes import start_ticks
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,7 +24,7 @@ __all__ = ["MAX_INDEX", "Phase", "ProgressBoard", "ProgressWord", "RankReport"]
 _CELL_BYTES = 8
 _NUM_CELLS = 8
 """Cells of a rank: a cache line, which no other rank writes."""
-_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID = range(5)
+_WORD, _NUM_BEATS, _NUM_FINISHED, _IS_COMPILING, _PID, _START_TICKS = range(6)
 _NO_INDEX = 0xFFFF
 MAX_INDEX = _NO_INDEX - 1
 """The largest index that a word holds."""
@@ -96,6 +98,8 @@ class RankReport:
     is_compiling: bool
     """Whether it waits for a compiler in another process."""
     pid: int
+    start_ticks: int = 0
+    """When its process started, which tells it from a later one with the same id."""
 
     @property
     def phase(self) -> Phase:
@@ -118,6 +122,7 @@ class RankReport:
             num_finished=cells[_NUM_FINISHED],
             is_compiling=bool(cells[_IS_COMPILING]),
             pid=cells[_PID],
+            start_ticks=cells[_START_TICKS],
         )
 
 
@@ -130,7 +135,7 @@ class ProgressWord:
         self._count = 0
         self._entered = 0
         """The phase and index that were entered last."""
-        self._cells[_PID] = os.getpid()
+        _write_process(self._cells)
         self.enter(Phase.STARTING)
 
     def attach(self, path: str, rank: int) -> None:
@@ -145,7 +150,7 @@ class ProgressWord:
             cells = shared[first : first + _NUM_CELLS]
         except OSError:
             cells = _private_cells()
-        cells[_PID] = os.getpid()
+        _write_process(cells)
         self._cells = cells
         self.enter(Phase.STARTED)
 
@@ -204,6 +209,12 @@ class ProgressBoard:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _write_process(cells: memoryview) -> None:
+    # The process counts as started once its id is there.
+    cells[_START_TICKS] = start_ticks(os.getpid())
+    cells[_PID] = os.getpid()
 
 
 def _private_cells() -> memoryview:

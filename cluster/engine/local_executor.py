@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cluster.engine.executor import Executor, RankHealth
 from cluster.engine.faults.rank_monitor import RankMonitor
+from cluster.engine.faults.start_limit import StartLimit
 from cluster.engine.rank_thread import RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
@@ -49,7 +50,9 @@ class LocalExecutor(Executor):
         # own, and two teams would be more threads than cores.
         self._thread = RankThread()
         self._progress = ProgressWord()
-        self._monitor = RankMonitor(_OwnReports(self._progress), config.parallel.device)
+        self._monitor = RankMonitor(
+            _OwnReports(self._progress), config.parallel.device, StartLimit()
+        )
         self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
@@ -191,6 +194,9 @@ class _OwnReports:
 
     def process_state(self, rank: int) -> str:
         return ""
+
+    def is_stopped(self, rank: int) -> bool:
+        return False
 
 
 def _survived(compute: Callable[[], Result]) -> Result:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine.faults.rank_monitor import RankMonitor
+from cluster.engine.faults.start_limit import StartLimit
 from pagedray.batch import SequencePlan, StepPlan
 from pagedray.rank_progress import Phase, ProgressBoard, ProgressWord
 
@@ -23,21 +24,30 @@ class Ranks:
     """Two ranks whose processes run or not, and their monitor."""
 
     def __init__(self, board: ProgressBoard) -> None:
-        self._board = board
+        self.board = board
         self.words = [ProgressWord(), ProgressWord()]
         self.stopped: set[int] = set()
-        self.monitor = RankMonitor(self, "cpu")
+        self.quiet: set[int] = set()
+        """Ranks without heartbeats whose processes are not stopped."""
+        self.start_limit = StartLimit()
         self._now_s = 0.0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        self.monitor = RankMonitor(self, "cpu", self.start_limit)
 
     def start_processes(self) -> None:
         for rank, word in enumerate(self.words):
-            word.attach(self._board.path, rank)
+            word.attach(self.board.path, rank)
 
     def read(self) -> list[RankReport]:
-        return [self._board.report(rank) for rank in range(2)]
+        return [self.board.report(rank) for rank in range(2)]
 
     def process_state(self, rank: int) -> str:
         return "is stopped" if rank in self.stopped else ""
+
+    def is_stopped(self, rank: int) -> bool:
+        return rank in self.stopped
 
     def hang_within(self, seconds: float) -> str:
         """Let time pass; return the first hang, or an empty string."""
@@ -45,7 +55,7 @@ class Ranks:
         while self._now_s < end_s:
             self._now_s += TICK_S
             for rank, word in enumerate(self.words):
-                if rank not in self.stopped and self._board.report(rank).pid:
+                if rank not in self.stopped | self.quiet and self.board.report(rank).pid:
                     word.beat(is_compiling=False)
             if hang := self.monitor.observe(self._now_s).hang:
                 return hang
@@ -85,12 +95,20 @@ def test_loading_may_take_long_as_long_as_it_progresses(ranks: Ranks) -> None:
     assert "rank 1: loading weights (9 tensors loaded)" in ranks.hang_within(400.0)
 
 
-def test_process_that_stops_while_loading_is_named_after_a_minute(ranks: Ranks) -> None:
+def test_process_that_is_silent_while_loading_is_named_after_a_minute(ranks: Ranks) -> None:
+    ranks.start_processes()
+    assert not ranks.hang_within(10.0)
+    ranks.quiet.add(0)
+    assert not ranks.hang_within(55.0)
+    assert ranks.hang_within(10.0).startswith("Rank 0 has made no progress for ")
+
+
+def test_process_that_is_stopped_while_loading_is_named_within_seconds(ranks: Ranks) -> None:
     ranks.start_processes()
     assert not ranks.hang_within(10.0)
     ranks.stopped.add(0)
-    assert not ranks.hang_within(55.0)
-    hang = ranks.hang_within(10.0)
+    assert not ranks.hang_within(5.0)
+    hang = ranks.hang_within(3.0)
     assert hang.startswith("Rank 0 has made no progress for ")
     assert "rank 0: waiting for the other ranks to start, and its process is stopped" in hang
 
@@ -98,6 +116,20 @@ def test_process_that_stops_while_loading_is_named_after_a_minute(ranks: Ranks) 
 def test_process_that_never_starts_is_named(ranks: Ranks) -> None:
     assert not ranks.hang_within(290.0)
     assert "rank 1: its process has not started" in ranks.hang_within(20.0)
+
+
+def test_replacement_has_several_times_as_long_to_start_as_the_first_processes(
+    ranks: Ranks,
+) -> None:
+    assert not ranks.hang_within(4.0)
+    ranks.start_processes()
+    assert not ranks.hang_within(1.0)
+    ranks.monitor.begin_steps()
+    # On a new board nothing is written before a process has started.
+    with closing(ProgressBoard(2)) as ranks.board:
+        ranks.begin_epoch()
+        assert not ranks.hang_within(20.0)
+        assert "rank 1: its process has not started" in ranks.hang_within(3.0)
 
 
 def test_rank_that_waits_for_others_to_load_is_not_blamed(ranks: Ranks) -> None:

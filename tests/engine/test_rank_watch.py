@@ -76,6 +76,8 @@ class Simulation:
     def set_step(self, kind: object, layer_s: float) -> None:
         """Plans sent from now on are of this kind; those in flight end at once."""
         self._kind = kind
+        # How long they took says nothing about their kind.
+        self.work.take_finished(self.work.num_plans)
         for rank in self.ranks:
             rank.layer_s = rank.left_s = layer_s
             rank.num_finished, rank.layer = self.work.num_plans, 0

@@ -1,30 +1,46 @@
 """Serves on ranks that share no node with the controller, and prints the results.
 
 Prints a line of JSON per placement: the address family of the step channel, the addresses under
-which the ranks reach each other, and the tokens.
+which the ranks reach each other, and the tokens. With `hang`, it stops the process of a rank, and
+prints how much longer the tokens then took, and whether they were those of an undisturbed run.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.engine.ranks import ray_executor
+from cluster.engine.ranks import ray_executor, ray_reports
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
+from pagedray.rank_progress import ProgressBoard
 
 
-def main(folder: str) -> None:
-    """Generate on a rank of another node, and then on ranks of two other nodes."""
+class FarBoard(ProgressBoard):
+    """A board that no rank can open, as if each were on another machine."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self.path = "/nonexistent/board"
+
+
+def main(folder: str, *, hangs: bool) -> None:
+    """Generate on ranks of other nodes than this process's."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         for address in ("127.0.0.2", "127.0.0.3"):
             cluster.add_node(num_cpus=1, node_ip_address=address)
         ray.init(address=cluster.address, log_to_driver=False)
-        run(folder)
+        (hang if hangs else run)(folder)
     finally:
         ray.shutdown()
         # Otherwise its address remains, and the next Ray here would connect to a dead cluster.
@@ -32,7 +48,7 @@ def main(folder: str) -> None:
 
 
 def run(folder: str) -> None:
-    """Generate on one rank, and fail to place two."""
+    """Generate on a rank of another node, fail to place two, and then generate on two nodes."""
     generate(folder, num_ranks=1)
     # No resources become free on these nodes.
     ray_executor._PLACEMENT_TIMEOUT_S = 1.0
@@ -43,22 +59,42 @@ def run(folder: str) -> None:
     generate(folder, num_ranks=2, placement_strategy="PACK")
 
 
+def hang(folder: str) -> None:
+    """Stop one of two ranks while they generate."""
+    # Into the log of the test: where the seconds go.
+    logging.getLogger("cluster").setLevel(logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    ray_reports.ProgressBoard = FarBoard  # type: ignore[attr-defined]  # it is imported there
+    params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+    with (
+        open_llm(folder, num_ranks=2, placement_strategy="PACK") as llm,
+        ThreadPoolExecutor(1) as threads,
+    ):
+
+        def generate() -> tuple[tuple[int, ...], float]:
+            started_s = time.monotonic()
+            (generation,) = llm.generate("import os", params, show_progress=False)
+            return generation.completions[0].token_ids, time.monotonic() - started_s
+
+        undisturbed, undisturbed_s = generate()
+        disturbed = threads.submit(generate)
+        time.sleep(0.5)
+        os.kill(ranks_of(llm)._reports.read()[1].pid, signal.SIGSTOP)
+        token_ids, disturbed_s = disturbed.result()
+        report = {
+            "pause_s": disturbed_s - undisturbed_s,
+            "is_equal": token_ids == undisturbed,
+        }
+        print(json.dumps(report))
+
+
 def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_PACK") -> None:
     """Generate a few tokens."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    with LLM(
-        folder,
-        executor="ray",
-        device="cpu",
-        dtype="float32",
-        num_threads=1,
-        tensor_parallel_size=num_ranks,
-        placement_strategy=placement_strategy,
-        show_progress=False,
-    ) as llm:
+    with open_llm(folder, num_ranks=num_ranks, placement_strategy=placement_strategy) as llm:
         (generation,) = llm.generate("import os", params, show_progress=False)
         # On one machine a Unix socket would also work.
-        ranks = llm._engine._executor._ranks  # type: ignore[attr-defined]  # Ray's
+        ranks = ranks_of(llm)
         families = {channel._socket.family.name for channel in ranks._channels._channels}
         report = {
             "families": sorted(families),
@@ -68,5 +104,22 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
         print(json.dumps(report))
 
 
+def open_llm(folder: str, *, num_ranks: int, placement_strategy: str) -> LLM:
+    return LLM(
+        folder,
+        executor="ray",
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        tensor_parallel_size=num_ranks,
+        placement_strategy=placement_strategy,
+        show_progress=False,
+    )
+
+
+def ranks_of(llm: LLM) -> Any:  # Any: the ranks of Ray's executor
+    return llm._engine._executor._ranks  # type: ignore[attr-defined]  # Ray's
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], hangs=sys.argv[2:] == ["hang"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.fakes import wait_for
@@ -49,6 +51,16 @@ def undisturbed_tokens(server: ServerProcess, num_tokens: int) -> list[tuple[int
         return tokens_of(streams)
 
 
+def next_rank(server: ServerProcess, old: list[psutil.Process]) -> psutil.Process:
+    """Return a rank that is not among the old ones as soon as its process exists."""
+    while True:
+        # A process may end while its name is read.
+        with suppress(psutil.Error):
+            for process in server.ranks():
+                if process not in old:
+                    return process
+
+
 def test_streams_go_on_after_a_rank_was_stopped(server: ServerProcess) -> None:
     undisturbed = undisturbed_tokens(server, 300)
     before = server.metrics()
@@ -77,6 +89,26 @@ def test_idle_rank_that_is_stopped_is_replaced(server: ServerProcess) -> None:
     wait_for(lambda: not server.is_ready(), NOTICED_S)
     wait_for(server.is_ready, 60.0)
     assert server.metrics()[REPLACEMENTS] == before[REPLACEMENTS] + 1
+
+
+@pytest.mark.slow
+def test_replacement_that_is_stopped_while_it_starts_is_replaced(server: ServerProcess) -> None:
+    undisturbed = undisturbed_tokens(server, 300)
+    before = server.metrics()
+    old = server.ranks()
+    with make_streams(server, 300) as streams:
+        streams.start()
+        old[0].kill()
+        started = next_rank(server, old)
+        started.suspend()
+        stopped_s = time.monotonic()
+        assert tokens_of(streams) == undisturbed
+    print(f"streams ended after {time.monotonic() - stopped_s:.1f} s")
+    assert not started.is_running()
+    # One replacement, of a rank that died, in two attempts.
+    assert server.metrics()[DEATHS] == before[DEATHS] + 1
+    # A process that has not said where its heartbeat is would otherwise get minutes.
+    assert time.monotonic() - stopped_s < 60.0
 
 
 @pytest.mark.slow

@@ -6,25 +6,42 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from tests.system.server_process import ROOT, TINY_LLAMA
 
 
-def test_ranks_on_other_nodes_serve() -> None:
+def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
+    """Run the program, and return the lines that it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.system.other_node", str(TINY_LLAMA)],
+        [sys.executable, "-m", "tests.system.other_node", str(TINY_LLAMA), *arguments],
         cwd=ROOT,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0
-    alone, refusal, apart = map(json.loads, done.stdout.splitlines()[-3:])
+    return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in '{"']
+
+
+def test_ranks_on_other_nodes_serve() -> None:
+    alone, refusal, apart = run_apart()
     assert alone["families"] == apart["families"] == ["AF_INET"]
     assert alone["hosts"] == ["127.0.0.1"]
     assert "--placement-strategy PACK" in refusal
     assert sorted(apart["hosts"]) == ["127.0.0.2", "127.0.0.3"]
     assert len(alone["token_ids"]) == 8
     assert apart["token_ids"] == alone["token_ids"]
+
+
+@pytest.mark.slow
+def test_rank_that_hangs_on_another_node_is_replaced() -> None:
+    (report,) = run_apart("hang")
+    print(f"paused for {report['pause_s']:.1f} s")
+    assert report["is_equal"]
+    # Ray alone would wait 40 s for an answer of the process.
+    assert report["pause_s"] < 30.0

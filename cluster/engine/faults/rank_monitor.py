@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.executor import RankHealth
@@ -13,6 +14,7 @@ from pagedray.errors import HungRankError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.engine.faults.start_limit import StartLimit
     from pagedray.batch import StepMasks
     from pagedray.rank_progress import RankReport
 
@@ -34,6 +36,9 @@ class ReportSource(Protocol):
     def process_state(self, rank: int) -> str:
         """Return what is unusual about the state of a rank's process, or an empty string."""
 
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank's process is known to be stopped."""
+
 
 class RankMonitor:
     """Finds hung ranks of one epoch: first while they start, then while they run steps.
@@ -41,11 +46,12 @@ class RankMonitor:
     One thread notes plans, another one observes.
     """
 
-    def __init__(self, source: ReportSource, device: str) -> None:
+    def __init__(self, source: ReportSource, device: str, start_limit: StartLimit) -> None:
         self._source = source
         self._device = device
+        self._start_limit = start_limit
         self._work = WorkInFlight()
-        self._watch = RankWatch(_START_LIMITS)
+        self._watch = RankWatch(replace(_START_LIMITS, start_s=start_limit.limit_s))
         self._observed_s = 0.0
         self.hung: list[int] = []
         """The ranks that hang."""
@@ -53,6 +59,7 @@ class RankMonitor:
 
     def begin_steps(self) -> None:
         """Watch steps instead of the start of the ranks, which has ended."""
+        self._start_limit.note_starts(self._watch.longest_start_s)
         self._work = WorkInFlight()
         self._watch = RankWatch(_LIMITS[self._device])
 
@@ -69,12 +76,14 @@ class RankMonitor:
         self._observed_s = now_s
         health = self.observe(now_s)
         if health.hang:
+            self._start_limit.note_hang()
             raise HungRankError(health.hang)
 
     def observe(self, now_s: float) -> RankHealth:
         """Return whether the ranks make progress; must be called several times a second."""
         reports = self._source.read()
-        hung = self.hung = self._watch.hung_ranks(now_s, reports, self._work)
+        stopped = [rank for rank in range(len(reports)) if self._source.is_stopped(rank)]
+        hung = self.hung = self._watch.hung_ranks(now_s, reports, self._work, stopped)
         is_busy = any(
             report.num_finished < self._work.num_plans and not report.phase.is_blameless
             for report in reports
@@ -93,9 +102,9 @@ class RankMonitor:
         return f"{who} made no progress for {silence_s:.1f} s ({places})."
 
     def _place(self, rank: int, report: RankReport) -> str:
-        if not report.num_beats:
-            return f"rank {rank}: its process has not started"
         state = self._source.process_state(rank)
+        if not report.num_beats:
+            return f"rank {rank}: its process {state or 'has not started'}"
         return f"rank {rank}: {report.place}" + (f", and its process {state}" if state else "")
 
 

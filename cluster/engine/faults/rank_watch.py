@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pagedray.rank_progress import Phase, RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Container, Hashable, Sequence
 
 __all__ = ["RankWatch", "WatchLimits", "WorkInFlight"]
 
@@ -31,6 +31,10 @@ class WatchLimits:
 
     beat_s: float = 6.0
     """Without a heartbeat, which comes twice a second."""
+    start_s: float = 60.0
+    """Until the first heartbeat."""
+    stopped_s: float = 6.0
+    """Without a heartbeat, if the process is known to be stopped."""
     word_s: float = 6.0
     """Without a word, at least."""
     factor: float = 4.0
@@ -90,11 +94,20 @@ class RankWatch:
         """The longest time between two words in steps of a kind."""
         self._known: set[Hashable] = set()
         """Kinds of finished steps."""
+        self.longest_start_s = 0.0
+        """The longest time until the first heartbeat of a rank."""
 
     def hung_ranks(
-        self, now_s: float, reports: Sequence[RankReport], work: WorkInFlight
+        self,
+        now_s: float,
+        reports: Sequence[RankReport],
+        work: WorkInFlight,
+        stopped: Container[int] = (),
     ) -> list[int]:
-        """Return the ranks that hang, or none. Those that wait for others are not named."""
+        """Return the ranks that hang, or none. Those that wait for others are not named.
+
+        `stopped` has the ranks whose processes are known to be stopped.
+        """
         elapsed_s = 0.0
         if self._observed_s is not None:
             elapsed_s = min(max(now_s - self._observed_s, 0.0), _MAX_TICK_S)
@@ -111,12 +124,12 @@ class RankWatch:
             for rank, stand in enumerate(self._stands)
             if stand.word_s > (limits.compiling_s if stand.report.is_compiling else limit_s)
         ]
-        stopped = [
+        beatless = [
             rank
             for rank, stand in enumerate(self._stands)
-            if stand.beat_s > (limits.beat_s if stand.report.num_beats else limits.first_s)
+            if stand.beat_s > self._beat_limit_s(stand.report, is_stopped=rank in stopped)
         ]
-        return stopped or self._culprits(silent)
+        return beatless or self._culprits(silent)
 
     def silence_s(self, rank: int) -> float:
         """Return for how long a rank has shown no sign of progress or life."""
@@ -134,6 +147,8 @@ class RankWatch:
         before = self._stands[rank]
         has_beaten = report.num_beats != before.report.num_beats
         beat_s = 0.0 if has_beaten else before.beat_s + elapsed_s
+        if has_beaten and not before.report.num_beats:
+            self.longest_start_s = max(self.longest_start_s, before.beat_s + elapsed_s)
         if report.word != before.report.word:
             for kind in kinds:
                 self._longest_s[kind] = max(self._longest_s[kind] * _FADING, before.alive_s)
@@ -148,6 +163,11 @@ class RankWatch:
             alive_s=word_s if has_beaten else before.alive_s,
             beat_s=beat_s,
         )
+
+    def _beat_limit_s(self, report: RankReport, *, is_stopped: bool) -> float:
+        limits = self._limits
+        limit_s = limits.beat_s if report.num_beats else limits.start_s
+        return min(limit_s, limits.stopped_s) if is_stopped else limit_s
 
     def _word_limit_s(self, kinds: list[Hashable]) -> float:
         if not self._known.issuperset(kinds):

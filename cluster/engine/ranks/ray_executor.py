@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.engine.executor import Executor, Outage, RankHealth, ReportProgress
+from cluster.engine.faults.start_limit import StartLimit
 from cluster.engine.ranks.healing import Healing
 from cluster.engine.ranks.rank_places import RankPlaces
 from cluster.engine.ranks.ray_connection import RayConnection
@@ -51,6 +52,7 @@ class RayExecutor(Executor):
         self._placement = placement
         self._owns_placement = placement is None
         self._spares = SpareRanks(config.parallel.num_spare_ranks)
+        self._start_limit = StartLimit()
         self._ranks: RayRanks | None = None
         self._connection: RayConnection | None = None
         try:
@@ -150,7 +152,13 @@ class RayExecutor(Executor):
             places = RankPlaces(self._config, self._placement)
         except RayError as error:
             raise WorkerError(f"Could not look up the nodes of the ranks: {error}") from error
-        return RayRanks(self._config, places, self._report_progress, spares=self._spares)
+        return RayRanks(
+            self._config,
+            places,
+            self._report_progress,
+            spares=self._spares,
+            start_limit=self._start_limit,
+        )
 
     def _fill_spares(self, places: RankPlaces) -> None:
         try:

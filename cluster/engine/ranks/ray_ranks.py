@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from cluster.engine.executor import ReportProgress
+    from cluster.engine.faults.start_limit import StartLimit
     from cluster.engine.ranks.healing import Healing
     from cluster.engine.ranks.rank_places import Actor, RankPlaces
     from cluster.engine.ranks.spare_ranks import SpareRanks
@@ -60,6 +61,7 @@ class RayRanks:
         report_progress: ReportProgress,
         *,
         spares: SpareRanks,
+        start_limit: StartLimit,
     ) -> None:
         """Call `start_ranks` or `replace_ranks` next."""
         self._config = config
@@ -69,7 +71,7 @@ class RayRanks:
         self._size = config.parallel.tensor_parallel_size
         self._channels = RankChannels([])
         self._reports = RayReports(self._size)
-        self._monitor = RankMonitor(self._reports, config.parallel.device)
+        self._monitor = RankMonitor(self._reports, config.parallel.device, start_limit)
         self._hang: HungRankError | None = None
         self._running: list[Reference] = []
         self._actors: list[Actor] = []
@@ -84,7 +86,7 @@ class RayRanks:
         """
         with self._ended_by_errors():
             self._actors += (self.places.start_rank(rank) for rank in range(self._size))
-            self._reports.attach_actors(self._actors)
+            self._reports.attach_actors(self._actors, self.places.nodes)
             address = self._open_rendezvous()
             self._call("Loading weights", "load_rank", *((rank, 0, None) for rank in self._ranks))
             self._join(address)
@@ -121,7 +123,7 @@ class RayRanks:
                 replaced[rank] = "new process" if spare is None else "spare"
                 self._actors.append(places[rank][0])
             self._actors = [places[rank][0] for rank in self._ranks]
-            self._reports.attach_actors(self._actors)
+            self._reports.attach_actors(self._actors, self.places.nodes)
             healing.end_phase("processes")
             preparing = [
                 actor.allocate_cache.remote(*blocks)
@@ -190,13 +192,13 @@ class RayRanks:
         # First, so that nothing that they still send counts.
         self._channels.close()
         actors, self._actors, self._running = self._actors, [], []
-        # A process that is stopped would not answer, and would end only when it continues.
+        # A process that is stopped would not answer Ray, and would end only when it continues.
         hung = self._monitor.hung if self._hang is not None else []
         self._reports.kill_processes(hung)
-        self._reports.close()
         for rank in hung:
             ray.kill(actors[rank])
         if self._size == 1:
+            self._reports.close()
             ray.kill(actors[0])
             return {}
         leaving = {
@@ -210,6 +212,10 @@ class RayRanks:
                 num_returns=len(leaving),
                 timeout=_LEAVE_TIMEOUT_S + 2 * _CAUSE_TIMEOUT_S,
             )
+        self._reports.kill_processes(
+            [rank for rank, reference in leaving.items() if not _has_answered(reference)]
+        )
+        self._reports.close()
         survivors = {
             rank: actors[rank] for rank, reference in leaving.items() if _has_left(reference)
         }
@@ -352,6 +358,11 @@ def _ranks(number: int) -> str:
 
 def _no_fraction() -> float:
     return 0.0
+
+
+def _has_answered(reference: Reference) -> bool:
+    finished, _ = ray.wait([reference], timeout=0)
+    return bool(finished)
 
 
 def _has_left(leaving: Reference) -> bool:
