@@ -48,6 +48,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.reader_limits import BufferLimits, ReaderLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
@@ -76,6 +77,13 @@ def _serve(parsed: argparse.Namespace) -> int:
                 resume_buffer=BufferLimits(parsed.resume_buffer_mib * 2**20),
             ),
             allowed_hosts=parsed.allowed_hosts or (),
+            intake_limits=IntakeLimits(
+                read_timeout_s=parsed.read_timeout_s,
+                received=BufferLimits(parsed.receive_buffer_mib * 2**20),
+                request_bytes=None
+                if parsed.max_request_kib is None
+                else parsed.max_request_kib * 2**10,
+            ),
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.reader_limits import BufferLimits
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
@@ -101,6 +102,28 @@ def _add_serve(commands: _Commands) -> None:
         default=30.0,
         metavar="SECONDS",
         help="Time for running requests to finish after SIGTERM.",
+    )
+    group.add_argument(
+        "--read-timeout-s",
+        type=_seconds(1.0, 3600.0),
+        default=IntakeLimits().read_timeout_s,
+        metavar="SECONDS",
+        help="Time for the body or message of a request to arrive; then it is rejected.",
+    )
+    group.add_argument(
+        "--max-request-kib",
+        type=_count(64, 8 * 2**10),
+        metavar="KIB",
+        help="Longest body or message of a request. (default: 1 MiB and 8 bytes for each token of "
+        "128 prompts, but at most 4 MiB)",
+    )
+    group.add_argument(
+        "--receive-buffer-mib",
+        type=_count(64, 2**20),
+        default=BufferLimits().total_bytes // 2**20,
+        metavar="MIB",
+        help="Memory for requests that are being received. A tenant's requests may use a quarter "
+        "of it.",
     )
     group.add_argument(
         "--write-timeout-s",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.engine.embedder import Embedder
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.tls import CertificateStore
@@ -55,6 +56,7 @@ class Server:
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits,
         allowed_hosts: tuple[str, ...] = (),
+        intake_limits: IntakeLimits,
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -71,6 +73,7 @@ class Server:
         self._tool_format = tool_format
         self._reader_limits = reader_limits
         self._allowed_hosts = allowed_hosts
+        self._intake_limits = intake_limits
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -112,6 +115,7 @@ class Server:
             tool_format=self._tool_format,
             reader_limits=self._reader_limits,
             allowed_hosts=self._allowed_hosts,
+            intake_limits=self._intake_limits,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()

@@ -70,7 +70,7 @@ class EmbeddingValidator:
         is_long = are_long(given.prompts)
         texts: list[tuple[int, ...]] = []
         for prompt in given.prompts:
-            texts.append(await self._read(prompt, is_long=is_long))
+            texts.append(await self._read(prompt, given.tenant, is_long=is_long))
             # Let other calls run between the texts of a long list.
             await asyncio.sleep(0)
         return EmbeddingRequest(
@@ -82,8 +82,12 @@ class EmbeddingValidator:
             deadline_s=given.deadline_s,
         )
 
-    async def _read(self, prompt: str | tuple[int, ...], *, is_long: bool) -> tuple[int, ...]:
-        token_ids = await self._reader.read_prompt(prompt, is_long=is_long, param="input")
+    async def _read(
+        self, prompt: str | tuple[int, ...], tenant: str, *, is_long: bool
+    ) -> tuple[int, ...]:
+        token_ids = await self._reader.read_prompt(
+            prompt, is_long=is_long, tenant=tenant, param="input"
+        )
         if not 1 <= len(token_ids) <= self._context:
             raise InvalidRequestError(
                 f"input must have 1 to {self._context} tokens, not {len(token_ids)}.",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
@@ -51,6 +52,7 @@ class Frontends:
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits | None = None,
         allowed_hosts: Iterable[str] = (),
+        intake_limits: IntakeLimits | None = None,
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
@@ -66,6 +68,7 @@ class Frontends:
             tracer=tracer,
             tool_format=tool_format,
             reader_limits=reader_limits,
+            intake_limits=intake_limits,
         )
         limits = connection_limits()
         self._grpc = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.admin.endpoints import server_endpoints
-from cluster.serving.http.app import READ_TIMEOUT_S, HttpApp
+from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 
 if TYPE_CHECKING:
@@ -18,12 +18,15 @@ __all__ = ["build_http_app"]
 def build_http_app(
     servicer: Servicer,
     *,
-    read_timeout_s: float = READ_TIMEOUT_S,
+    read_timeout_s: float | None = None,
     allowed_hosts: AllowedHosts | None = None,
 ) -> HttpApp:
-    """Return the ASGI application; a body must arrive within `read_timeout_s`.
+    """Return the ASGI application.
 
+    A body must arrive within `read_timeout_s`; None takes the time of the servicer's intake.
     `allowed_hosts` are checked if no keys are required; None allows all.
     """
     endpoints = (*openai_endpoints(servicer), *server_endpoints(servicer))
+    if read_timeout_s is None:
+        read_timeout_s = servicer.intake.read_timeout_s
     return HttpApp(servicer, endpoints, read_timeout_s=read_timeout_s, allowed_hosts=allowed_hosts)

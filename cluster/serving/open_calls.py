@@ -1,6 +1,7 @@
 """The open calls of a server: their tenants, their ids, and the limits of each tenant.
 
-A call counts from its arrival, so that calls being tokenized are within the limits too.
+A call counts from its arrival, before its message is read, so that calls being received and
+tokenized are within the limits too.
 """
 
 from __future__ import annotations
@@ -52,9 +53,20 @@ class _Account:
         """Seconds until one of the open calls is expected to end."""
         return _within_bounds(self.mean_duration_s / max(self.num_calls, 1))
 
+    def check_limit(self, tenant: Tenant, num_calls: int) -> None:
+        """Raise OverloadedError if the tenant may have no call beside so many others."""
+        if tenant.max_requests is not None and num_calls >= tenant.max_requests:
+            raise OverloadedError(
+                f"The tenant of this API key has {num_calls} open calls, which is its limit.",
+                retry_after_s=self.retry_after_s,
+            )
+
 
 class OpenCall:
-    """One open call of a tenant, which counts toward the tenant's limits until it is released."""
+    """One call of a tenant, which counts toward the tenant's limits until it is released.
+
+    It is open, hence listed and awaited by a drain, from `begin` on.
+    """
 
     def __init__(
         self,
@@ -63,8 +75,11 @@ class OpenCall:
         open_calls: dict[OpenCall, None],
         *,
         is_admitted: bool,
+        may_resume: bool,
     ) -> None:
         self.tenant = tenant
+        self._may_resume = may_resume
+        self._has_begun = False
         self.is_admitted = is_admitted
         """Whether another replica has admitted it, so that the tenant's limits do not apply."""
         self.started_s = time.monotonic()
@@ -78,7 +93,18 @@ class OpenCall:
         self._account = account
         account.num_calls += 1
         self._open_calls = open_calls
-        open_calls[self] = None
+
+    def begin(self) -> None:
+        """Open it. Raises OverloadedError if it entered to resume a stream, but is another call."""
+        if self._may_resume and not self.is_admitted:
+            self._account.check_limit(self.tenant, self._account.num_calls - 1)
+        self._has_begun = True
+        self._open_calls[self] = None
+
+    def leave(self) -> None:
+        """Release it unless it has begun; whoever began it closes it."""
+        if not self._has_begun:
+            self.release()
 
     def set_id(self, call_id: str) -> None:
         """Set its id. Raises DuplicateIdError if another open call of its tenant has it."""
@@ -148,17 +174,17 @@ class OpenCalls:
     def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
 
-    def open_call(self, tenant: Tenant, *, is_admitted: bool = False) -> OpenCall:
-        """Return a new call. Raises OverloadedError beyond the tenant's limit."""
+    def enter_call(
+        self, tenant: Tenant, *, is_admitted: bool = False, may_resume: bool = False
+    ) -> OpenCall:
+        """Return a call whose message has not been read. Raises OverloadedError beyond the limit.
+
+        One that `may_resume` a stream may enter beyond it.
+        """
         account = self._accounts.setdefault(tenant.name, _Account())
-        limit = None if is_admitted else tenant.max_requests
-        if limit is not None and account.num_calls >= limit:
-            raise OverloadedError(
-                f"The tenant of this API key has {account.num_calls} open calls, which is its "
-                "limit.",
-                retry_after_s=account.retry_after_s,
-            )
-        return OpenCall(tenant, account, self._open, is_admitted=is_admitted)
+        if not is_admitted and not may_resume:
+            account.check_limit(tenant, account.num_calls)
+        return OpenCall(tenant, account, self._open, is_admitted=is_admitted, may_resume=may_resume)
 
     def find_call(self, tenant_name: str, call_id: str) -> OpenCall | None:
         """Return a tenant's own call by its id."""

@@ -51,33 +51,38 @@ class PromptReader:
         prompt: Prompt,
         *,
         is_long: bool,
+        tenant: str,
         add_special_tokens: bool = True,
         param: str = "prompt",
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt; the caller checks how many there are.
 
         `is_long` is `are_long` of all prompts of the call. Raises InvalidRequestError, and
-        OverloadedError if too many long texts wait.
+        OverloadedError if too many long texts of the tenant wait.
         """
         if isinstance(prompt, ChatPrompt):
-            return await self._read_chat(prompt)
+            return await self._read_chat(prompt, tenant)
         if isinstance(prompt, str):
             check_unicode(prompt, param)
             return await self._encode(
-                prompt, param, add_special_tokens=add_special_tokens, is_long=is_long
+                prompt,
+                param,
+                add_special_tokens=add_special_tokens,
+                is_long=is_long,
+                tenant=tenant,
             )
         # The caller rejects what is too long.
         if len(prompt) <= self._context:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
 
-    async def _read_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
+    async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         render = functools.partial(self._render, prompt)
         is_long = len(prompt.messages) + len(prompt.tools) >= _LONG_CHAT
         marked = (
-            await self._text_pool.run_in_thread(render)
+            await self._text_pool.run_in_thread(tenant, render)
             if self._text_pool is not None and is_long
             else render()
         )
@@ -89,6 +94,7 @@ class PromptReader:
             "messages",
             add_special_tokens=False,
             is_long=len(text) >= _LONG_TEXT,
+            tenant=tenant,
             marked=marked if marked.originals else None,
         )
 
@@ -108,6 +114,7 @@ class PromptReader:
         *,
         add_special_tokens: bool,
         is_long: bool,
+        tenant: str,
         marked: MarkedText | None = None,
     ) -> tuple[int, ...]:
         # A longer text exceeds the context whatever its tokens are.
@@ -126,7 +133,7 @@ class PromptReader:
                 self._tokenizer.encode if pool is None else self._tokenizer.encode_without_gil
             )
             encode = functools.partial(encode_text, text, add_special_tokens=add_special_tokens)
-        token_ids = encode() if pool is None else await pool.run_in_thread(encode)
+        token_ids = encode() if pool is None else await pool.run_in_thread(tenant, encode)
         if self._has_unknown_tokens:
             self._check_known(token_ids, param)
         return tuple(token_ids)

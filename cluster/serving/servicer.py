@@ -19,6 +19,8 @@ from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.inputs import GenerationInput
+from cluster.serving.intake.intake import Intake
+from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.open_calls import OpenCall, OpenCalls
 from cluster.serving.output_buffer import OutputBuffers
 from cluster.serving.reader_limits import ReaderLimits
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import Arrival, EmbeddingInput, TokenizeInput
+    from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, TokenizeInput
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
@@ -81,6 +83,7 @@ class Servicer:
         authenticator: Authenticator | None = None,
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits | None = None,
+        intake_limits: IntakeLimits | None = None,
     ) -> None:
         """Long texts are tokenized in `text_pool`, which the servicer closes.
 
@@ -107,6 +110,7 @@ class Servicer:
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
+        self.intake = Intake(config, IntakeLimits() if intake_limits is None else intake_limits)
         self.buffers = OutputBuffers(self.reader_limits.unread_buffer)
         """The output that clients have not read."""
         self.resumables = ResumableStreams(self.reader_limits)
@@ -166,25 +170,37 @@ class Servicer:
         """
         return self.authenticator.authenticate(authorization)
 
-    def check_room(self, arrival: Arrival) -> None:
-        """Raise OverloadedError, which ends the call, while the queue is full.
+    def enter_call(self, tenant: Tenant, *, uses_engine: bool, is_continued: bool) -> OpenCall:
+        """Return a call, which counts from here on, for `start_generation` and its like.
 
-        Frontends call it before they read a message, so that an overloaded server spends little on
-        what it refuses. A server that is not ready is reported by `start_generation` and `embed`.
+        Raises OverloadedError while the tenant is at its limit or the queue of the engine is full;
+        the caller passes it to `note_refused`. Frontends call it before they read a message, so
+        that an overloaded server spends little on what it refuses. A server that is not ready is
+        reported by `start_generation` and `embed`.
         """
-        if self._phase is not _Phase.READY or self.resumables.has_streams(arrival.tenant):
-            # A call that resumes a stream needs no room; others are rejected later.
-            return
-        try:
-            self.client.engine.check_room(arrival.tenant, 0)
-        except OverloadedError as error:
-            self.observer.watch_call(arrival).note_end(error)
-            raise
+        # A call that resumes a stream needs no room; others are rejected later.
+        may_resume = self.resumables.has_streams(tenant.name)
+        needs_room = uses_engine and not is_continued and not may_resume
+        if needs_room and self._phase is _Phase.READY:
+            self.client.engine.check_room(tenant.name, 0)
+        return self._calls.enter_call(tenant, is_admitted=is_continued, may_resume=may_resume)
 
-    async def start_generation(self, given: GenerationInput) -> GenerationCall:
+    def note_refused(
+        self, error: OverloadedError, arrival: Arrival | None, frontend: Frontend
+    ) -> None:
+        """Count a call that may not enter; one that uses the engine has an `arrival`."""
+        if arrival is None:
+            self.metrics.count_refusal(error, frontend)
+        else:
+            self.observer.watch_call(arrival).note_end(error)
+
+    async def start_generation(
+        self, given: GenerationInput, entered: OpenCall | None = None
+    ) -> GenerationCall:
         """Validate a call and submit its requests; the caller closes the returned call.
 
-        Raises RequestError or EngineError; then nothing was submitted.
+        `entered` is the call if a frontend has counted it already. Raises RequestError or
+        EngineError; then nothing was submitted.
         """
         with self._watch(given.arrival) as watch:
             self._check_kind(is_encoder=False)
@@ -194,24 +210,29 @@ class Servicer:
                 self.resumables.check_room(tenant.name)
             if given.priority < 0 and not tenant.is_admin:
                 raise ForbiddenError("A priority below 0 requires the API key of an admin.")
-            call = self._calls.open_call(tenant, is_admitted=given.is_continued)
+            call = entered or self._calls.enter_call(tenant, is_admitted=given.is_continued)
             try:
+                call.begin()
                 requests = await self.validator.validate(given)
                 return self._open(given, requests, call, watch)
             except BaseException:
                 call.close()
                 raise
 
-    async def embed(self, given: EmbeddingInput) -> EmbeddingOutput:
+    async def embed(
+        self, given: EmbeddingInput, entered: OpenCall | None = None
+    ) -> EmbeddingOutput:
         """Return the vectors of texts; cancelling the wait cancels the call.
 
-        Raises RequestError or EngineError.
+        `entered` is the call if a frontend has counted it already. Raises RequestError or
+        EngineError.
         """
         with self._watch(given.arrival) as watch:
             self._check_kind(is_encoder=True)
             tenant = self._admit(given)
-            call = self._calls.open_call(tenant)
+            call = entered or self._calls.enter_call(tenant)
             try:
+                call.begin()
                 request = await self._embedding_validator.validate(given)
                 num_tokens = request.num_tokens
                 watch.note_validated(num_tokens)
@@ -237,6 +258,7 @@ class Servicer:
         self,
         token_ids: Sequence[int],
         *,
+        tenant: str = "",
         skip_special_tokens: bool = True,
         model: str | None = None,
     ) -> str:
@@ -253,7 +275,7 @@ class Servicer:
         if len(token_ids) < _MANY_TOKENS:
             return decode(token_ids, skip_special_tokens=skip_special_tokens)
         return await self._text_pool.run_in_thread(
-            decode, token_ids, skip_special_tokens=skip_special_tokens
+            tenant, decode, token_ids, skip_special_tokens=skip_special_tokens
         )
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:

@@ -128,6 +128,7 @@ class Validator:
         return await self._reader.read_prompt(
             given.prompt,
             is_long=are_long((given.prompt,)),
+            tenant=given.tenant,
             add_special_tokens=given.add_special_tokens,
             param="text",
         )
@@ -153,7 +154,7 @@ class Validator:
     async def _request(
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> Request:
-        token_ids = await self._read_prompt(prompt, is_long=is_long)
+        token_ids = await self._read_prompt(prompt, given.tenant, is_long=is_long)
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -179,10 +180,10 @@ class Validator:
         for one in sequences:
             check_token_ids(one.token_ids, self._vocab_size, "continuation")
 
-    async def _read_prompt(self, prompt: Prompt, *, is_long: bool) -> tuple[int, ...]:
+    async def _read_prompt(self, prompt: Prompt, tenant: str, *, is_long: bool) -> tuple[int, ...]:
         if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        token_ids = await self._reader.read_prompt(prompt, is_long=is_long)
+        token_ids = await self._reader.read_prompt(prompt, is_long=is_long, tenant=tenant)
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         self._check_prompt_length(len(token_ids), param)
         return token_ids

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.http.schema import read_body
+from cluster.serving.intake.steps import finish
 from cluster.serving.json_body import read_json
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
@@ -50,7 +51,8 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
     "numbers": (
         CompletionBody,
         b'{"model":"tiny","prompt":[%s]}' % joined(b"5", 2_000_000),
-        "The body may have at most 1048576 values, not 2000000.",
+        "The body has a list or an object of 2000000 entries, but the context length of 1048576 "
+        "(--max-model-len) allows at most 1048576.",
     ),
     "escapes": (
         CompletionBody,
@@ -65,20 +67,20 @@ def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
     kind, raw, text = LARGE[name]
     started_s = time.thread_time()
     with pytest.raises(InvalidRequestError) as refused:
-        read_body(kind, raw)
+        finish(read_body(kind, raw))
     assert time.thread_time() - started_s < 2.0
     assert str(refused.value) == text
 
 
 @pytest.mark.parametrize("text", ['[{,"' * 100_000, '\\"[{,' * 100_000, "\\" * 99_999 + '"[{' * 9])
 def test_text_may_contain_any_characters(text: str) -> None:
-    assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert finish(read_json(json.dumps({"prompt": text}).encode())) == {"prompt": text}
 
 
 def test_many_messages_are_read_quickly() -> None:
     raw = b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 4096)
     started_s = time.thread_time()
-    body = read_body(ChatBody, raw)
-    given = body.to_input(None, ToolUse((), ToolChoice(kind="none"), tool_format=None))
+    body = finish(read_body(ChatBody, raw))
+    given = finish(body.to_input(None, ToolUse((), ToolChoice(kind="none"), tool_format=None)))
     assert time.thread_time() - started_s < 3.0
     assert len(given.prompts) == 1

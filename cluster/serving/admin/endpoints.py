@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
 
 __all__ = ["server_endpoints"]
@@ -35,8 +36,8 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
         Endpoint(method="GET", path="/ready", handler=handlers.ready, access=public),
         Endpoint(method="GET", path="/metrics", handler=handlers.metrics, access=admins),
         Endpoint(method="GET", path="/loads", handler=handlers.loads),
-        Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize),
-        Endpoint(method="POST", path="/detokenize", handler=handlers.detokenize),
+        Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize, is_counted=True),
+        Endpoint(method="POST", path="/detokenize", handler=handlers.detokenize, is_counted=True),
         Endpoint(method="GET", path="/openapi.json", handler=handlers.openapi),
         Endpoint(method="GET", path="/docs", handler=handlers.docs),
         *(
@@ -69,9 +70,9 @@ class _ServerHandlers:
         return json_response(self._servicer.loads(call.tenant))
 
     async def tokenize(self, call: HttpCall) -> Response:
-        body = await call.body(TokenizeBody)
+        given = await call.body(TokenizeBody, lambda body, _: body.to_input())
         with call.metrics.counting_refusals("http"):
-            given = replace(body.to_input(), tenant=call.tenant.name)
+            given = replace(given, tenant=call.tenant.name)
             try:
                 token_ids = await self._servicer.tokenize(given)
             except InvalidRequestError as error:
@@ -86,10 +87,14 @@ class _ServerHandlers:
         )
 
     async def detokenize(self, call: HttpCall) -> Response:
-        body = await call.body(DetokenizeBody)
+        def read(body: DetokenizeBody, _: bytes) -> Steps[tuple[tuple[int, ...], str | None]]:
+            yield
+            return body.token_ids(), body.model
+
+        token_ids, model = await call.body(DetokenizeBody, read)
         with call.metrics.counting_refusals("http"):
             text = await self._servicer.detokenize(
-                body.token_ids(), skip_special_tokens=False, model=body.model
+                token_ids, tenant=call.tenant.name, skip_special_tokens=False, model=model
             )
         return json_response({"prompt": text})
 

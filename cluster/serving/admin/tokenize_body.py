@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
@@ -13,6 +13,9 @@ from cluster.serving.openai.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.messages import Message, read_messages, read_tools, tools_field
 from cluster.serving.tools.tool_choice import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
@@ -51,7 +54,7 @@ class TokenizeBody(Body):
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
-    def to_input(self) -> TokenizeInput:
+    def to_input(self) -> Steps[TokenizeInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         if self.prompt is not None:
             return TokenizeInput(
@@ -62,8 +65,9 @@ class TokenizeBody(Body):
         tools = read_tools(self.tools) if self.tools is not None else ()
         for position, tool in enumerate(tools):
             tool.check_limits(f"tools.{position}.function")
+        messages = yield from read_messages(self.messages)
         prompt = ChatPrompt(
-            read_messages(self.messages),
+            messages,
             tuple(tool.for_template() for tool in tools),
             self.add_generation_prompt,
             self.continue_final_message,
@@ -73,6 +77,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """Token ids to detokenize, including special tokens."""
+
+    ids_field: ClassVar[str | None] = "tokens"
 
     model: str | None = None
     tokens: Any = Field(  # Any: checked by the servicer

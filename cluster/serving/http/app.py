@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
+from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, refusal_body
 from cluster.serving.inputs import Arrival
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
 
     from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.inputs import Operation
+    from cluster.serving.open_calls import OpenCall
     from cluster.serving.servicer import Servicer
 
-__all__ = ["READ_TIMEOUT_S", "HttpApp"]
+__all__ = ["HttpApp"]
 
 logger = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 30.0
-"""How long the head of a request, and then its body, may take to arrive."""
 _CLIENT_ERROR = "invalid_request_error"
 # The client has disconnected and receives nothing.
 _DISCONNECTED_STATUS = 400
@@ -58,7 +58,7 @@ class HttpApp:
         read_timeout_s: float,
         allowed_hosts: AllowedHosts | None = None,
     ) -> None:
-        """A body must arrive within `read_timeout_s`.
+        """The head of a request, and then its body, must arrive within `read_timeout_s`.
 
         `allowed_hosts` are checked if no keys are required; None allows all.
         """
@@ -114,17 +114,36 @@ class HttpApp:
         if endpoint is None:
             allowed = {"allow": ", ".join(sorted(methods))}
             raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)
-        call = HttpCall(
+        if endpoint.operation is None and not endpoint.is_counted:
+            return await endpoint.handler(self._call(request, tenant, rest, None))
+        continuation = request.scope.get(CONTINUATION_KEY)
+        try:
+            entered = self._servicer.enter_call(
+                tenant,
+                uses_engine=endpoint.operation is not None,
+                is_continued=continuation is not None and bool(continuation.sequences),
+            )
+        except OverloadedError as error:
+            call = self._call(request, tenant, rest, None)
+            self._servicer.note_refused(error, _arrival(call, endpoint.operation), "http")
+            raise
+        try:
+            return await endpoint.handler(self._call(request, tenant, rest, entered))
+        finally:
+            entered.leave()
+
+    def _call(
+        self, request: Request, tenant: Tenant, rest: str, entered: OpenCall | None
+    ) -> HttpCall:
+        return HttpCall(
             request=request,
             tenant=tenant,
             rest=rest,
             metrics=self._servicer.metrics,
+            intake=self._servicer.intake,
             read_timeout_s=self.read_timeout_s,
+            entered=entered,
         )
-        is_continued = call.continuation is not None and bool(call.continuation.sequences)
-        if endpoint.operation is not None and not is_continued:
-            self._check_room(call, endpoint.operation)
-        return await endpoint.handler(call)
 
     def _check_host(self, request: Request) -> None:
         """Raise HTTPException for a request that another site's page may have caused."""
@@ -136,16 +155,6 @@ class HttpApp:
         except HTTPException:
             self._servicer.metrics.count_outcome("forbidden", "http")
             raise
-
-    def _check_room(self, call: HttpCall, operation: Operation) -> None:
-        """Raise OverloadedError if the queue is full, before the body is read."""
-        arrival = Arrival(
-            operation=operation,
-            tenant=call.tenant.name,
-            client_id=call.client_id,
-            origin=call.origin,
-        )
-        self._servicer.check_room(arrival)
 
     def _authorize(self, request: Request, endpoint: Endpoint | None) -> Tenant:
         """Return the tenant of a request. Raises AuthenticationError or ForbiddenError."""
@@ -159,6 +168,17 @@ class HttpApp:
             if endpoint is not None and endpoint.access is Access.ADMINS and not tenant.is_admin:
                 raise ForbiddenError("This endpoint requires the API key of an admin.")
         return tenant
+
+
+def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
+    if operation is None:
+        return None
+    return Arrival(
+        operation=operation,
+        tenant=call.tenant.name,
+        client_id=call.client_id,
+        origin=call.origin,
+    )
 
 
 def _path_of(scope: Scope) -> str:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-__all__ = ["JSON_TYPE", "MAX_BODY_BYTES", "read_raw"]
+    from cluster.serving.intake.reception import IncomingMessage
+
+__all__ = ["JSON_TYPE", "read_raw"]
 
 JSON_TYPE = "application/json"
-MAX_BODY_BYTES = 4 * 2**20
 
 _MAX_DISCARDED_BYTES = 16 * 2**20
 _PAUSE_S = 0.03
@@ -26,33 +27,41 @@ _PAUSE_S = 0.03
 _CLOSE = {"connection": "close"}
 
 
-async def read_raw(request: Request, timeout_s: float) -> bytes:
-    """Return the body. Raises HTTPException if it is too large, too slow or encoded."""
+async def read_raw(
+    request: Request, incoming: IncomingMessage, *, max_bytes: int, timeout_s: float
+) -> bytes:
+    """Return the body, whose bytes are counted in `incoming`.
+
+    Raises HTTPException if it is too large, too slow or encoded, and OverloadedError if too many
+    bytes are being received.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise HTTPException(415, f"Content-Type must be {JSON_TYPE}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Content-Encoding is not supported.")
-    too_large = HTTPException(413, f"The body may have at most {MAX_BODY_BYTES} bytes.", _CLOSE)
+    text = f"The body may have at most {max_bytes} bytes (--max-request-kib)."
+    too_large = HTTPException(413, text, _CLOSE)
     declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
+    if not declared.isdecimal() or int(declared[:20]) > max_bytes:
         await _discard(request.stream())
         raise too_large
     # Reading and discarding share one stream: Starlette has none after the last chunk.
     stream = request.stream()
     chunks: list[bytes] = []
-    num_bytes = 0
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in stream:
-                num_bytes += len(chunk)
-                if num_bytes > MAX_BODY_BYTES:
+                incoming.add(len(chunk))
+                if incoming.num_bytes > max_bytes:
                     break
                 chunks.append(chunk)
     except TimeoutError as error:
-        text = f"The body did not arrive within {timeout_s:g} s."
+        text = f"The body did not arrive within {timeout_s:g} s (--read-timeout-s)."
         raise HTTPException(408, text, _CLOSE) from error
-    if num_bytes > MAX_BODY_BYTES:
+    if incoming.num_bytes > max_bytes:
+        chunks.clear()
+        incoming.shrink_to(0)
         await _discard(stream)
         raise too_large
     return b"".join(chunks)

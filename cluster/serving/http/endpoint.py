@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -17,14 +17,21 @@ from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import JSON_TYPE, read_raw
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
+from cluster.serving.intake.intake import Intake
+from cluster.serving.open_calls import OpenCall
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.limits import RequestSize
+    from cluster.serving.intake.steps import Steps
 
 __all__ = ["Access", "Endpoint", "EndpointTable", "HttpCall", "json_response"]
 
 _MOST_DIGITS = 18
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+Used = TypeVar("Used")
 
 
 class Access(Enum):
@@ -44,7 +51,10 @@ class HttpCall:
     rest: str
     """The value of the path's parameter; empty if it has none."""
     metrics: Metrics
+    intake: Intake
     read_timeout_s: float
+    entered: OpenCall | None
+    """The call in its tenant's limits, if its endpoint counts calls."""
 
     @property
     def client_id(self) -> str | None:
@@ -84,19 +94,38 @@ class HttpCall:
             )
         return int(given)
 
-    async def body(self, kind: type[AnyBody]) -> AnyBody:
-        """Return the body. Raises InvalidRequestError or HTTPException."""
-        return (await self.body_and_bytes(kind))[0]
+    async def body(self, kind: type[AnyBody], use: Callable[[AnyBody, bytes], Steps[Used]]) -> Used:
+        """Return what `use` makes of the body and its bytes.
 
-    async def body_and_bytes(self, kind: type[AnyBody]) -> tuple[AnyBody, bytes]:
-        """Return the body and its bytes. Raises InvalidRequestError or HTTPException."""
+        A long body is read when it is its tenant's turn. Raises InvalidRequestError or
+        HTTPException.
+        """
+        size = self.intake.size
+        tenant = self.tenant.name
         with self.metrics.counting_refusals("http"):
             try:
-                raw = await read_raw(self.request, self.read_timeout_s)
-                return read_body(kind, raw), raw
+                with self.intake.reception.open_message(tenant) as incoming:
+                    raw = await read_raw(
+                        self.request,
+                        incoming,
+                        max_bytes=size.num_bytes,
+                        timeout_s=self.read_timeout_s,
+                    )
+                    steps = _read(kind, raw, size, use)
+                    return await self.intake.parsing.run(tenant, len(raw), steps)
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
                 raise
+
+
+def _read(
+    kind: type[AnyBody],
+    raw: bytes,
+    size: RequestSize,
+    use: Callable[[AnyBody, bytes], Steps[Used]],
+) -> Steps[Used]:
+    body = yield from read_body(kind, raw, size)
+    return (yield from use(body, raw))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +139,8 @@ class Endpoint:
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """The operation of the engine that its calls wait for, if any."""
+    is_counted: bool = False
+    """Whether its calls count toward the limit of open calls; those of an operation always do."""
 
 
 class EndpointTable:

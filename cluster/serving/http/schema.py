@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_body import read_json
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+    from cluster.serving.intake.steps import Steps
 
 __all__ = ["Body", "BodyPart", "Defaults", "named_schema", "read_body", "read_part", "renamed"]
 
@@ -49,6 +52,8 @@ class Body(BodyPart):
     """Unsupported parameters and their values without effect."""
     max_entries: ClassVar[Mapping[str, int]] = {}
     """Lists whose length is checked before their entries are validated."""
+    ids_field: ClassVar[str | None] = None
+    """The field that holds token ids, hence the longest lists."""
     with_nulls: ClassVar[frozenset[str]] = frozenset()
     """Parameters inside which a null is ignored."""
 
@@ -65,10 +70,18 @@ def named_schema(name: str) -> dict[str, JsonValue]:
     return {"x-part": name}
 
 
-def read_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
+def read_body(kind: type[AnyBody], raw: bytes, size: RequestSize = LARGEST) -> Steps[AnyBody]:
     """Return the checked body of a call. Raises InvalidRequestError."""
-    supported = _without_defaults(read_json(raw), kind)
+    try:
+        given = yield from read_json(raw, size)
+    except ContextLengthError as error:
+        error.param = kind.ids_field
+        raise
+    yield
+    supported = _without_defaults(given, kind, size)
+    yield
     body = _validated(kind, supported, "")
+    yield
     body.check_fields()
     return body
 
@@ -99,10 +112,14 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
         raise _refusal(details, where) from error
 
 
-def _without_defaults(given: dict[str, object], kind: type[Body]) -> dict[str, object]:
+def _without_defaults(
+    given: dict[str, object], kind: type[Body], size: RequestSize
+) -> dict[str, object]:
     kept: dict[str, object] = {}
     for name, limit in kind.max_entries.items():
         value = given.get(name)
+        if name == "messages" and isinstance(value, list):
+            check_num_messages(len(value), size)
         if isinstance(value, list) and len(value) > limit:
             raise InvalidRequestError(
                 f"{name} may have at most {limit} entries, not {len(value)}.", param=name
@@ -119,6 +136,8 @@ def _without_defaults(given: dict[str, object], kind: type[Body]) -> dict[str, o
 
 def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
+        if None not in value.values():
+            return value
         return {name: inner for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
         return [_without_nulls(inner) for inner in value]

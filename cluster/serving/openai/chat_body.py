@@ -22,6 +22,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS
 
 if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
@@ -89,7 +90,7 @@ class ChatBody(GenerationBody):
         )
         return ToolUse(tools, choice, tool_format=tool_format)
 
-    def to_input(self, client_id: str | None, tools: ToolUse) -> GenerationInput:
+    def to_input(self, client_id: str | None, tools: ToolUse) -> Steps[GenerationInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
@@ -97,8 +98,9 @@ class ChatBody(GenerationBody):
         structure = self._structure(tools)
         if structure is not None:
             sampling["structure"] = structure
+        messages = yield from read_messages(self.messages)
         prompt = ChatPrompt(
-            read_messages(self.messages),
+            messages,
             tools.for_template,
             self.add_generation_prompt,
             self.continue_final_message,

@@ -23,6 +23,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(GenerationBody):
     """Texts for the model to continue."""
 
+    ids_field: ClassVar[str | None] = "prompt"
     defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {"echo": (False,), "suffix": ("",)}
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from cluster.serving.inputs import EmbeddingInput
 from cluster.serving.openai.generation_body import bounds, prompts_field
 from pagedray.errors import InvalidRequestError
 
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+
 __all__ = ["MAX_INPUTS", "EmbeddingBody"]
 
 MAX_INPUTS = 2048
@@ -18,6 +21,8 @@ MAX_INPUTS = 2048
 
 class EmbeddingBody(Body):
     """Texts to embed."""
+
+    ids_field: ClassVar[str | None] = "input"
 
     model: str
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
@@ -29,29 +34,35 @@ class EmbeddingBody(Body):
         None, description="An identifier of the end user; accepted and ignored."
     )
 
-    def to_input(self) -> EmbeddingInput:
+    def to_input(self) -> Steps[EmbeddingInput]:
         """Return the input of the call. Raises InvalidRequestError."""
-        return EmbeddingInput(
-            prompts=_prompts_of(self.input), dimensions=self.dimensions, model=self.model
-        )
+        prompts = yield from _prompts_of(self.input)
+        return EmbeddingInput(prompts=prompts, dimensions=self.dimensions, model=self.model)
 
 
-def _prompts_of(given: object) -> tuple[str | tuple[int, ...], ...]:
+def _prompts_of(given: object) -> Steps[tuple[str | tuple[int, ...], ...]]:
     if isinstance(given, str) and given:
         return (given,)
     if isinstance(given, list) and given:
-        if all(type(entry) is int for entry in given):
+        # Python loops over the entries would take long.
+        kinds = set(map(type, given))
+        if kinds == {int}:
             return (tuple(given),)
         if len(given) > MAX_INPUTS:
             raise InvalidRequestError(
                 f"input may have at most {MAX_INPUTS} entries, not {len(given)}.", param="input"
             )
-        if all(isinstance(entry, str) and entry for entry in given):
+        if kinds == {str} and all(given):
             return tuple(given)
-        if all(isinstance(entry, list) for entry in given) and all(
-            type(token_id) is int for entry in given for token_id in entry
-        ):
-            return tuple(tuple(entry) for entry in given)
+        if kinds == {list}:
+            texts: list[tuple[int, ...]] = []
+            for entry in given:
+                if not set(map(type, entry)) <= {int}:
+                    break
+                texts.append(tuple(entry))
+                yield
+            else:
+                return tuple(texts)
     raise InvalidRequestError(
         "input must be a string, a list of strings, a list of token ids or a list of such lists; "
         "none of them may be empty.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
+from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.chat_response import ChatCompletionResponse
 from cluster.serving.openai.completion_body import CompletionBody
@@ -22,13 +23,15 @@ from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.event_stream import EventStream, unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
+from cluster.serving.resume.registry import StreamFormat
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
-    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.openai.generation_body import GenerationBody
     from cluster.serving.servicer import EmbeddingOutput, GenerationCall, Servicer
+    from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["openai_endpoints"]
 
@@ -61,6 +64,22 @@ def openai_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """What a body asks for; the body itself is not kept while the call runs."""
+
+    options: ResponseOptions
+    is_stream: bool
+    form: StreamFormat | None
+    """The format of the stream if it can be resumed."""
+    resumes_after: int | None
+    """The number of the last event that the client has, if it resumes the stream."""
+    given: GenerationInput | None = None
+    """None if the client resumes the stream."""
+    param: str | None = None
+    """The client's name for the structure."""
+
+
 class _OpenAIHandlers:
     def __init__(self, servicer: Servicer) -> None:
         self.streams = StreamHandlers(servicer)
@@ -76,43 +95,49 @@ class _OpenAIHandlers:
         return json_response(self._card())
 
     async def completion(self, call: HttpCall) -> Response:
-        body, raw = await call.body_and_bytes(CompletionBody)
-        resumed = self._resumed(call, body, raw)
-        if resumed is not None:
-            return resumed
-        with call.metrics.counting_refusals("http"):
-            given = body.to_input(call.client_id)
-            param = body.requested_structure().param
-        generation = await self._start(call, given, param)
+        def read(body: CompletionBody, raw: bytes) -> Steps[_Asked]:
+            asked = self._asked(call, body, raw)
+            yield
+            if asked.resumes_after is None:
+                asked.given = body.to_input(call.client_id)
+                asked.param = body.requested_structure().param
+            return asked
+
+        asked = await call.body(CompletionBody, read)
+        if asked.given is None:
+            return self._resumed(call, asked)
+        generation = await self._start(call, asked.given, asked.param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        response = CompletionResponse(generation, token_bytes, self._options(body, call))
-        if body.is_resumable:
-            return self.streams.keep(generation, response, format_of(call, raw))
-        return await _respond(call, body, generation, response)
+        response = CompletionResponse(generation, token_bytes, asked.options)
+        return await self._respond(call, asked, generation, response)
 
     async def chat(self, call: HttpCall) -> Response:
-        body, raw = await call.body_and_bytes(ChatBody)
-        resumed = self._resumed(call, body, raw)
-        if resumed is not None:
-            return resumed
-        with call.metrics.counting_refusals("http"):
+        def read(body: ChatBody, raw: bytes) -> Steps[tuple[_Asked, ToolUse]]:
+            asked = self._asked(call, body, raw)
             tools = body.tool_use(self._servicer.tool_format)
-            given = body.to_input(call.client_id, tools)
-            param = "tools" if tools.is_forced else body.requested_structure().param
-        generation = await self._start(call, given, param)
+            if asked.resumes_after is None:
+                asked.given = yield from body.to_input(call.client_id, tools)
+                asked.param = "tools" if tools.is_forced else body.requested_structure().param
+            return asked, tools
+
+        asked, tools = await call.body(ChatBody, read)
+        if asked.given is None:
+            return self._resumed(call, asked)
+        generation = await self._start(call, asked.given, asked.param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        response = ChatCompletionResponse(generation, token_bytes, self._options(body, call), tools)
-        if body.is_resumable:
-            return self.streams.keep(generation, response, format_of(call, raw))
-        return await _respond(call, body, generation, response)
+        response = ChatCompletionResponse(generation, token_bytes, asked.options, tools)
+        return await self._respond(call, asked, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:
-        body = await call.body(EmbeddingBody)
-        with call.metrics.counting_refusals("http"):
-            given = replace(body.to_input(), tenant=call.tenant.name, origin=call.origin)
-        work = self._servicer.embed(given)
+        def read(body: EmbeddingBody, _: bytes) -> Steps[tuple[EmbeddingInput, bool]]:
+            given = yield from body.to_input()
+            return given, body.encoding_format == "base64"
+
+        given, as_base64 = await call.body(EmbeddingBody, read)
+        given = replace(given, tenant=call.tenant.name, origin=call.origin)
+        work = self._servicer.embed(given, call.entered)
         output = await unless_disconnected(call.request.receive, work)
-        encoded = await _encoded(output, as_base64=body.encoding_format == "base64")
+        encoded = await _encoded(output, as_base64=as_base64)
         usage = {
             "prompt_tokens": output.num_prompt_tokens,
             "total_tokens": output.num_prompt_tokens,
@@ -124,15 +149,21 @@ class _OpenAIHandlers:
         )
         return Response(content, media_type=JSON_TYPE)
 
-    def _resumed(self, call: HttpCall, body: GenerationBody, raw: bytes) -> Response | None:
-        """Return the response to a request that resumes its stream; None if it does not."""
-        if not body.is_resumable:
-            return None
-        with call.metrics.counting_refusals("http"):
-            number = call.last_event_number
-        if number is None:
-            return None
-        return self.streams.resume_post(call, number, format_of(call, raw))
+    def _asked(self, call: HttpCall, body: GenerationBody, raw: bytes) -> _Asked:
+        """Return what is asked for, without the input of the call."""
+        is_resumable = body.is_resumable
+        return _Asked(
+            resumes_after=call.last_event_number if is_resumable else None,
+            form=format_of(call, raw) if is_resumable else None,
+            options=self._options(body, call),
+            is_stream=body.stream,
+        )
+
+    def _resumed(self, call: HttpCall, asked: _Asked) -> Response:
+        """Return the response to a request that resumes its stream."""
+        assert asked.resumes_after is not None
+        assert asked.form is not None
+        return self.streams.resume_post(call, asked.resumes_after, asked.form)
 
     async def _start(
         self, call: HttpCall, given: GenerationInput, param: str | None
@@ -144,7 +175,8 @@ class _OpenAIHandlers:
                     tenant=call.tenant.name,
                     origin=call.origin,
                     continuation=call.continuation,
-                )
+                ),
+                call.entered,
             )
         except InvalidRequestError as error:
             raise renamed(error, {} if param is None else {"structure": param}) from error
@@ -159,6 +191,28 @@ class _OpenAIHandlers:
             includes_usage=body.includes_usage,
         )
 
+    async def _respond(
+        self,
+        call: HttpCall,
+        asked: _Asked,
+        generation: GenerationCall,
+        response: GenerationResponse,
+    ) -> Response:
+        if asked.form is not None:
+            return self.streams.keep(generation, response, asked.form)
+        if asked.is_stream:
+            return EventStream(
+                generation.id,
+                response.events(),
+                close=generation.close,
+                take_progress=None if call.continuation is None else generation.take_progress,
+            )
+        try:
+            content = await unless_disconnected(call.request.receive, response.complete())
+        finally:
+            generation.close()
+        return Response(content, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
+
     def _card(self) -> Json:
         return {
             "id": self._model,
@@ -167,23 +221,6 @@ class _OpenAIHandlers:
             "owned_by": "pagedray",
             "max_model_len": self._servicer.config.max_model_len,
         }
-
-
-async def _respond(
-    call: HttpCall, body: GenerationBody, generation: GenerationCall, response: GenerationResponse
-) -> Response:
-    if body.stream:
-        return EventStream(
-            generation.id,
-            response.events(),
-            close=generation.close,
-            take_progress=None if call.continuation is None else generation.take_progress,
-        )
-    try:
-        content = await unless_disconnected(call.request.receive, response.complete())
-    finally:
-        generation.close()
-    return Response(content, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
 
 
 async def _encoded(output: EmbeddingOutput, *, as_base64: bool) -> bytes:

@@ -16,6 +16,8 @@ from pagedray.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.serving.intake.steps import Steps
+
 __all__ = [
     "Function",
     "Message",
@@ -31,6 +33,8 @@ __all__ = [
 
 _MAX_CALLS = 128
 _MAX_ID_LENGTH = 128
+_STEP_MESSAGES = 256
+_PLAIN_FIELDS = frozenset(("role", "content"))
 
 
 class TextPart(BodyPart):
@@ -133,15 +137,25 @@ def tools_field() -> Any:  # Any: a pydantic field, read by read_tools, which ke
     return Field(None, json_schema_extra=schema)
 
 
-def read_messages(given: Sequence[Message]) -> tuple[ChatMessage, ...]:
+def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
     """Return the messages of a conversation. Raises InvalidRequestError."""
-    calls = [_calls_of(message, f"messages.{i}") for i, message in enumerate(given)]
+    calls: list[tuple[MessageCall, ...]] = []
+    for index, message in enumerate(given):
+        calls.append(_calls_of(message, index))
+        if calls[-1] or index % _STEP_MESSAGES == 0:
+            yield
     arguments = "".join(call.function.arguments for found in calls for call in found)
-    check_counts(arguments.encode(), "The arguments of tool_calls")
-    return tuple(
-        _message_of(message, found, f"messages.{i}")
-        for i, (message, found) in enumerate(zip(given, calls, strict=True))
-    )
+    yield from check_counts(arguments.encode(), "The arguments of tool_calls")
+    messages: list[ChatMessage] = []
+    for index, message in enumerate(given):
+        if isinstance(message.content, str) and message.model_fields_set <= _PLAIN_FIELDS:
+            # The fast path of most messages.
+            messages.append(ChatMessage(_role_of(message), message.content))
+        else:
+            messages.append(_message_of(message, calls[index], f"messages.{index}"))
+        if calls[index] or index % _STEP_MESSAGES == 0:
+            yield
+    return tuple(messages)
 
 
 def read_tools(given: object) -> tuple[Tool, ...]:
@@ -178,11 +192,11 @@ def _tool_of(given: object, where: str) -> Tool:
     )
 
 
-def _calls_of(message: Message, where: str) -> tuple[MessageCall, ...]:
+def _calls_of(message: Message, index: int) -> tuple[MessageCall, ...]:
     given = message.tool_calls
     if given is None or given == []:
         return ()
-    where = f"{where}.tool_calls"
+    where = f"messages.{index}.tool_calls"
     if message.role != "assistant":
         raise InvalidRequestError(f"{where} requires role = assistant.", param=where)
     if not isinstance(given, list) or len(given) > _MAX_CALLS:
@@ -208,12 +222,16 @@ def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> C
         param = f"{where}.annotations"
         raise InvalidRequestError(f"{param} is not supported.", param=param)
     return ChatMessage(
-        role="system" if message.role == "developer" else message.role,
+        role=_role_of(message),
         content=_content_of(message.content, f"{where}.content", is_needed=not calls),
         tool_calls=tuple(_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)),
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _role_of(message: Message) -> str:
+    return "system" if message.role == "developer" else message.role
 
 
 def _call_of(call: MessageCall, where: str) -> MessageToolCall:

@@ -7,7 +7,8 @@ empty message is returned, because Serve would log a raised error with a trace.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from google.protobuf.empty_pb2 import Empty
@@ -18,15 +19,15 @@ from grpc_health.v1 import health_pb2
 from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY, ProxiedRequest
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.context import metadata_of
-from cluster.serving.rpc.entry import admit_call
+from cluster.serving.rpc.entry import enter_call
 from cluster.serving.rpc.methods import python_name
 from cluster.serving.rpc.requests import parse
-from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
+from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from ray.serve.grpc_util import RayServegRPCContext
 
@@ -56,21 +57,21 @@ class ServeGrpc:
     ) -> AsyncGenerator[Message]:
         """Yield the messages of a streaming method, many tokens in each."""
         try:
-            message, call = self._admitted(method, request, context)
             run = getattr(self._service, python_name(method))
-            with self._pace.stream() as stream:
-                async with aclosing(run(message, call)) as answers:
-                    async for answer in answers:
-                        yield answer
-                        await stream.pause()
+            async with self._received(method, request, context) as (message, call):
+                with self._pace.stream() as stream:
+                    async with aclosing(run(message, call)) as answers:
+                        async for answer in answers:
+                            yield answer
+                            await stream.pause()
         except Exception as error:
             yield _refusal(context, error)
 
     async def unary(self, method: str, request: Incoming, context: RayServegRPCContext) -> Message:
         """Return the response of a unary method."""
         try:
-            message, call = self._admitted(method, request, context)
-            answer = await getattr(self._service, python_name(method))(message, call)
+            async with self._received(method, request, context) as (message, call):
+                answer = await getattr(self._service, python_name(method))(message, call)
         except Exception as error:
             return _refusal(context, error)
         assert isinstance(answer, Message)
@@ -81,9 +82,9 @@ class ServeGrpc:
     ) -> Message:
         """Abort requests in all replicas."""
         try:
-            message, call = self._admitted("Abort", request, context)
-            assert isinstance(message, pb.AbortRequest)
-            answer = await self._service.abort(message, call)
+            async with self._received("Abort", request, context) as (message, call):
+                assert isinstance(message, pb.AbortRequest)
+                answer = await self._service.abort(message, call)
             tenant = self._servicer.authenticate(call.authorization)
             await broadcast(tenant.name, list(message.request_ids))
         except Exception as error:
@@ -95,15 +96,27 @@ class ServeGrpc:
         status = health_pb2.HealthCheckResponse
         return status(status=status.SERVING if self._servicer.is_ready else status.NOT_SERVING)  # type: ignore[no-any-return]  # the library has no types
 
-    def _admitted(
+    @asynccontextmanager
+    async def _received(
         self, method: str, request: Incoming, context: RayServegRPCContext
-    ) -> tuple[Message, RpcCall]:
-        """Return the message and its call. Raises and counts the error of a rejected call."""
+    ) -> AsyncIterator[tuple[Message, RpcCall]]:
+        """Yield the message and its call, which counts inside the block.
+
+        Raises and counts the error of a rejected call.
+        """
         call = _call_of(context, request)
-        admit_call(self._servicer, call, OPERATIONS.get(method))
-        with self._servicer.metrics.counting_refusals(call.frontend):
-            # Serve decodes messages itself if its configuration names the generated code.
-            return parse(self._kinds[method], _body_of(request)), call
+        tenant, entered = enter_call(self._servicer, call, method)
+        intake = self._servicer.intake
+        # Serve decodes messages itself if its configuration names the generated code.
+        body = _body_of(request)
+        try:
+            with self._servicer.metrics.counting_refusals(call.frontend):
+                steps = parse(self._kinds[method], body, intake.size)
+                message = await intake.parsing.run(tenant.name, len(body), steps)
+            yield message, replace(call, entered=entered, num_bytes=len(body))
+        finally:
+            if entered is not None:
+                entered.leave()
 
 
 def _body_of(request: Incoming) -> bytes:

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
 from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
@@ -265,7 +266,7 @@ class _Request:
     async def checked(cls, body: bytes, context: Context, method: str) -> _Request:
         """Return the request, or end the call if its message is too long."""
         try:
-            check_message_size(body)
+            check_message_size(body, MAX_REQUEST_BYTES)
         except InvalidRequestError as error:
             await abort_call(context, error)
         return cls(body, method, context.time_remaining())

@@ -15,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
-from cluster.serving.http.body import MAX_BODY_BYTES
+from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.affinity import prefix_key
 from cluster.serving.ray_serve.errors import ReplicaDiedError
 from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
@@ -112,7 +112,7 @@ class _Request:
             return
         num_bytes = len(message.get("body", b""))
         self._num_bytes += num_bytes
-        if self._num_bytes <= MAX_BODY_BYTES:
+        if self._num_bytes <= MAX_REQUEST_BYTES:
             self._messages.append(message)
             self._call.hold(num_bytes)
         else:

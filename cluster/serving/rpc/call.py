@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.serving.continuation import Continuation
 from cluster.serving.inputs import CallOrigin, Frontend
+from cluster.serving.open_calls import OpenCall
 
 __all__ = ["AUTHORIZATION", "RpcCall"]
 
@@ -31,6 +32,10 @@ class RpcCall:
     """Registers a callback for the end of the call, also if it is cancelled during a write."""
     continuation: Continuation | None = None
     """What keeps the call the same in another replica, from the proxy in front of this one."""
+    entered: OpenCall | None = None
+    """The call in its tenant's limits, if its method counts and its message has been received."""
+    num_bytes: int = 0
+    """The size of its message."""
 
     @property
     def authorization(self) -> str | None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import ChatPrompt
+from cluster.serving.intake.limits import check_num_messages
+from cluster.serving.intake.steps import finish
 from cluster.serving.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
+    from cluster.serving.intake.limits import RequestSize
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.tools.tool_calls import ToolCallFormat
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat", "read_tokenize"]
 
-_MAX_MESSAGES = 4096
+_STEP_MESSAGES = 256
 _ROLES = {
     pb.CHAT_ROLE_SYSTEM: "system",
     pb.CHAT_ROLE_USER: "user",
@@ -58,11 +62,12 @@ class Chat:
         self._readers: dict[int, TurnReader] = {}
         self._is_first = True
 
-    def to_input(self, call: RpcCall, tenant: Tenant) -> GenerationInput:
+    def to_input(self, call: RpcCall, tenant: Tenant, size: RequestSize) -> Steps[GenerationInput]:
         """Return the servicer's input. Raises InvalidRequestError."""
         message = self._message
+        messages = yield from _read_messages(message.messages, size)
         prompt = ChatPrompt(
-            _read_messages(message.messages),
+            messages,
             self._tools.for_template,
             adds_generation_prompt=not message.continue_final_message,
             continues_final_message=message.continue_final_message,
@@ -129,7 +134,9 @@ class Chat:
         return finish_reason(output)
 
 
-def read_tokenize(message: pb.TokenizeRequest, tenant: Tenant) -> TokenizeInput:
+def read_tokenize(
+    message: pb.TokenizeRequest, tenant: Tenant, size: RequestSize
+) -> Steps[TokenizeInput]:
     """Return the servicer's input. Raises InvalidRequestError."""
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -138,19 +145,27 @@ def read_tokenize(message: pb.TokenizeRequest, tenant: Tenant) -> TokenizeInput:
         return tokenize_input(message.text, message, tenant)
     conversation = message.conversation
     tools = _read_tools(conversation.tools)
-    prompt = ChatPrompt(
-        _read_messages(conversation.messages), tuple(tool.for_template() for tool in tools)
-    )
+    messages = yield from _read_messages(conversation.messages, size)
+    prompt = ChatPrompt(messages, tuple(tool.for_template() for tool in tools))
     return tokenize_input(prompt, message, tenant)
 
 
-def _read_messages(messages: Sequence[pb.ChatMessage]) -> tuple[ChatMessage, ...]:
-    check_size("messages", len(messages), _MAX_MESSAGES)
-    return tuple(_read_message(one, f"messages.{place}") for place, one in enumerate(messages))
+def _read_messages(
+    messages: Sequence[pb.ChatMessage], size: RequestSize
+) -> Steps[tuple[ChatMessage, ...]]:
+    check_num_messages(len(messages), size)
+    check_size("messages", len(messages), size.num_messages)
+    found: list[ChatMessage] = []
+    for place, message in enumerate(messages):
+        found.append(_read_message(message, place))
+        if found[-1].tool_calls or place % _STEP_MESSAGES == 0:
+            yield
+    return tuple(found)
 
 
-def _read_message(message: pb.ChatMessage, where: str) -> ChatMessage:
+def _read_message(message: pb.ChatMessage, place: int) -> ChatMessage:
     role = _ROLES.get(message.role)
+    where = f"messages.{place}"
     if role is None:
         names = ", ".join(pb.ChatRole.Name(number) for number in _ROLES)
         raise InvalidRequestError(
@@ -163,9 +178,9 @@ def _read_message(message: pb.ChatMessage, where: str) -> ChatMessage:
             MessageToolCall(
                 id=call.id,
                 name=call.name,
-                arguments=_read_object(call.arguments, f"{where}.tool_calls.{place}.arguments"),
+                arguments=_read_object(call.arguments, f"{where}.tool_calls.{number}.arguments"),
             )
-            for place, call in enumerate(message.tool_calls)
+            for number, call in enumerate(message.tool_calls)
         ),
         tool_call_id=message.tool_call_id or None,
         name=message.name or None,
@@ -209,7 +224,7 @@ def _read_object(text: str, where: str) -> dict[str, object]:
     if not text:
         return {}
     try:
-        return read_json(text.encode())
+        return finish(read_json(text.encode()))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{where} must be a JSON object: {error}", param=where) from error
 

@@ -7,29 +7,32 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.serving.inputs import Arrival
-from cluster.serving.rpc.call import RpcCall
+from cluster.serving.rpc.call import AUTHORIZATION
 from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.health import HEALTH
-from cluster.serving.rpc.service import OPERATIONS, SERVICE
-from pagedray.errors import PagedRayError
+from cluster.serving.rpc.service import COUNTED, OPERATIONS, SERVICE
+from pagedray.errors import OverloadedError, PagedRayError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from cluster.serving.inputs import Operation
+    from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.open_calls import OpenCall
+    from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
 
-__all__ = ["EntryInterceptor", "admit_call"]
+__all__ = ["EntryInterceptor", "enter_call"]
 
 _OPEN_PREFIX = f"/{HEALTH}/"
-_PREFIX = f"/{SERVICE.full_name}/"
+# Their handlers admit calls themselves.
+_OPEN_METHODS = frozenset(f"/{SERVICE.full_name}/{method.name}" for method in SERVICE.methods)
 
 
 # The class is generic only in grpc's stubs.
 class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # see above
-    """Rejects calls without a valid key, except health checks, and calls the queue has no room for.
+    """Rejects calls without a valid key to methods that do not check it themselves.
 
-    A method that does not exist needs a key too.
+    These are reflection, and methods that do not exist.
     """
 
     def __init__(self, servicer: Servicer) -> None:
@@ -44,22 +47,39 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return the method's handler, or one that rejects the call."""
         method = handler_call_details.method
-        if not method.startswith(_OPEN_PREFIX):
-            call = RpcCall(metadata=metadata_of(handler_call_details.invocation_metadata))
+        if not (method in _OPEN_METHODS or method.startswith(_OPEN_PREFIX)):
+            metadata = metadata_of(handler_call_details.invocation_metadata)
             try:
-                admit_call(self._servicer, call, OPERATIONS.get(method.removeprefix(_PREFIX)))
+                with self._servicer.metrics.counting_refusals("grpc"):
+                    self._servicer.authenticate(metadata.get(AUTHORIZATION))
             except PagedRayError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
 
-def admit_call(servicer: Servicer, call: RpcCall, operation: Operation | None) -> None:
-    """Raise AuthenticationError, or OverloadedError if the queue has no room for the call."""
+def enter_call(servicer: Servicer, call: RpcCall, method: str) -> tuple[Tenant, OpenCall | None]:
+    """Return the tenant of a call, and the call in the tenant's limits if it counts.
+
+    Raises AuthenticationError, or OverloadedError if the tenant or the server has no room for it.
+    """
     with servicer.metrics.counting_refusals(call.frontend):
         tenant = servicer.authenticate(call.authorization)
-    is_continued = call.continuation is not None and bool(call.continuation.sequences)
-    if operation is not None and not is_continued:
-        servicer.check_room(Arrival(operation=operation, tenant=tenant.name, origin=call.origin))
+    if method not in COUNTED:
+        return tenant, None
+    operation = OPERATIONS.get(method)
+    try:
+        entered = servicer.enter_call(
+            tenant,
+            uses_engine=operation is not None,
+            is_continued=call.continuation is not None and bool(call.continuation.sequences),
+        )
+    except OverloadedError as error:
+        arrival = None
+        if operation is not None:
+            arrival = Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
+        servicer.note_refused(error, arrival, call.frontend)
+        raise
+    return tenant, entered
 
 
 def _refusal(error: PagedRayError) -> grpc.RpcMethodHandler[Any, Any]:

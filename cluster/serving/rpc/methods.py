@@ -16,9 +16,8 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.rpc.call import RpcCall
-from cluster.serving.rpc.context import Context, abort_call, metadata_of
-from cluster.serving.rpc.requests import parse
+from cluster.serving.rpc.context import Context, abort_call
+from cluster.serving.rpc.message_reader import MessageReader, call_of
 from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.stalled_writes import StalledWrites
 from pagedray.errors import AuthenticationError, StalledReaderError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
 
 __all__ = ["method_handlers", "python_name"]
@@ -42,19 +42,20 @@ _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
     """Return the handlers of all methods.
 
-    To gRPC's server each is a streaming one, because it cannot tell when the client does not read
-    the answer of another. On the wire, a stream of one message is the same.
+    To gRPC's server each is streaming in both directions: otherwise a call would enter only after
+    its message, and nothing could tell when the client does not read the answer. On the wire, a
+    stream of one message is the same.
     """
     service = GrpcService(servicer)
     writes = StalledWrites(servicer.reader_limits.write_timeout_s)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in SERVICE.methods:
-        kind = GetMessageClass(method.input_type)
+        reader = MessageReader(servicer, method.name, GetMessageClass(method.input_type))
         run = getattr(service, python_name(method.name))
         if not method.server_streaming:
             run = _one_message(run)
-        handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-            _handler(run, kind, servicer, writes), response_serializer=_serialize
+        handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+            _handler(run, reader, servicer, writes), response_serializer=_serialize
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -62,14 +63,6 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
 def python_name(method: str) -> str:
     """Return the name of a method in GrpcService."""
     return _WORD_START.sub("_", method).lower()
-
-
-def _call_of(context: Context) -> RpcCall:
-    return RpcCall(
-        metadata=metadata_of(context.invocation_metadata()),
-        remaining_s=context.time_remaining(),
-        add_done_callback=lambda callback: context.add_done_callback(lambda _: callback()),  # type: ignore[arg-type]  # the stubs are narrower than the library
-    )
 
 
 def _one_message(
@@ -83,25 +76,24 @@ def _one_message(
 
 def _handler(
     method: Callable[[Message, RpcCall], AsyncGenerator[Message | bytes]],
-    kind: type[Message],
+    reader: MessageReader[Message],
     servicer: Servicer,
     writes: StalledWrites,
-) -> Callable[[bytes, Context], AsyncGenerator[Message]]:
-    async def answer(body: bytes, context: Context) -> None:
+) -> Callable[[object, Context], Awaitable[None]]:
+    async def answer(context: Context) -> None:
         message: Message | bytes = b""
         try:
-            with servicer.metrics.counting_refusals("grpc"):
-                incoming = parse(kind, body)
-            with writes.watched() as writer:
-                async with aclosing(method(incoming, _call_of(context))) as messages:
-                    async for message in messages:
-                        writer.num_marks += 1
-                        if writer.num_marks == 1 and _is_large(message):
-                            # Headers that go with the message would be pending with it, and gRPC
-                            # sends no status meanwhile.
-                            await context.send_initial_metadata(())
-                        await context.write(message)
-                        writer.num_marks += 1
+            async with reader.received(context) as (incoming, call):
+                with writes.watched() as writer:
+                    async with aclosing(method(incoming, call)) as messages:
+                        async for message in messages:
+                            writer.num_marks += 1
+                            if writer.num_marks == 1 and _is_large(message):
+                                # Headers that go with the message would be pending with it, and
+                                # gRPC sends no status meanwhile.
+                                await context.send_initial_metadata(())
+                            await context.write(message)
+                            writer.num_marks += 1
         except StalledReaderError as error:
             num_bytes = len(_serialize(message))
             message = b""
@@ -109,9 +101,9 @@ def _handler(
         except Exception as error:
             await abort_call(context, error)
 
-    async def handle(body: bytes, context: Context) -> None:
+    async def handle(_requests: object, context: Context) -> None:
         try:
-            await answer(body, context)
+            await answer(context)
         except grpc.aio.AbortError:
             raise
         except grpc.aio.BaseError as left:
@@ -119,7 +111,7 @@ def _handler(
             logger.debug("A write of a gRPC call failed.", exc_info=left)
             raise asyncio.CancelledError from left
 
-    return handle  # type: ignore[return-value]  # a coroutine writes instead of yielding
+    return handle
 
 
 async def _abort_stalled(
@@ -131,7 +123,7 @@ async def _abort_stalled(
     """
     servicer.metrics.count_stalled_reader("grpc")
     try:
-        tenant = servicer.authenticate(_call_of(context).authorization)
+        tenant = servicer.authenticate(call_of(context).authorization)
     except AuthenticationError:
         # Its key was removed meanwhile.
         tenant = ANONYMOUS

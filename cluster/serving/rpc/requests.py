@@ -18,6 +18,7 @@ from cluster.serving.inputs import (
     Prompt,
     TokenizeInput,
 )
+from cluster.serving.rpc.field_count import check_fields
 from cluster.serving.rpc.message_limit import check_message_size
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, Structure
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.inputs import ChatPrompt
+    from cluster.serving.intake.limits import RequestSize
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from pagedray.batch import Pooling
 
@@ -42,8 +45,6 @@ __all__ = [
 ]
 
 _MAX_CHOICES = 1024
-# Each costs a microsecond of the event loop.
-_MAX_NESTED = 8192
 _MOST_NAMED_BYTES = 1024
 """Unknown fields of up to this size are searched for the first one, to name it in the error."""
 _MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
@@ -61,14 +62,16 @@ _POOLINGS: dict[int, Pooling | None] = {
 Incoming = TypeVar("Incoming", bound=Message)
 
 
-def parse(kind: type[Incoming], body: bytes) -> Incoming:
+def parse(kind: type[Incoming], body: bytes, size: RequestSize) -> Steps[Incoming]:
     """Return the parsed message. Raises InvalidRequestError."""
-    check_message_size(body)
+    check_message_size(body, size.num_bytes)
+    yield from check_fields(kind, body, size)
+    yield
     try:
         message = kind.FromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"The message is not a valid {kind.__name__}.") from error
-    _check_num_nested(message, _MAX_NESTED)
+    yield
     _check_known_fields(message, body)
     return message
 
@@ -149,23 +152,6 @@ def check_size(name: str, size: int, most: int) -> None:
         raise InvalidRequestError(
             f"{name} may have at most {most} entries, not {size}.", param=name
         )
-
-
-def _check_num_nested(message: Message, room: int) -> int:
-    """Return how many more nested messages are allowed. Raises InvalidRequestError."""
-    for descriptor, value in message.ListFields():
-        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
-            continue
-        for nested in value if descriptor.is_repeated else (value,):
-            room -= 1
-            if room < 0:
-                raise InvalidRequestError(
-                    f"{descriptor.name} has too many entries: a message must have at most "
-                    f"{_MAX_NESTED} nested messages.",
-                    param=descriptor.name,
-                )
-            room = _check_num_nested(nested, room)
-    return room
 
 
 def _check_known_fields(message: Message, body: bytes) -> None:

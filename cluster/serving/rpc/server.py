@@ -13,7 +13,7 @@ from cluster.serving.listener import listen
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
 from cluster.serving.rpc.host_limit import HostLimit
-from cluster.serving.rpc.message_limit import MAX_RECEIVED_BYTES
+from cluster.serving.rpc.message_limit import max_received_bytes
 from cluster.serving.rpc.methods import method_handlers
 from cluster.serving.rpc.service import SERVICE
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["GrpcServer"]
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
+    # Otherwise a fast connection may send much more of a message than is being read.
+    ("grpc.http2.bdp_probe", 0),
     # gRPC delays its own rejections by 0.1 to 1 s to slow abusers down, but meanwhile a call keeps
     # its memory and counts as open.
     ("grpc.http.tarpit", 0),
@@ -74,7 +75,14 @@ class GrpcServer:
     async def start_server(self) -> None:
         """Bind the port and serve. Raises DeviceError if the port cannot be bound."""
         await self.set_serving(False)
-        options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", self._limits.total))
+        options = (
+            *_OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self._limits.total),
+            (
+                "grpc.max_receive_message_length",
+                max_received_bytes(self._servicer.intake.size.num_bytes),
+            ),
+        )
         server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=options)
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         ) -> pb.GenerateResponse | pb.ChatResponse: ...
 
 
-__all__ = ["OPERATIONS", "SERVICE", "GrpcService"]
+__all__ = ["COUNTED", "OPERATIONS", "SERVICE", "GrpcService"]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 """The descriptor of the service."""
@@ -43,6 +43,8 @@ OPERATIONS: dict[str, Operation] = {
     "Embed": "embeddings",
 }
 """The methods that use the engine, and their operations."""
+COUNTED = frozenset((*OPERATIONS, "Tokenize", "Detokenize"))
+"""The methods whose calls count toward the limit of open calls."""
 
 _MAX_ABORT_IDS = 1024
 _MAX_DETOKENIZE_IDS = 2**17
@@ -54,6 +56,7 @@ class GrpcService:
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
         self._tool_format = servicer.tool_format
+        self._intake = servicer.intake
 
     async def generate(
         self, message: pb.GenerateRequest, call: RpcCall
@@ -67,7 +70,7 @@ class GrpcService:
             return
         with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_generation(message, call, tenant)
-        generation = await self._servicer.start_generation(given)
+        generation = await self._servicer.start_generation(given, call.entered)
         if message.resumable:
             write = partial(grpc_responses.generate_response, generation.id)
             async with aclosing(self._kept(generation, write, "Generate")) as messages:
@@ -97,8 +100,9 @@ class GrpcService:
             return
         with self._servicer.metrics.counting_refusals(call.frontend):
             chat = grpc_chat.Chat(message, tool_format=self._tool_format)
-            given = chat.to_input(call, tenant)
-        generation = await self._servicer.start_generation(given)
+            steps = chat.to_input(call, tenant, self._intake.size)
+            given = await self._intake.parsing.run(tenant.name, call.num_bytes, steps)
+        generation = await self._servicer.start_generation(given, call.entered)
         if message.resumable:
 
             def write(output: GenerationOutput, *, is_first: bool) -> pb.ChatResponse:
@@ -124,7 +128,7 @@ class GrpcService:
         tenant = self._tenant(call)
         with self._servicer.metrics.counting_refusals(call.frontend):
             given = grpc_requests.read_embedding(message, call, tenant)
-        output = await self._servicer.embed(given)
+        output = await self._servicer.embed(given, call.entered)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=vector) for vector in output.vectors],
             num_prompt_tokens=output.num_prompt_tokens,
@@ -132,18 +136,23 @@ class GrpcService:
 
     async def tokenize(self, message: pb.TokenizeRequest, call: RpcCall) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""
-        given = grpc_chat.read_tokenize(message, self._tenant(call))
+        tenant = self._tenant(call)
+        steps = grpc_chat.read_tokenize(message, tenant, self._intake.size)
+        given = await self._intake.parsing.run(tenant.name, call.num_bytes, steps)
         return pb.TokenizeResponse(token_ids=await self._servicer.tokenize(given))
 
     async def detokenize(
         self, message: pb.DetokenizeRequest, call: RpcCall
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
-        self._tenant(call)
+        tenant = self._tenant(call)
         grpc_requests.check_size("token_ids", len(message.token_ids), _MAX_DETOKENIZE_IDS)
         skips = message.skip_special_tokens or not message.HasField("skip_special_tokens")
         text = await self._servicer.detokenize(
-            tuple(message.token_ids), skip_special_tokens=skips, model=message.model or None
+            tuple(message.token_ids),
+            tenant=tenant.name,
+            skip_special_tokens=skips,
+            model=message.model or None,
         )
         return pb.DetokenizeResponse(text=text)
 
@@ -201,6 +210,9 @@ class GrpcService:
         tenant: Tenant,
     ) -> AsyncGenerator[bytes]:
         """Yield the messages of a resumable stream from where the client asks."""
+        if call.entered is not None:
+            # The call that the stream belongs to counts.
+            call.entered.leave()
         with self._servicer.metrics.counting_refusals(call.frontend):
             grpc_requests.check_resume(message)
             reader = self._servicer.resumables.resume_stream(

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from pagedray.errors import LethalRequestError, OverloadedError, WorkerError
+from tests.serving.conftest import CONTEXT
 from tests.serving.failing_sequence import failing_sequence
 
 if TYPE_CHECKING:
@@ -230,4 +231,4 @@ def test_large_chunked_body_is_rejected(http: httpx.Client) -> None:
         # The server responded and closed while the client was writing.
         return
     assert answer.status_code == 413
-    assert "4194304 bytes" in answer.json()["error"]["message"]
+    assert f"{2**20 + 8 * 128 * CONTEXT} bytes" in answer.json()["error"]["message"]

@@ -11,6 +11,8 @@ import pytest
 from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.generation_call import GenerationOutput, Usage
 from cluster.serving.inputs import ChatPrompt
+from cluster.serving.intake.limits import LARGEST
+from cluster.serving.intake.steps import finish
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat
 from cluster.serving.text.text_stream import SequenceOutput
@@ -82,7 +84,7 @@ def _output(text: str, reason: FinishReason | None = None) -> GenerationOutput:
 
 def test_named_tool_is_forced() -> None:
     chat = _chat(tools=[TOOL], tool_choice=pb.ToolChoice(tool="weather"))
-    structure = chat.to_input(RpcCall(), ANONYMOUS).sampling["structure"]
+    structure = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST)).sampling["structure"]
     assert isinstance(structure, Structure)
     assert (structure.kind, json.loads(structure.text)) == ("json_schema", SCHEMA)
     outputs = [_output('{"city": '), _output('"Oslo"}', FinishReason.STOP)]
@@ -119,7 +121,7 @@ def test_turns_of_tools_reach_the_template() -> None:
         pb.ChatMessage(role=pb.CHAT_ROLE_TOOL, content="Rain", tool_call_id="a", name="weather"),
     ]
     chat = Chat(pb.ChatRequest(messages=turns, tools=[TOOL]), tool_format="hermes")
-    given = chat.to_input(RpcCall(), ANONYMOUS)
+    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST))
     (prompt,) = given.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
@@ -151,7 +153,7 @@ def test_turns_of_tools_reach_the_template() -> None:
 def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     # Any: fields of all types
     with pytest.raises(InvalidRequestError) as caught:
-        _chat(**fields).to_input(RpcCall(), ANONYMOUS)
+        finish(_chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST))
     assert caught.value.param == param
     assert len(str(caught.value)) < 300
 
@@ -161,8 +163,9 @@ def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     [
         (pb.ChatRequest(), "messages must not be empty."),
         (pb.ChatRequest(messages=[pb.ChatMessage(content="x")]), "messages.0.role must be one of"),
-        (pb.ChatRequest(messages=[USER] * 5000),
-         "messages may have at most 4096 entries, not 5000."),
+        (pb.ChatRequest(messages=[USER] * 257),
+         "messages may have at most 256 entries with a context length of 256 (--max-model-len), "
+         "not 257."),
         (pb.ChatRequest(messages=[USER], tools=[TOOL]),
          "The model's chat template has no known format"),
         (pb.ChatRequest(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=[
@@ -193,5 +196,6 @@ def test_bad_conversation_is_refused(
     ],
 )  # fmt: skip
 def test_structure_is_passed_to_the_engine(structure: pb.Structure, wanted: Structure) -> None:
-    given = _chat(sampling=pb.SamplingParams(structure=structure)).to_input(RpcCall(), ANONYMOUS)
+    chat = _chat(sampling=pb.SamplingParams(structure=structure))
+    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST))
     assert given.sampling == {"structure": wanted}

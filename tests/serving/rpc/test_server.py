@@ -18,6 +18,7 @@ from pagedray.errors import OverloadedError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT
+from tests.serving.conftest import CONTEXT
 from tests.serving.failing_sequence import failing_sequence
 from tests.serving.waiting import wait_until
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from tests.serving.fake_engine import FakeEngine
 
 Stub = pagedray_pb2_grpc.GenerationServiceStub
+
+LIMIT = 2**20 + 8 * 128 * CONTEXT
+"""Bytes of a message."""
 
 
 def _call(text: str = "hello", **sampling: Any) -> pb.GenerateRequest:  # Any: fields of all types
@@ -365,7 +369,7 @@ def test_malformed_message_is_an_invalid_argument(server: Server, body: bytes) -
     [
         (b"\x12\x01x\xfa\x07\x01y", "GenerateRequest has no field with number 127."),
         (b"\x12\x01x\x22\x04\xfa\x07\x01y", "SamplingParams has no field with number 127."),
-        (b"x" * 3_000_000, "GenerateRequest has 3000000 bytes of unknown fields."),
+        (b"x" * 20_000, "GenerateRequest has 20000 bytes of unknown fields."),
     ],
     ids=["message", "nested message", "many"],
 )
@@ -381,8 +385,12 @@ def test_unknown_method_is_unimplemented(server: Server) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (4_194_304, "The message is not a valid TokenizeRequest."),
-        (4_194_305, "Message of 4194305 bytes is larger than the limit of 4194304 bytes."),
+        (LIMIT, "The message is not a valid TokenizeRequest."),
+        (
+            LIMIT + 1,
+            f"Message of {LIMIT + 1} bytes is larger than the limit of {LIMIT} bytes "
+            "(--max-request-kib).",
+        ),
     ],
 )
 def test_too_large_message_is_refused_before_it_is_parsed(
@@ -394,9 +402,9 @@ def test_too_large_message_is_refused_before_it_is_parsed(
 
 
 def test_message_far_too_large_is_refused_by_its_length(server: Server) -> None:
-    error = _raw_call(server, "Generate", b"\xff" * (7 * 2**20))
+    error = _raw_call(server, "Generate", b"\xff" * (2 * LIMIT))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "(7340032 vs. 6291456)" in str(error.details())
+    assert f"({2 * LIMIT} vs. {LIMIT + LIMIT // 2})" in str(error.details())
     assert server.engine.log.submitted == []
 
 
@@ -408,10 +416,11 @@ def test_too_much_metadata_is_refused(server: Server) -> None:
 def test_many_nested_messages_are_rejected_quickly(server: Server) -> None:
     started_s = time.monotonic()
     # An empty turn has two bytes, and takes about a microsecond to parse.
-    error = _raw_call(server, "Chat", b"\x12\x00" * 2_000_000)
+    error = _raw_call(server, "Chat", b"\x12\x00" * 500_000)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details() == (
-        "messages has too many entries: a message must have at most 8192 nested messages."
+        "messages has too many entries: a message may have at most 24576 fields, those of nested "
+        "messages included."
     )
     assert time.monotonic() - started_s < 20
 

@@ -47,8 +47,8 @@ def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any
          "sampling.temperature", "temperature must be 0 to 100, not -1."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[5] * 2000)),
          "sampling.stop_token_ids", "stop_token_ids may have at most 1024 entries, not 2000."),
-        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 100_000)),
-         "sampling.stop", "stop may have at most 16 entries, not 100000."),
+        (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["x"] * 10_000)),
+         "sampling.stop", "stop may have at most 16 entries, not 10000."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(structure=pb.Structure())),
          "sampling.structure", "One of the kinds of structure must be set."),
         (pb.GenerateRequest(text="x", sampling=pb.SamplingParams(
@@ -62,8 +62,9 @@ def _refused(call: Any) -> tuple[grpc.StatusCode, Status]:  # Any: a call of any
          "timeout must be in (0, 86400] seconds, not -5."),
         (pb.GenerateRequest(text="x", timeout={"seconds": 315_576_000_000}), "timeout",
          "timeout must be in (0, 86400] seconds, not 3.15576e+11."),
-        (pb.GenerateRequest(text="x" * 5_000_000), "message",
-         "Message of 5000005 bytes is larger than the limit of 4194304 bytes."),
+        (pb.GenerateRequest(text="x" * 1_500_000), "message",
+         "Message of 1500004 bytes is larger than the limit of 1310720 bytes "
+         "(--max-request-kib)."),
     ],
 )  # fmt: skip
 def test_bad_field_is_named_by_its_path(

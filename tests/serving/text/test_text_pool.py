@@ -44,34 +44,34 @@ async def pool(gate: threading.Event) -> AsyncIterator[TextPool]:
 
 
 async def test_work_is_done_in_a_thread_of_the_pool(pool: TextPool) -> None:
-    thread = await pool.run_in_thread(threading.current_thread)
+    thread = await pool.run_in_thread("ann", threading.current_thread)
     assert thread.name.startswith("pagedray-text")
 
 
 async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:
     with pytest.raises(ZeroDivisionError):
-        await pool.run_in_thread(lambda: 1 // 0)
+        await pool.run_in_thread("ann", lambda: 1 // 0)
 
 
 async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) -> None:
-    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
+    works = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(OverloadedError, match="The queue of 2 long texts"):
-        await pool.run_in_thread(gate.wait)
+        await pool.run_in_thread("ann", gate.wait)
     gate.set()
     assert await asyncio.gather(*works) == [True] * 3
-    assert await pool.run_in_thread(gate.wait)
+    assert await pool.run_in_thread("ann", gate.wait)
 
 
 async def test_abandoned_work_keeps_its_thread_until_it_ends(
     pool: TextPool, gate: threading.Event
 ) -> None:
-    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(3)]
+    works = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for work in works:
         work.cancel()
     await asyncio.gather(*works, return_exceptions=True)
-    behind = asyncio.create_task(pool.run_in_thread(lambda: "done"))
+    behind = asyncio.create_task(pool.run_in_thread("ann", lambda: "done"))
     await asyncio.sleep(0.01)
     assert not behind.done()
     gate.set()
@@ -79,8 +79,8 @@ async def test_abandoned_work_keeps_its_thread_until_it_ends(
 
 
 async def test_closed_pool_rejects_waiting_work(pool: TextPool, gate: threading.Event) -> None:
-    working = asyncio.create_task(pool.run_in_thread(gate.wait))
-    waiting = asyncio.create_task(pool.run_in_thread(gate.wait))
+    working = asyncio.create_task(pool.run_in_thread("ann", gate.wait))
+    waiting = asyncio.create_task(pool.run_in_thread("ann", gate.wait))
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(pool.close())
     await asyncio.sleep(0.01)
@@ -89,6 +89,44 @@ async def test_closed_pool_rejects_waiting_work(pool: TextPool, gate: threading.
     assert await working
     with pytest.raises(ShuttingDownError):
         await waiting
+
+
+async def test_a_tenant_with_a_full_queue_leaves_room_for_others(
+    pool: TextPool, gate: threading.Event
+) -> None:
+    anns = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    bens = asyncio.create_task(pool.run_in_thread("ben", gate.wait))
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError):
+        await pool.run_in_thread("ben", gate.wait)
+    gate.set()
+    assert await asyncio.gather(*anns, bens) == [True] * 4
+
+
+async def test_the_text_of_the_least_served_tenant_comes_next(
+    pool: TextPool, gate: threading.Event
+) -> None:
+    order: list[str] = []
+    running = asyncio.create_task(pool.run_in_thread("ann", gate.wait))
+    works = [
+        asyncio.create_task(pool.run_in_thread(tenant, order.append, tenant))
+        for tenant in ("ann", "ann", "ben")
+    ]
+    await asyncio.sleep(0.01)
+    gate.set()
+    await asyncio.gather(running, *works)
+    assert order == ["ben", "ann", "ann"]
+
+
+async def test_one_tenant_does_not_take_all_threads(gate: threading.Event) -> None:
+    pool = TextPool(num_threads=2)
+    anns = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert await pool.run_in_thread("ben", lambda: "done") == "done"
+    gate.set()
+    await asyncio.gather(*anns)
+    await pool.close()
 
 
 async def test_frontends_refuse_long_texts_when_too_many_wait(
@@ -109,7 +147,7 @@ async def test_frontends_refuse_long_texts_when_too_many_wait(
     )
     await frontends.start_servers()
     await frontends.set_ready()
-    works = [asyncio.create_task(pool.run_in_thread(gate.wait)) for _ in range(2)]
+    works = [asyncio.create_task(pool.run_in_thread("", gate.wait)) for _ in range(2)]
     await asyncio.sleep(0.01)
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{frontends.grpc_port}") as channel,

@@ -1,0 +1,24 @@
+"""What frontends ask before and while they read requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.serving.intake.limits import IntakeLimits, request_size
+from cluster.serving.intake.parsing import Parsing
+from cluster.serving.intake.reception import Reception
+
+if TYPE_CHECKING:
+    from pagedray.config import EngineConfig
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """The limits of a server on requests that it reads. Used from the event loop only."""
+
+    def __init__(self, config: EngineConfig, limits: IntakeLimits) -> None:
+        self.size = request_size(config, limits)
+        self.read_timeout_s = limits.read_timeout_s
+        self.reception = Reception(limits.received, wait_s=limits.wait_s)
+        self.parsing = Parsing()

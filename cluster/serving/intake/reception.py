@@ -1,0 +1,152 @@
+"""Accounts of the requests that are being received: their bytes, of each tenant and in total."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+from pagedray.errors import OverloadedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from cluster.serving.reader_limits import BufferLimits
+
+__all__ = ["IncomingMessage", "Reception"]
+
+
+class IncomingMessage:
+    """The bytes that one request takes until it is parsed. A context manager."""
+
+    __slots__ = ("_reception", "_tenant", "num_bytes")
+
+    def __init__(self, reception: Reception, tenant: str) -> None:
+        self._reception = reception
+        self._tenant = tenant
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes. Raises OverloadedError beyond a limit; then they are not counted."""
+        self._reception.check_room(self._tenant, num_bytes)
+        self._count(num_bytes)
+
+    async def wait_room(self, num_bytes: int) -> None:
+        """Count more bytes as soon as there is room. Raises OverloadedError if it takes long."""
+        await self._reception.wait_room(self._tenant, num_bytes)
+        self.num_bytes += num_bytes
+
+    def shrink_to(self, num_bytes: int) -> None:
+        """Count only so many bytes if more are counted."""
+        if num_bytes < self.num_bytes:
+            self._count(num_bytes - self.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._reception.count(self._tenant, num_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shrink_to(0)
+
+
+class Reception:
+    """The requests that a server is receiving. Used from the event loop only."""
+
+    def __init__(self, limits: BufferLimits, *, wait_s: float) -> None:
+        """A message waits for room for up to `wait_s`."""
+        self._limits = limits
+        self._wait_s = wait_s
+        self._by_tenant: dict[str, int] = {}
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        """The sizes that tenants wait for; the tenant whose turn it is comes first."""
+        self.num_bytes = 0
+        """Bytes of all requests."""
+
+    def open_message(self, tenant: str) -> IncomingMessage:
+        """Return the empty message of a tenant's request."""
+        return IncomingMessage(self, tenant)
+
+    def check_room(self, tenant: str, num_bytes: int) -> None:
+        """Raise OverloadedError if so many more bytes of a tenant exceed a limit."""
+        limits = self._limits
+        if self._by_tenant.get(tenant, 0) + num_bytes > limits.tenant_bytes:
+            raise OverloadedError(
+                "The server is receiving other requests of this API key's tenant, which may take "
+                f"{limits.tenant_bytes} bytes together (a quarter of --receive-buffer-mib)."
+            )
+        if self.num_bytes + num_bytes > limits.total_bytes:
+            raise OverloadedError(
+                f"The server is receiving other requests, which may take {limits.total_bytes} "
+                "bytes together (--receive-buffer-mib)."
+            )
+
+    async def wait_room(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes of a tenant as soon as they fit. Raises OverloadedError if it takes long."""
+        if tenant not in self._waiting and self._has_room(tenant, num_bytes):
+            self.count(tenant, num_bytes)
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = num_bytes, given
+        self._waiting.setdefault(tenant, deque()).append(entry)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await given
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if not given.cancelled():
+                self.count(tenant, -num_bytes)
+            line = self._waiting.get(tenant, deque())
+            with suppress(ValueError):
+                line.remove(entry)
+            if not line:
+                self._waiting.pop(tenant, None)
+            if isinstance(error, TimeoutError):
+                self.check_room(tenant, num_bytes)
+                text = "The server is receiving other requests (--receive-buffer-mib)."
+                raise OverloadedError(text) from None
+            raise
+
+    def count(self, tenant: str, num_bytes: int) -> None:
+        """Add bytes to the counts, or subtract them."""
+        self.num_bytes += num_bytes
+        held = self._by_tenant.get(tenant, 0) + num_bytes
+        if held:
+            self._by_tenant[tenant] = held
+        else:
+            self._by_tenant.pop(tenant, None)
+        if num_bytes < 0 and self._waiting:
+            self._admit_waiting()
+
+    def _has_room(self, tenant: str, num_bytes: int) -> bool:
+        limits = self._limits
+        return (
+            self._by_tenant.get(tenant, 0) + num_bytes <= limits.tenant_bytes
+            and self.num_bytes + num_bytes <= limits.total_bytes
+        )
+
+    def _admit_waiting(self) -> None:
+        """Give room to those that wait for it, one of each tenant after another."""
+        has_admitted = True
+        while has_admitted:
+            has_admitted = False
+            for tenant, line in list(self._waiting.items()):
+                num_bytes, given = line[0]
+                # One that is cancelled has not removed itself yet.
+                if not given.cancelled() and not self._has_room(tenant, num_bytes):
+                    continue
+                has_admitted = True
+                line.popleft()
+                del self._waiting[tenant]
+                if line:
+                    self._waiting[tenant] = line
+                if not given.cancelled():
+                    self.count(tenant, num_bytes)
+                    given.set_result(None)

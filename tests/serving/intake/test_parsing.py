@@ -1,0 +1,68 @@
+"""Long requests are parsed one at a time, tenants in turn, with pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.serving.intake.parsing import Parsing
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+
+LONG = 2**20
+
+
+def work(log: list[str], name: str, *, num_steps: int = 1) -> Steps[str]:
+    for _ in range(num_steps):
+        log.append(name)
+        busy_until_s = time.perf_counter() + 0.004
+        while time.perf_counter() < busy_until_s:
+            pass
+        yield
+    return name
+
+
+async def test_short_requests_do_not_wait() -> None:
+    parsing, log = Parsing(), list[str]()
+    long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=3)))
+    await asyncio.sleep(0)
+    assert await parsing.run("ann", 100, work(log, "short")) == "short"
+    assert await long == "long"
+    assert log == ["long", "short", "long", "long"]
+
+
+async def test_long_requests_of_tenants_take_turns() -> None:
+    parsing, log = Parsing(), list[str]()
+    names = ["ann"] * 4 + ["ben"] * 2
+    await asyncio.gather(*(parsing.run(name, LONG, work(log, name)) for name in names))
+    assert log[:3] in (["ann", "ben", "ann"], ["ann", "ben", "ben"])
+    assert log[-1] == "ann"
+
+
+async def test_others_run_between_the_steps_of_a_long_request() -> None:
+    parsing, log = Parsing(), list[str]()
+    long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=4)))
+    while not long.done():
+        log.append("other")
+        await asyncio.sleep(0.001)
+    places = [place for place, name in enumerate(log) if name == "long"]
+    assert len(places) == 4
+    assert all("other" in log[one:next_one] for one, next_one in itertools.pairwise(places))
+
+
+async def test_an_error_ends_the_turn() -> None:
+    parsing, log = Parsing(), list[str]()
+
+    def refuse() -> Steps[str]:
+        yield
+        raise InvalidRequestError("bad")
+
+    with pytest.raises(InvalidRequestError):
+        await parsing.run("ann", LONG, refuse())
+    assert await parsing.run("ann", LONG, work(log, "next")) == "next"
