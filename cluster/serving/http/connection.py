@@ -102,6 +102,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # It may run for the response before.
+        self._stop_write_timer()
         self._start_write_timer()
 
     def resume_writing(self) -> None:

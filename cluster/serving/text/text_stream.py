@@ -86,16 +86,12 @@ class TextStream:
         self._index = index
         self._prompt_index = prompt_index
         self._num_tokens = 0
-        self._is_finished = False
-
-    @property
-    def is_finished(self) -> bool:
+        self.is_finished = False
         """Whether its last output has been returned."""
-        return self._is_finished
 
     def add_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Return the output of the next events."""
-        assert not self._is_finished
+        assert not self.is_finished
         event = events[0]
         if len(events) == 1 and not (self._has_stops or event.logprobs or event.finish_reason):
             # The fast path of most tokens.
@@ -167,7 +163,7 @@ class TextStream:
         finish_reason: FinishReason | None,
         stop_reason: str | int | None,
     ) -> SequenceOutput:
-        self._is_finished = finish_reason is not None
+        self.is_finished = finish_reason is not None
         return SequenceOutput(
             prompt_index=self._prompt_index,
             index=self._index,
