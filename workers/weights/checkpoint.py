@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
 from workers.weights.staged_copy import StagedCopy
-from workers.weights.tensor_entries import ITEM_BYTES, first_line, read_entries
+from workers.weights.tensor_entries import ITEM_BYTES, first_line, read_entries, shown_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -75,8 +75,8 @@ class Checkpoint:
         for name, entry in self._entries.items():
             if name not in names and not name.endswith(_IGNORED_SUFFIXES):
                 raise CheckpointError(
-                    f"{entry.path}: unexpected tensor {name}, which the model of config.json "
-                    "does not have."
+                    f"{entry.path}: unexpected tensor {shown_name(name)}, which the model of "
+                    "config.json does not have."
                 )
 
     def fill_shard(self, shard: WeightShard) -> None:

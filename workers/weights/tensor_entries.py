@@ -15,7 +15,7 @@ from pagedray.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ITEM_BYTES", "TensorEntry", "first_line", "read_entries"]
+__all__ = ["ITEM_BYTES", "TensorEntry", "first_line", "read_entries", "shown_name"]
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SINGLE = "model.safetensors"
@@ -23,6 +23,8 @@ _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 100 * 2**20
 _LENGTH_BYTES = 8
+_MAX_SHOWN = 200
+"""Characters of a name in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +53,16 @@ def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
     for name in sorted(set(listed.values())):
         path = _inside(folder, name)
         if not path.is_file():
-            raise CheckpointError(f"{index}: the file {name!r} is missing.")
+            raise CheckpointError(f"{index}: the file {name!r:.200} is missing.")
         for tensor, entry in _entries_of_file(path).items():
             if tensor in entries:
                 raise CheckpointError(
-                    f"{path}: tensor {tensor} is also in {entries[tensor].path.name}."
+                    f"{path}: tensor {shown_name(tensor)} is also in {entries[tensor].path.name}."
                 )
             entries[tensor] = entry
     for tensor, name in listed.items():
         if tensor not in entries or entries[tensor].path.name != Path(name).name:
-            raise CheckpointError(f"{folder / name}: tensor {tensor} is missing.")
+            raise CheckpointError(f"{folder / name}: tensor {shown_name(tensor)} is missing.")
     return entries
 
 
@@ -77,7 +79,8 @@ def _listed_files(index: Path) -> dict[str, str]:
     for tensor, name in listed.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: tensor {tensor} must be in a .safetensors file, not {name!r:.60}."
+                f"{index}: tensor {shown_name(tensor)} must be in a .safetensors file, not "
+                f"{name!r:.60}."
             )
     return listed
 
@@ -88,12 +91,19 @@ def _inside(folder: Path, name: str) -> Path:
     Links into the blobs of the Hugging Face cache are allowed.
     """
     path = folder / name
-    root, target = folder.resolve(), path.resolve()
+    try:
+        root, target = folder.resolve(), path.resolve()
+        # Fails, unlike `resolve`, if the name is too long.
+        path.is_file()
+    except (OSError, ValueError):
+        raise CheckpointError(f"{folder} has no file {name!r:.{_MAX_SHOWN}}.") from None
     roots = [root]
     if root.parent.name == "snapshots":
         roots.append(root.parent.parent / "blobs")
     if Path(name).name != name or not any(target.is_relative_to(place) for place in roots):
-        raise CheckpointError(f"{path} is a path or link to a file outside of {folder}.")
+        raise CheckpointError(
+            f"{folder}: {name!r:.{_MAX_SHOWN}} is a path or link to a file outside of the folder."
+        )
     return path
 
 
@@ -121,17 +131,19 @@ def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
     entry: dict[str, Any] = value if isinstance(value, dict) else {}  # Any: parsed JSON
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
-        raise CheckpointError(f"{path}: the header's entry of tensor {name} is invalid.")
+        raise CheckpointError(
+            f"{path}: the header's entry of tensor {shown_name(name)} is invalid."
+        )
     first, end = offsets
     if end > available:
         raise CheckpointError(
-            f"{path} is truncated: tensor {name} ends at byte {end} of {available}."
+            f"{path} is truncated: tensor {shown_name(name)} ends at byte {end} of {available}."
         )
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if dtype in ITEM_BYTES and end - first != expected:
         raise CheckpointError(
-            f"{path}: tensor {name} of shape {shape} and dtype {dtype} must have {expected} bytes, "
-            f"not {end - first}."
+            f"{path}: tensor {shown_name(name)} of shape {shape!s:.{_MAX_SHOWN}} and dtype {dtype} "
+            f"must have {expected} bytes, not {end - first}."
         )
     return TensorEntry(path=path, dtype=dtype, shape=tuple(shape))
 
@@ -161,6 +173,11 @@ def _parsed(path: Path, text: bytes) -> Mapping[str, Any]:  # Any: parsed JSON
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")
     return values
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a tensor for a message of one line."""
+    return name if name.isprintable() and len(name) <= _MAX_SHOWN else f"{name!r:.{_MAX_SHOWN}}"
 
 
 def first_line(error: Exception) -> str:

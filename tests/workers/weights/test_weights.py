@@ -290,6 +290,10 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ({"a": "../outside.safetensors"}, "to a file outside of"),
         ({"a": "/etc/outside.safetensors"}, "to a file outside of"),
         ({"a": "link.safetensors"}, "to a file outside of"),
+        ({"a": "x\0.safetensors"}, r"has no file 'x\x00.safetensors'"),
+        ({"a": "\ud800.safetensors"}, r"has no file '\ud800.safetensors'"),
+        ({"a": "x" * 300 + ".safetensors"}, "has no file 'xxx"),
+        ({"a\nb": 3}, r"tensor 'a\nb' must be in"),
         ({"a": "here.safetensors"}, "tensor a is missing"),
     ],
 )
