@@ -153,7 +153,7 @@ class StepChannel(Generic[Outgoing, Incoming]):
         del self._received[:size]
         try:
             return self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ChannelClosedError(f"Invalid message: {error}.") from error
 
     def _fill(self) -> bool:

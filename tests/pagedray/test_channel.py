@@ -130,8 +130,9 @@ def send_until_refused(controller: ControllerChannel) -> None:
         struct.pack("!I", 2**31) + b"x",
         struct.pack("!I", 4) + b"\xff\xff\xff\xff",
         struct.pack("!I", 3) + b"\x80\x05.",
+        struct.pack("!I", 5006) + b"\x93\xa3ack\x01" + b"\x91" * 5000,
     ],
-    ids=["huge", "garbage", "pickle"],
+    ids=["huge", "garbage", "pickle", "nested"],
 )
 def test_bytes_that_are_no_message_close_the_channel(listener: StepListener, frame: bytes) -> None:
     worker = connect(listener.endpoint, 0, SECRET, 5.0)

@@ -253,7 +253,7 @@ async def _set_key(scope: Scope, request: _Request) -> None:
 def _key_of(body: bytes) -> str | None:
     try:
         prompt = msgspec.json.decode(body, type=_Prompt)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # The replica rejects it with the same error as every frontend.
         return None
     return prefix_key(prompt.messages or prompt.prompt or "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.frames import read_frame, read_message, write_frame
 from cluster.structured.processes.messages import (
     COMPILE,
     MAKE_MASKS,
@@ -87,12 +87,12 @@ class CompilerClient:
             try:
                 ours.settimeout(self._limits.wait_s + _ANSWER_MARGIN_S)
                 write_frame(ours, msgspec.msgpack.encode(structure))
-                body = read_frame(ours)
+                found: Compiled | Refused | Died = read_message(ours, Compiled | Refused | Died)
             except (OSError, EOFError) as error:
                 if self._is_closed:
                     raise ShuttingDownError from error
                 raise EngineError("The structure compiler process died.") from error
-        return msgspec.msgpack.decode(body, type=Compiled | Refused | Died)
+        return found
 
     def connect_masks(self) -> tuple[socket.socket, socket.socket]:
         """Start a mask process; return its sockets for masks and for grammars.

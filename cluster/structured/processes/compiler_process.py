@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.structured.grammar.grammar_text import grammar_text
-from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.frames import read_message, write_frame
 from cluster.structured.processes.mask_process import serve_masks
 from cluster.structured.processes.memory_limit import (
     is_out_of_memory,
@@ -55,7 +55,7 @@ def main() -> None:
     # The kernel reaps the forks.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start = msgspec.msgpack.decode(read_frame(control), type=CompilerStart)
+    start = read_message(control, CompilerStart)
     # Imported here, as the replica imports this module's package but not xgrammar.
     from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
@@ -101,7 +101,7 @@ def _supervise(connection: socket.socket, library: XGrammarLibrary, limits: Comp
 
 
 def _answer(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
-    structure = msgspec.msgpack.decode(read_frame(connection), type=Structure)
+    structure = read_message(connection, Structure)
     # Masks and ranks have priority, since whole batches wait for those.
     os.nice(NICENESS)
     _limit(limits)

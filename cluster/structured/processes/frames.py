@@ -2,10 +2,14 @@
 
 import socket
 import struct
+from typing import Any
 
-__all__ = ["read_frame", "write_frame"]
+import msgspec
+
+__all__ = ["read_frame", "read_message", "write_frame"]
 
 _MAX_BYTES = 256 * 2**20
+_STEP_BYTES = 2**20
 _LENGTH = struct.Struct("!I")
 _DISCARDED = bytearray(64 * 2**10)
 """Allocated in advance, since it is used when no memory is left."""
@@ -26,13 +30,28 @@ def read_frame(connection: socket.socket) -> bytearray:
     (length,) = _LENGTH.unpack(prefix)
     if length > _MAX_BYTES:
         raise EOFError(f"Frame of {length} bytes exceeds the maximum of {_MAX_BYTES}.")
+    body = bytearray()
     try:
-        body = bytearray(length)
+        # The memory is used as bytes arrive, so a corrupt length costs nothing.
+        while len(body) < length:
+            first = len(body)
+            body += bytes(min(_STEP_BYTES, length - first))
+            _fill(connection, memoryview(body)[first:])
     except MemoryError:
-        _discard(connection, length)
+        _discard(connection, length - len(body))
         raise
-    _fill(connection, memoryview(body))
     return body
+
+
+def read_message(connection: socket.socket, kind: Any) -> Any:  # Any: a type or a union
+    """Return the message in the next frame. Raises as `read_frame` does.
+
+    Raises EOFError also if it is no such message: the other end is broken then.
+    """
+    try:
+        return msgspec.msgpack.decode(read_frame(connection), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EOFError(f"Invalid message: {error}.") from error
 
 
 def _fill(connection: socket.socket, room: memoryview) -> None:

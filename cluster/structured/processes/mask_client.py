@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from cluster.structured.processes.compiled_grammar import CompiledGrammar, MatcherHandle
-from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.frames import read_message, write_frame
 from cluster.structured.processes.mask_batch import LATE_MASK_S
 from cluster.structured.processes.messages import (
     GrammarLoaded,
@@ -240,8 +240,9 @@ class _MaskConnection:
                 process.grammars.settimeout(_LOAD_TIMEOUT_S)
                 load = LoadGrammar(grammar.id, grammar.text, _drained(self.ended_grammar_ids))
                 write_frame(process.grammars, msgspec.msgpack.encode(load))
-                body = read_frame(process.grammars)
-                reply = msgspec.msgpack.decode(body, type=GrammarLoaded | LoadFailed)
+                reply: GrammarLoaded | LoadFailed = read_message(
+                    process.grammars, GrammarLoaded | LoadFailed
+                )
             except (OSError, EOFError) as error:
                 # Another thread may be reading masks that the process sent before it died.
                 self._orphaned.append(process.masks)
@@ -296,7 +297,7 @@ class _MaskConnection:
         try:
             process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
             write_frame(process.masks, msgspec.msgpack.encode(query))
-            reply = msgspec.msgpack.decode(read_frame(process.masks), type=StepReply)
+            reply: StepReply = read_message(process.masks, StepReply)
         except (OSError, EOFError) as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error

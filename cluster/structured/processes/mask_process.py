@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
-from cluster.structured.processes.frames import read_frame, write_frame
+from cluster.structured.processes.frames import read_message, write_frame
 from cluster.structured.processes.mask_batch import CHECK_INTERVAL_S, MaskBatch
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
 from cluster.structured.processes.messages import GrammarLoaded, LoadFailed, LoadGrammar, StepQuery
@@ -48,7 +48,7 @@ def serve_masks(
         threading.Thread(target=serve, daemon=True).start()
     try:
         while True:
-            query = msgspec.msgpack.decode(read_frame(masks), type=StepQuery)
+            query = read_message(masks, StepQuery)
             # The kernel's limit, for a sequence that keeps Python's lock from the watching thread.
             signal.setitimer(signal.ITIMER_REAL, query.limit_s)
             server.answer_step(query)
@@ -69,7 +69,7 @@ def _serve_grammars(connection: socket.socket, server: _MaskServer) -> None:
 def _load_next(connection: socket.socket, server: _MaskServer) -> GrammarLoaded | LoadFailed:
     """Return the reply to the next message; its text is freed before the reply is written."""
     try:
-        load = msgspec.msgpack.decode(read_frame(connection), type=LoadGrammar)
+        load = read_message(connection, LoadGrammar)
         return GrammarLoaded(server.load_grammar(load))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(str(error).split())[:200]

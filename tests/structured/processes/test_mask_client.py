@@ -258,6 +258,25 @@ def test_a_process_that_dies_while_a_grammar_loads_loses_no_mask(
     client.close()
 
 
+@pytest.mark.parametrize("reply", [b"\xff", b"\x96" + b"\x91" * 5000], ids=["garbage", "nested"])
+def test_a_process_that_replies_with_no_message_is_replaced(
+    scripted: ScriptedProcesses, reply: bytes
+) -> None:
+    client = MaskClient(scripted.connect, num_mask_bytes=4, max_tenant_bytes=1)
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(client.load_grammar, b"")
+        scripted.load(0)
+        grammar, _ = loading.result()
+        asking = threads.submit(client.masks, [(grammar.matcher(REQUEST), (7,))])
+        scripted.asked(0)
+        write_frame(scripted.masks[0], reply)
+        scripted.load(1)
+        scripted.asked(1)
+        scripted.answer(1, 0.0)
+        assert asking.result() == [b"mask"]
+    client.close()
+
+
 def test_no_tenant_takes_the_time_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch()
     # Each has its own grammar, as if they differed by a comment.
