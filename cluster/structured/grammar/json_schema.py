@@ -7,6 +7,7 @@ ones beside them. A keyword that cannot be enforced is rejected by its name.
 import json
 from collections.abc import Sequence
 from fractions import Fraction
+from math import isinf
 from typing import NoReturn, cast
 
 from cluster.structured.grammar import json_text
@@ -43,6 +44,8 @@ from cluster.structured.grammar.schema_strings import SchemaStrings
 __all__ = ["read_json_schema"]
 
 _MAX_DEPTH = 64
+_MAX_EXPONENT = 400
+"""Of a number; no float has a larger one."""
 _MAX_NODES = 4096
 _MAX_ONE_OF = 128
 _MAX_PROPERTIES = 256
@@ -54,7 +57,7 @@ _MAX_OPTIONAL = 128
 def read_json_schema(text: str) -> tuple[dict[str, Expression], Expression]:
     """Return the rules and the start expression of a schema. Raises InvalidRequestError."""
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant, parse_float=Fraction)
+        schema = json.loads(text, parse_constant=_refuse_constant, parse_float=_fraction)
     except ValueError as error:
         raise invalid_structure(f"structure is not valid JSON: {error}.") from error
     except RecursionError:
@@ -322,6 +325,15 @@ def _checked(array: Expression, schema: Schema, path: str) -> Expression:
             "often as it may occur",
         )
     return array
+
+
+def _fraction(text: str) -> Fraction:
+    """Return a number exactly. Raises ValueError if it has no finite float."""
+    _, _, exponent = text.lower().partition("e")
+    # A fraction has as many digits as its exponent says.
+    if abs(int(exponent or 0)) > _MAX_EXPONENT or isinf(float(text)):
+        raise ValueError(f"{text:.40} is beyond the range of a number")
+    return Fraction(text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

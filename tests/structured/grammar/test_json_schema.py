@@ -99,6 +99,14 @@ def test_unenforceable_keywords_are_rejected_by_name(schema: object, place: str)
     assert caught.value.param == "structure"
 
 
+@pytest.mark.parametrize("number", ["1e999999999", "-1e-999999999", "12345e305", "1E401"])
+@pytest.mark.parametrize("keyword", ["minimum", "const"])
+def test_numbers_beyond_floats_are_rejected_at_once(keyword: str, number: str) -> None:
+    text = f'{{"type": "number", "{keyword}": {number}}}'
+    with pytest.raises(InvalidRequestError, match=f"{number} is beyond the range"):
+        grammar_text(Structure(kind="json_schema", text=text))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
