@@ -249,12 +249,13 @@ class _MistralReader(TurnReader):
         self.num_calls = self._list.num_calls
 
     def _step_name(self, *, is_end: bool) -> bool:
-        length = self._buffer.find("{")
+        length = self._buffer.find("{", 0, _MAX_NAME_LENGTH)
         if length < 0:
-            if is_end or len(self._buffer) > _MAX_NAME_LENGTH:
-                self._write(_MISTRAL_BEGIN + self._take(len(self._buffer)))
-                self._where = "content"
-            return False
+            if not is_end and len(self._buffer) < _MAX_NAME_LENGTH:
+                return False
+            self._write(_MISTRAL_BEGIN + self._take(_MAX_NAME_LENGTH))
+            self._where = "content"
+            return bool(self._buffer)
         head = self._take(length)
         name = head.partition(_MISTRAL_ARGUMENTS)[0].partition(_MISTRAL_ID)[0].strip()
         if name not in self._names:

@@ -48,6 +48,7 @@ class TurnReader(ABC):
         self._has_short_ids = has_short_ids
         self._buffer = ""
         self._held_space = ""
+        self._has_content = False
         self._delta = TurnDelta()
 
     def read_piece(self, text: str) -> TurnDelta:
@@ -81,12 +82,13 @@ class TurnReader(ABC):
 
     def _write(self, content: str) -> None:
         """Add content, without the space around calls."""
+        if self.num_calls and not self._has_content:
+            content = content.lstrip()
         kept = content.rstrip()
         if not kept:
             self._held_space += content
             return
-        if self.num_calls and not self._delta.content:
-            self._held_space = self._held_space.lstrip()
+        self._has_content = True
         self._delta.content += self._held_space + kept
         self._held_space = content[len(kept) :]
 

@@ -67,6 +67,18 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         '<tool_call>{"name": "lo',
         [],
     ),
+    "hermes, content behind": (
+        "hermes",
+        '<tool_call>{"name": "look", "arguments": {}}</tool_call>\n\nTwo \n words. \n',
+        "Two \n words.",
+        [("look", "{}")],
+    ),
+    "hermes, content around": (
+        "hermes",
+        'One. <tool_call>{"name": "look", "arguments": {}}</tool_call> Two.',
+        "One. Two.",
+        [("look", "{}")],
+    ),
     "text only": ("hermes", "No call, and space behind. \n", "No call, and space behind. \n", []),
     "llama": (
         "llama3_json",
@@ -94,6 +106,12 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         'Let me.[TOOL_CALLS]add[ARGS]{"x": {"y": "}"}}[TOOL_CALLS]look{"z": 1}',
         "Let me.",
         [("add", '{"x": {"y": "}"}}'), ("look", '{"z": 1}')],
+    ),
+    "mistral, long name": (
+        "mistral",
+        f'[TOOL_CALLS]{"x" * 200} [TOOL_CALLS]add{{"x": 1}}',
+        f"[TOOL_CALLS]{'x' * 200}",
+        [("add", '{"x": 1}')],
     ),
     "mistral, unknown tool": ("mistral", "[TOOL_CALLS]drop{}", "[TOOL_CALLS]drop{}", []),
 }
