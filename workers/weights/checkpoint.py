@@ -81,9 +81,14 @@ class Checkpoint:
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
+        for target, chunk in self.copies(shard):
+            self._staged.copy(target, chunk)
+
+    def copies(self, shard: WeightShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield rows of a shard's target, and what `fill_shard` writes to them, as stored."""
         first, _, _ = shard.part[0].indices(shard.shape[0])
         for rows, chunk in self._chunks(shard.name, shard.part):
-            self._staged.copy(shard.target[rows.start - first : rows.stop - first], chunk)
+            yield shard.target[rows.start - first : rows.stop - first], chunk
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the rows of a whole tensor, as stored."""

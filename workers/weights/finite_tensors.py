@@ -5,11 +5,14 @@ Such a checkpoint loads, but no request of it would succeed: every logit is NaN.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.cpu.finite_copy import copy_finite
 from pagedray.errors import CheckpointError
+from workers.weights.staged_copy import StagedCopy
 
 if TYPE_CHECKING:
     from workers.layers.weight import WeightShard
@@ -23,25 +26,34 @@ class FiniteTensors:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._extremes: list[tuple[WeightShard, torch.Tensor]] = []
-        """The least and the greatest value of each shard, on its device."""
+        self._staged = StagedCopy()
+        self._sums: list[tuple[WeightShard, torch.Tensor]] = []
+        """A number for each shard, on its device: finite if all values are."""
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
-        self._checkpoint.fill_shard(shard)
-        # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
-        self._extremes.append((shard, torch.stack(torch.aminmax(shard.target))))
+        sums = [self._copied(*copy) for copy in self._checkpoint.copies(shard)]
+        self._sums.append((shard, torch.stack(sums).sum()))
 
     def raise_if_not_finite(self) -> None:
         """Raise CheckpointError for the first tensor that has NaN or infinite values."""
-        if not self._extremes:
+        if not self._sums:
             return
         # A GPU is waited for only here, not after each tensor.
-        extremes = torch.stack([extremes for _, extremes in self._extremes])
-        are_finite = extremes.isfinite().all(1).tolist()
-        for (shard, _), is_finite in zip(self._extremes, are_finite, strict=True):
-            if not is_finite:
+        are_finite = torch.stack([total for _, total in self._sums]).isfinite().tolist()
+        for (shard, _), is_finite in zip(self._sums, are_finite, strict=True):
+            # Large values may add up to infinity.
+            if not is_finite and not _is_finite(shard.target):
                 raise self._error(shard)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Write `source` to `target`; return a number that is finite only if all values are."""
+        is_finite = copy_finite(target, source)
+        if is_finite is not None:
+            return target.new_full((), 0.0 if is_finite else math.nan)
+        self._staged.copy(target, source)
+        # A sum is NaN or infinite if one of its values is, and is faster than `isfinite`.
+        return target.sum()
 
     def _error(self, shard: WeightShard) -> CheckpointError:
         path = self._checkpoint.path_of(shard.name)
@@ -59,6 +71,11 @@ class FiniteTensors:
             f"{path}: tensor {shard.name} has {_values(num_converted)} beyond the range of "
             f"{dtype}; use another --dtype."
         )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def _count(chunk: torch.Tensor) -> int:
