@@ -116,6 +116,25 @@ async def test_grpc_connections_of_a_host_are_bounded(
         await server.stop_server(0.1)
 
 
+async def test_grpc_connections_are_bounded_after_descriptors_ran_out(servicer: Servicer) -> None:
+    server = GrpcServer(servicer, host="127.0.0.1", port=0, limits=LIMITS)
+    await server.start_server()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket() as probe:
+            lowest = probe.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        # Longer than the interval at which connections are counted.
+        await asyncio.sleep(0.7)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with ExitStack() as stack:
+            connections = await occupy(stack, server.port, 100, PREFACE)
+            await until_alive(connections, LIMITS.per_host)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await server.stop_server(0.1)
+
+
 async def test_http_pauses_when_descriptors_run_out(
     servicer: Servicer, caplog: pytest.LogCaptureFixture
 ) -> None:
