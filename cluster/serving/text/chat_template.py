@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.serving.text.template_limits import (
+    MAX_CPU_S,
+    LimitedEnvironment,
+    TemplateLimitError,
+)
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -65,19 +69,30 @@ class _GenerationBlock(Extension):
 class ChatTemplate:
     """A compiled template and its special tokens."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str) -> None:
-        """Raises CheckpointError that names `origin` if the source is invalid."""
-        environment = ImmutableSandboxedEnvironment(
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        origin: str,
+        cpu_s: float = MAX_CPU_S,
+    ) -> None:
+        """A rendering may take `cpu_s`.
+
+        Raises CheckpointError that names `origin` if the source is invalid.
+        """
+        environment = self._environment = LimitedEnvironment(
+            cpu_s=cpu_s,
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
             raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
         self._special_tokens = dict(special_tokens)
         self.source = source
@@ -117,6 +132,7 @@ class ChatTemplate:
         *,
         adds_generation_prompt: bool,
     ) -> str:
+        self._environment.start_rendering()
         try:
             return self._template.render(
                 messages=messages,
@@ -125,8 +141,14 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
+        except (TemplateLimitError, RecursionError, MemoryError) as error:
+            raise InvalidRequestError(
+                "The model's chat template exceeds a limit with these messages: "
+                f"{_one_line(error)}.",
+                param="messages",
+            ) from error
         except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+            reason = _one_line(error)
             raise InvalidRequestError(
                 f"The model's chat template rejected the messages: {reason}", param="messages"
             ) from error
@@ -134,6 +156,11 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "The model's chat template cannot render these messages.", param="messages"
             ) from error
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error) or "out of memory"
+    return " ".join(text.split())[:_MAX_REASON_LENGTH].rstrip(".")
 
 
 def _for_template(message: ChatMessage) -> dict[str, object]:

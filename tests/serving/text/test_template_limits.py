@@ -1,0 +1,140 @@
+"""A chat template that never ends, or fills the memory, ends with an error."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.template_limits import LimitedEnvironment
+from pagedray.errors import CheckpointError, InvalidRequestError
+
+RANGE = "range(99999)"
+GROWING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}"
+LIST = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}"
+PAIR = (
+    "{% set ns = namespace(x=1, y=1) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}"
+)
+
+
+LIMITS = (
+    "takes more than|too much|too large|too often|too many|too long|must not exceed|not supported|"
+    "recursion|start from a number"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{{% for a in {RANGE} %}}{{% for b in {RANGE} %}}{{% endfor %}}{{% endfor %}}",
+        f"{{% for a in {RANGE} %}}{{% for b in {RANGE} if b == 1 %}}x{{% endfor %}}{{% endfor %}}",
+        "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+        "{% for a in [1] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+        f"{{{{ {RANGE} | map('string') | map('length') | sum + ({RANGE} | list | length) }}}}"
+        * 200,
+        f"{{% for a in {RANGE} %}}{{{{ {RANGE} | map('string') | list | length }}}}{{% endfor %}}",
+        GROWING.replace("%s", "ns.x ~ ns.x"),
+        GROWING.replace("%s", "ns.x + ns.x"),
+        GROWING.replace("%s", "ns.x * 9"),
+        GROWING.replace("%s", "ns.x | replace('a', 'aa')"),
+        GROWING.replace("%s", "ns.x.replace('a', 'aa')"),
+        GROWING.replace("%s", "[ns.x, ns.x] | join"),
+        GROWING.replace("%s", "''.join([ns.x, ns.x])"),
+        GROWING.replace("%s", "'%s%s' % (ns.x, ns.x)"),
+        GROWING.replace("%s", "'%s%s' | format(ns.x, ns.x)"),
+        GROWING.replace("%s", "'{0}{0}'.format(ns.x)"),
+        GROWING.replace(
+            "{% set ns.x = %s %}", "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}"
+        ),
+        LIST.replace("%s", "ns.x + ns.x"),
+        LIST.replace("%s", "[ns.x, ns.x]"),
+        LIST.replace("%s", "(ns.x, ns.x)"),
+        LIST.replace("%s", "{1: ns.x, 2: ns.x}"),
+        LIST.replace("%s", "dict(a=ns.x, b=ns.x)"),
+        LIST.replace("%s", "ns.x * 2"),
+        PAIR,
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ [1] * 99999 * 99999 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ 7 ** 99999 }}",
+        "{{ 'x' | indent(10 ** 4 * 10 ** 6) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ 'a'.ljust(9999999999) }}",
+        "{{ 'a'.center(9999999999) }}",
+        "{{ 'a'.zfill(9999999999) }}",
+        "{{ (1).to_bytes(9999999999, 'big') }}",
+        "{{ 1.5 | round(999999999, 'ceil') }}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ ('a' * 9999) | replace('', 'b' * 99999) }}",
+        "{{ [[1]] | sum(start=[]) }}",
+    ],
+)
+def test_a_template_cannot_run_for_ever(source: str) -> None:
+    began_s = time.thread_time()
+    with pytest.raises((InvalidRequestError, CheckpointError), match=LIMITS):
+        ChatTemplate(source, {}, origin="here", cpu_s=0.2).render([ChatMessage("user", "x")])
+    assert time.thread_time() - began_s < 2.0
+
+
+@pytest.mark.parametrize(
+    "name", ["lipsum(99)", "'a' | center(9)", "'a' | pprint", "[1] | slice(9)"]
+)
+def test_what_no_prompt_needs_is_not_there(name: str) -> None:
+    with pytest.raises((InvalidRequestError, CheckpointError)):
+        ChatTemplate(f"{{{{ {name} }}}}", {}, origin="here").render([])
+
+
+USUAL = (
+    "{%- set ns = namespace(found=false, text='') -%}"
+    "{%- for m in messages if m.role != 'system' -%}"
+    "{%- if loop.first and m.role == 'user' -%}{%- set ns.found = true -%}{%- endif -%}"
+    "{%- set ns.text = ns.text + '\n' + m['content'] | trim -%}"
+    "{{- '%s:%d' % (m.role, loop.index) }} {{ '<' ~ m.content.split('a')[-1].upper() ~ '>' -}}"
+    "{%- endfor -%}"
+    "{{ ns.found }} {{ ns.text }} {{ messages | map(attribute='role') | join(',') }}"
+    "{{ '-'.join(messages | map(attribute='content')) }}{{ messages | selectattr('role') | list }}"
+    "{{ {'a': [1, (2, 3)]} | tojson(indent=2) }}{{ messages[::-1][0].content * 2 }}"
+    "{{ '{:02d}'.format(7) }} {{ 2 ** 10 }} {{ 'a\nb' | indent(4) }} {{ 2.55 | round(1) }}"
+    "{% macro m(n) %}{% if n %}{{ n }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(3) }}"
+    "{% set block %}{{ messages | length }}{% endset %}{{ block }}"
+    "{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ [1, 2] | sum }}"
+)
+
+
+def test_limits_change_no_text() -> None:
+    messages = [ChatMessage("system", "s"), ChatMessage("user", "hat"), ChatMessage("tool", "b")]
+    plain = [{"role": one.role, "content": one.content} for one in messages]
+    expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    expected.filters["tojson"] = lambda value, indent=None: json.dumps(value, indent=indent)
+    assert ChatTemplate(USUAL, {}, origin="here").render(messages) == (
+        expected.from_string(USUAL).render(messages=plain)
+    )
+
+
+def test_time_is_counted_for_each_rendering() -> None:
+    environment = LimitedEnvironment(cpu_s=0.05)
+    template = environment.from_string("{% for i in range(20000) %}{{ i }}{% endfor %}")
+    for _ in range(20):
+        environment.start_rendering()
+        assert template.render()
+
+
+def test_long_conversations_are_rendered() -> None:
+    messages = [ChatMessage("user", "word " * 200) for _ in range(4000)]
+    assert (
+        len(
+            ChatTemplate(USUAL.replace("{%- set ns.text", "{%- set x"), {}, origin="x").render(
+                messages
+            )
+        )
+        > 4_000_000
+    )
