@@ -178,7 +178,7 @@ class Canceller:
             }
         ).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: load\r\ncontent-type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"x-request-id: {name}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)

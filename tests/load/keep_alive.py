@@ -53,7 +53,7 @@ class KeepAlive:
         The request is sent again if the server has closed an idle connection.
         """
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: load\r\ncontent-type: {content_type}\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
             f"content-length: {len(body)}\r\n{self._common}{more}\r\n"
         )
         request = head.encode() + body
