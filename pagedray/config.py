@@ -13,6 +13,7 @@ from pagedray.errors import StartupError
 
 __all__ = [
     "Activation",
+    "AllReduce",
     "CacheConfig",
     "CacheSize",
     "Device",
@@ -41,6 +42,7 @@ MessageSpecialTokens = Literal["text", "parse"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
+AllReduce = Literal["nccl", "one_shot"]
 Preemption = Literal["auto", "swap", "recompute"]
 
 
@@ -246,6 +248,8 @@ class ParallelConfig:
     """The strategy of Ray's placement group; STRICT_PACK is a single node."""
     spare_ranks: int | None = None
     """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
+    all_reduce: AllReduce = "nccl"
+    """What sums a few rows over GPUs; one_shot is experimental."""
 
     def __post_init__(self) -> None:
         _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -255,6 +259,8 @@ class ParallelConfig:
                 f"The local executor runs one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size}; use the ray executor."
             )
+        if self.all_reduce == "one_shot" and self.device != "cuda":
+            raise StartupError("all_reduce one_shot needs GPUs; use nccl, or device cuda.")
 
     @property
     def num_spare_ranks(self) -> int:

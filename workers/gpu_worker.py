@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pagedray.config import CacheSize, EngineConfig
     from workers.parallel.group import ParallelGroup
+    from workers.parallel.one_shot import RowShape
     from workers.worker import PendingStep, Worker
 
 __all__ = ["GpuWorker"]
@@ -218,10 +219,23 @@ class GpuWorker:
                 torch.cuda.synchronize()
         with self._timed("model"):
             size = self._config.parallel.tensor_parallel_size
-            self._group = make_group(self._rank, size, device=device, progress=self._progress)
+            self._group = make_group(
+                self._rank, size, device=device, progress=self._progress, rows=self._summed_rows()
+            )
             self._worker = make_worker(self._config, self._group, device)
         with self._timed("weights"):
             self._worker.load_weights(self._report)
+
+    def _summed_rows(self) -> RowShape | None:
+        """Return the rows that the one-shot kernel sums over the ranks, or None for NCCL."""
+        import torch
+
+        from workers.parallel.one_shot import RowShape
+
+        if self._config.parallel.all_reduce == "nccl":
+            return None
+        model = self._config.model
+        return RowShape(model.hidden_size, getattr(torch, model.dtype))
 
     def _with_freed_memory(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call the function again while the GPU memory of a dead process is being freed."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.options import EngineOptions
 from pagedray.config import (
+    AllReduce,
     Device,
     Dtype,
     KVCacheDtype,
@@ -83,6 +84,12 @@ _GROUPS = {
             "Spare processes on each node, which replace a rank that dies within less time. "
             "(default: 1 on GPUs, 0 on CPUs)",
             int,
+        ),
+        _Flag(
+            "all_reduce",
+            "What sums a few rows over the GPUs of a node: nccl, or one_shot, a single kernel that "
+            "also adds and norms; one_shot is experimental.",
+            get_args(AllReduce),
         ),
     ),
     "KV cache": (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pagedray.config import (
+    AllReduce,
     CacheConfig,
     Device,
     Dtype,
@@ -48,6 +49,7 @@ class EngineOptions:
     num_threads: int | None = _DEFAULTS["num_threads"]
     placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
     spare_ranks: int | None = _DEFAULTS["spare_ranks"]
+    all_reduce: AllReduce = _DEFAULTS["all_reduce"]
     block_size: int = _DEFAULTS["block_size"]
     num_blocks: int | None = _DEFAULTS["num_blocks"]
     num_cpu_blocks: int | None = _DEFAULTS["num_cpu_blocks"]

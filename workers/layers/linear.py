@@ -116,7 +116,10 @@ class ColumnParallelLinear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """Each rank multiplies its part of the input; an all-reduce adds the partial outputs."""
+    """Each rank multiplies its part of the input; an all-reduce adds the partial outputs.
+
+    Without `reduces`, the outputs stay partial for a `ResidualNorm` that sums them as well.
+    """
 
     def __init__(
         self,
@@ -125,12 +128,14 @@ class RowParallelLinear(Layer):
         out_size: int,
         *,
         has_bias: bool,
+        reduces: bool,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._name = name
         self._shape = (out_size, in_size)
+        self._reduces = reduces
         self._part = part_of(in_size, group)
         self._group = group
         self._has_bias = has_bias
@@ -143,11 +148,12 @@ class RowParallelLinear(Layer):
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, out_size]`, equal on all ranks, for this rank's part of the input.
+        """Return `[num_tokens, out_size]` for `[num_tokens, in_size / number of ranks]`.
 
-        The input is `[num_tokens, in_size / number of ranks]`.
+        It is equal on all ranks, or this rank's partial output.
         """
-        return self._group.all_reduce(self._kernel(x))
+        partial = self._kernel(x)
+        return self._group.all_reduce(partial) if self._reduces else partial
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(

@@ -24,7 +24,10 @@ __all__ = ["MLP", "GatedMLP", "PlainMLP"]
 
 
 class MLP(CompositeLayer):
-    """The first layers are sharded by columns and the last by rows, with one all-reduce."""
+    """The first layers are sharded by columns and the last by rows, with one all-reduce.
+
+    Without `reduces`, the output is this rank's part of the sum.
+    """
 
     _num_inner: ClassVar[int]
 
@@ -37,6 +40,7 @@ class MLP(CompositeLayer):
         intermediate_size: int,
         activation: Activation,
         has_bias: bool,
+        reduces: bool,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
@@ -57,6 +61,7 @@ class MLP(CompositeLayer):
             intermediate_size,
             hidden_size,
             has_bias=has_bias,
+            reduces=reduces,
             group=group,
             dtype=dtype,
             device=device,

@@ -14,6 +14,8 @@ from workers.layers.weight import Layer, WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from workers.parallel.group import ParallelGroup
+
 __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 
 
@@ -31,13 +33,19 @@ class ResidualNorm(Layer):
         *,
         is_centred: bool,
         dtype: torch.dtype,
+        sums_over: ParallelGroup | None = None,
     ) -> None:
-        """`dtype` is that of the stream."""
+        """`dtype` is that of the stream.
+
+        With `sums_over`, what is added to the stream is this rank's part of a sum over the group.
+        """
         self._name = name
         self._weight = weight
         self._bias = bias
         self._eps = eps
         self._dtype = dtype
+        self._is_centred = is_centred
+        self._sums_over = sums_over
         self._kernel = add_norm_kernel(weight, bias, eps, is_centred=is_centred, dtype=dtype)
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,6 +53,18 @@ class ResidualNorm(Layer):
 
         All are `[num_tokens, hidden_size]`.
         """
+        if delta is not None and self._sums_over is not None:
+            one_shot = self._sums_over.one_shot
+            if one_shot is not None and one_shot.takes(delta):
+                return one_shot.add_norm(
+                    stream,
+                    delta,
+                    self._weight,
+                    self._bias,
+                    self._eps,
+                    is_centred=self._is_centred,
+                )
+            delta = self._sums_over.all_reduce(delta)
         if self._kernel is not None:
             return self._kernel(stream, delta)
         if delta is not None:
@@ -65,10 +85,19 @@ class RMSNorm(ResidualNorm):
     """Root mean square layer normalization (Zhang and Sennrich 2019)."""
 
     def __init__(
-        self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        sums_over: ParallelGroup | None = None,
     ) -> None:
         weight = torch.empty(size, dtype=dtype, device=device)
-        super().__init__(name, weight, None, eps, is_centred=False, dtype=dtype)
+        super().__init__(
+            name, weight, None, eps, is_centred=False, dtype=dtype, sums_over=sums_over
+        )
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(stream, self._weight.shape, self._weight, self._eps)
@@ -80,11 +109,20 @@ class OffsetRMSNorm(ResidualNorm):
     _dummy_weight = 0.0
 
     def __init__(
-        self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        sums_over: ParallelGroup | None = None,
     ) -> None:
         # In bfloat16, one plus a small weight would lose most of the weight's digits.
         weight = torch.empty(size, dtype=torch.float32, device=device)
-        super().__init__(name, weight, None, eps, is_centred=False, dtype=dtype)
+        super().__init__(
+            name, weight, None, eps, is_centred=False, dtype=dtype, sums_over=sums_over
+        )
 
     def finalize(self) -> None:
         self._weight.add_(1.0)
@@ -106,10 +144,11 @@ class LayerNorm(ResidualNorm):
         has_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        sums_over: ParallelGroup | None = None,
     ) -> None:
         weight = torch.empty(size, dtype=dtype, device=device)
         bias = torch.empty_like(weight) if has_bias else None
-        super().__init__(name, weight, bias, eps, is_centred=True, dtype=dtype)
+        super().__init__(name, weight, bias, eps, is_centred=True, dtype=dtype, sums_over=sums_over)
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(

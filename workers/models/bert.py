@@ -146,6 +146,7 @@ class _BertLayer(CompositeLayer):
             intermediate_size=config.intermediate_size,
             activation=config.activation,
             has_bias=True,
+            reduces=True,
             group=group,
             dtype=dtype,
             device=device,

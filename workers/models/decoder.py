@@ -12,9 +12,10 @@ import torch
 from pagedray.rank_progress import Phase
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
-from workers.models.decoder_layer import DecoderLayer
+from workers.models.decoder_layer import DecoderLayer, summed_by_norm
 from workers.models.norm_factory import make_norm
 from workers.models.rotations import LayerRotations
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,8 @@ class Decoder(CompositeLayer):
             config.vocab_size,
             config.hidden_size,
             scale=config.embedding_scale,
-            group=group,
+            # A table on every rank costs memory and saves an all-reduce a step.
+            group=group if config.has_tied_embeddings else SoloGroup(),
             dtype=dtype,
             device=device,
         )
@@ -63,7 +65,13 @@ class Decoder(CompositeLayer):
             DecoderLayer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
-        self._norm = make_norm(names.final_norm, config, dtype=dtype, device=device)
+        self._norm = make_norm(
+            names.final_norm,
+            config,
+            dtype=dtype,
+            device=device,
+            sums_over=summed_by_norm(config, group),
+        )
         self._head = ParallelHead(
             "lm_head.weight",
             config.vocab_size,

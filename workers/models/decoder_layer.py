@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["DecoderLayer"]
+__all__ = ["DecoderLayer", "summed_by_norm"]
+
+
+def summed_by_norm(config: ModelConfig, group: ParallelGroup) -> ParallelGroup | None:
+    """Return the group if the norm behind a layer sums the parts of that layer's output."""
+    return group if config.names.mlp_post_norm is None else None
 
 
 class DecoderLayer(CompositeLayer):
@@ -40,18 +45,29 @@ class DecoderLayer(CompositeLayer):
         names = config.names
         prefix = names.decoder_layer.format(index)
 
-        def norm(name: str) -> ResidualNorm:
-            return make_norm(f"{prefix}.{name}", config, dtype=dtype, device=device)
+        def norm(name: str, sums_over: ParallelGroup | None) -> ResidualNorm:
+            return make_norm(
+                f"{prefix}.{name}", config, dtype=dtype, device=device, sums_over=sums_over
+            )
 
         def norm_if(name: str | None) -> ResidualNorm | None:
-            return norm(name) if name is not None else None
+            return norm(name, None) if name is not None else None
 
-        self._attention_norm = norm(names.attention_norm)
+        # The norm that follows sums the parts of the ranks, except for a norm of the sum alone.
+        self._attention_norm = norm(names.attention_norm, summed_by_norm(config, group))
+        attention_sum = group if names.attention_post_norm is None else None
         self._attention = DecoderSelfAttention(
-            prefix, config, index, group, backend=backend, dtype=dtype, device=device
+            prefix,
+            config,
+            index,
+            group,
+            reduces=attention_sum is None,
+            backend=backend,
+            dtype=dtype,
+            device=device,
         )
         self._attention_post_norm = norm_if(names.attention_post_norm)
-        self._mlp_norm = norm(names.mlp_norm)
+        self._mlp_norm = norm(names.mlp_norm, attention_sum)
         kind = GatedMLP if config.is_mlp_gated else PlainMLP
         self._mlp = kind(
             tuple(f"{prefix}.{name}" for name in names.mlp_input),
@@ -60,6 +76,7 @@ class DecoderLayer(CompositeLayer):
             intermediate_size=config.intermediate_size,
             activation=config.activation,
             has_bias=config.has_mlp_bias,
+            reduces=summed_by_norm(config, group) is None,
             group=group,
             dtype=dtype,
             device=device,
@@ -76,7 +93,8 @@ class DecoderLayer(CompositeLayer):
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `residual`; return this layer's output.
 
-        All are `[num_tokens, hidden_size]`; `residual` changes in place.
+        An output is this rank's part of a sum if `summed_by_norm` has a group. All are
+        `[num_tokens, hidden_size]`; `residual` changes in place.
         """
         hidden = self._attention_norm(residual, delta)
         delta = self._attention(hidden, rotation, kv_cache, metadata)

@@ -66,6 +66,7 @@ class EncoderSelfAttention(CompositeLayer):
             hidden_size,
             hidden_size,
             has_bias=True,
+            reduces=True,
             group=group,
             dtype=dtype,
             device=device,

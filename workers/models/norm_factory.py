@@ -11,20 +11,37 @@ if TYPE_CHECKING:
 
     from pagedray.config import ModelConfig
     from workers.layers.norm import ResidualNorm
+    from workers.parallel.group import ParallelGroup
 
 __all__ = ["make_norm"]
 
 
 def make_norm(
-    name: str, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    name: str,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sums_over: ParallelGroup | None = None,
 ) -> ResidualNorm:
-    """Return a norm of the residual stream, of the kind that the model has."""
+    """Return a norm of the residual stream, of the kind that the model has.
+
+    `sums_over` is the group whose partial outputs it adds to the stream, as in `ResidualNorm`.
+    """
     size, eps = config.hidden_size, config.norm_eps
     match config.norm_kind:
         case "rms":
-            return RMSNorm(name, size, eps, dtype=dtype, device=device)
+            return RMSNorm(name, size, eps, dtype=dtype, device=device, sums_over=sums_over)
         case "offset_rms":
-            return OffsetRMSNorm(name, size, eps, dtype=dtype, device=device)
+            return OffsetRMSNorm(name, size, eps, dtype=dtype, device=device, sums_over=sums_over)
         case "layer":
             has_bias = config.has_norm_bias
-            return LayerNorm(name, size, eps, has_bias=has_bias, dtype=dtype, device=device)
+            return LayerNorm(
+                name,
+                size,
+                eps,
+                has_bias=has_bias,
+                dtype=dtype,
+                device=device,
+                sums_over=sums_over,
+            )

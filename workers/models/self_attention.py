@@ -64,7 +64,10 @@ def attention_spec(
 
 
 class DecoderSelfAttention(CompositeLayer):
-    """Heads are sharded over the ranks; KV heads are replicated if there are more ranks."""
+    """Heads are sharded over the ranks; KV heads are replicated if there are more ranks.
+
+    Without `reduces`, the output is this rank's part of the sum.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class DecoderSelfAttention(CompositeLayer):
         layer_index: int,
         group: ParallelGroup,
         *,
+        reduces: bool,
         backend: type[AttentionBackend],
         dtype: torch.dtype,
         device: torch.device,
@@ -111,6 +115,7 @@ class DecoderSelfAttention(CompositeLayer):
             config.num_heads * size,
             config.hidden_size,
             has_bias=config.has_output_bias,
+            reduces=reduces,
             group=group,
             dtype=dtype,
             device=device,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from workers.parallel.one_shot import OneShotAllReduce
     from workers.parallel.rendezvous import Rendezvous
 
 __all__ = ["GroupBrokenError", "ParallelGroup", "SoloGroup"]
@@ -38,6 +39,8 @@ class ParallelGroup(ABC):
         self.size = size
         self.progress = progress if progress is not None else ProgressWord()
         """Where this rank notes what it does."""
+        self.one_shot: OneShotAllReduce | None = None
+        """Sums a few rows faster than `all_reduce`, if the ranks can write to each other."""
 
     def __enter__(self) -> ParallelGroup:
         return self

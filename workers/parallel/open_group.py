@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.group import ParallelGroup
+    from workers.parallel.one_shot import RowShape
     from workers.parallel.rendezvous import Rendezvous
 
 __all__ = ["make_group", "open_group"]
@@ -25,11 +26,17 @@ def make_group(
     device: torch.device,
     timeout_s: float = 300.0,
     progress: ProgressWord | None = None,
+    rows: RowShape | None = None,
 ) -> ParallelGroup:
-    """Return the group of `size` ranks for rank `rank`, which has not joined it yet."""
+    """Return the group of `size` ranks for rank `rank`, which has not joined it yet.
+
+    `rows` are what its layers sum over the ranks, for which GPUs have a faster all-reduce.
+    """
     if size == 1:
         return SoloGroup(progress)
-    return ProcessGroup(rank, size, device=device, timeout_s=timeout_s, progress=progress)
+    return ProcessGroup(
+        rank, size, device=device, timeout_s=timeout_s, progress=progress, rows=rows
+    )
 
 
 def open_group(
@@ -41,8 +48,9 @@ def open_group(
     host: str = LOOPBACK,
     rendezvous: Rendezvous | None = None,
     timeout_s: float = 300.0,
+    rows: RowShape | None = None,
 ) -> ParallelGroup:
     """Return the group of `size` ranks after joining it; a single rank needs no address."""
-    group = make_group(rank, size, device=device, timeout_s=timeout_s)
+    group = make_group(rank, size, device=device, timeout_s=timeout_s, rows=rows)
     group.join(address, host=host, rendezvous=rendezvous)
     return group

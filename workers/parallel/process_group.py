@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,13 @@ from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.parallel.network_interface import interface_of
+from workers.parallel.one_shot import OneShotAllReduce, RowShape
+from workers.parallel.peer_memory import PeerMemoryError
 from workers.parallel.rendezvous import LOOPBACK, Rendezvous
 
 __all__ = ["ProcessGroup"]
+
+logger = logging.getLogger(__name__)
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,9 +42,12 @@ class ProcessGroup(ParallelGroup):
         device: torch.device,
         timeout_s: float = 300.0,
         progress: ProgressWord | None = None,
+        rows: RowShape | None = None,
     ) -> None:
         super().__init__(rank, size, progress)
         self._device = device
+        self._rows = rows
+        self._own_memory: OneShotAllReduce | None = None
         self._timeout = timedelta(seconds=timeout_s)
         # Any, since the stubs of the backends differ between builds of torch.
         self._backend: Any = None
@@ -64,6 +72,7 @@ class ProcessGroup(ParallelGroup):
             self._store = store
             # The first collective connects the ranks, so that network errors are raised here.
             self.barrier()
+            self.one_shot = self._open_one_shot(store)
         except (RuntimeError, OSError, GroupBrokenError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise DeviceError(
@@ -73,6 +82,8 @@ class ProcessGroup(ParallelGroup):
 
     def abort(self) -> None:
         # A collective of gloo fails by itself when the connection to another rank ends.
+        if self.one_shot is not None:
+            self.one_shot.abort()
         backend = self._backend
         if backend is not None and self._device.type == "cuda":
             # The device is chosen by thread.
@@ -80,10 +91,15 @@ class ProcessGroup(ParallelGroup):
             backend.abort()
 
     def leave(self) -> None:
+        if self.one_shot is not None:
+            # Its memory stays, since ranks that have not left yet may still write to it.
+            self.one_shot.disconnect()
         # Closes the connections, which ends the collectives of ranks that wait for this one.
-        self._backend = self._store = None
+        self._backend = self._store = self.one_shot = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.one_shot is not None and self.one_shot.takes(tensor):
+            return self.one_shot.reduce_rows(tensor)
         self.progress.begin_collective(Phase.ALL_REDUCE)
         try:
             self._backend.allreduce([tensor]).wait()
@@ -112,7 +128,31 @@ class ProcessGroup(ParallelGroup):
     def close(self) -> None:
         if self._backend is not None:
             self._backend.shutdown()
-        self._backend = self._store = None
+        if self._own_memory is not None:
+            self._own_memory.close()
+        self._backend = self._store = self.one_shot = self._own_memory = None
+
+    def _open_one_shot(self, store: Store) -> OneShotAllReduce | None:
+        """Return the all-reduce of a few rows, if all ranks can write to each other's memory."""
+        rows, size = self._rows, self.size
+        if self._device.type != "cuda" or rows is None or not OneShotAllReduce.can_sum(rows, size):
+            return None
+        if self._own_memory is None:
+            try:
+                self._own_memory = OneShotAllReduce(
+                    rows, self.rank, size, device=self._device, progress=self.progress
+                )
+            except PeerMemoryError as error:
+                logger.warning("Small all-reduces use NCCL: %s.", error)
+        if not self._agree(self._own_memory is not None):
+            return None
+        assert self._own_memory is not None
+        return self._own_memory if self._own_memory.connect(store, self._agree) else None
+
+    def _agree(self, is_so: bool) -> bool:
+        """Return whether this is called with True on all ranks."""
+        votes = torch.full((1,), float(is_so), device=self._device)
+        return int(self.all_reduce(votes)) == self.size
 
 
 def _open_store(

@@ -29,6 +29,7 @@ def _filled(
         intermediate_size=20,
         activation=activation,
         has_bias=False,
+        reduces=True,
         group=SoloGroup(),
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -55,6 +55,7 @@ class CrossAttention(CompositeLayer):
             hidden_size,
             hidden_size,
             has_bias=True,
+            reduces=True,
             group=group,
             dtype=dtype,
             device=device,

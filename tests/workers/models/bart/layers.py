@@ -151,6 +151,7 @@ def _mlp(name: str, config: BartConfig, intermediate_size: int, placement: Place
         intermediate_size=intermediate_size,
         activation="gelu",
         has_bias=True,
+        reduces=True,
         group=placement.group,
         dtype=placement.dtype,
         device=placement.device,

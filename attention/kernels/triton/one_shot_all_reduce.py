@@ -1,0 +1,336 @@
+"""A sum over the GPUs of one node in one kernel, with the residual and the norm that follow.
+
+Every rank writes its rows into the memory of every other rank, and adds what it has received. The
+protocol is NCCL's LL (https://github.com/NVIDIA/nccl, "low latency"): a packet of 64 bits holds 32
+bits of data and 32 bits that count the launches, so that the data are their own signal, and no
+barrier or fence is needed. For the few rows of a decode step, the time is that of one write over
+NVLink, while a ring of NCCL has several steps and a norm is another kernel.
+
+A rank that is `n` launches behind cannot lose packets: packets of odd and even launches have
+places of their own, and no rank ends a launch before every other rank has begun it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.tuning import next_power_of_two
+
+__all__ = ["Inboxes", "all_reduce_add_norm", "all_reduce_rows", "inbox_bytes"]
+
+_PACKET_DATA_BYTES = 4
+_PACKET_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inboxes:
+    """Where the ranks of a group write to each other, from the view of one rank."""
+
+    addresses: torch.Tensor
+    """int64 `[size + 1]`: this process's address of the inbox of each rank, then that of an int32
+    in host memory that ends all waits when it is not zero."""
+    num_launches: torch.Tensor
+    """int32 `[max_rows]`: how often each row was sent. The kernels count; other values than those
+    of the other ranks lead to a wait without end."""
+    rank: int
+    size: int
+    max_programs: int
+    """The programs of a launch at most, as many as the GPU surely runs at the same time, and equal
+    on all ranks. More could wait for one that waits for them: GPUs start programs in any order."""
+    width: int
+    """Elements of a row, always the same."""
+    dtype: torch.dtype
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a launch."""
+        return len(self.num_launches)
+
+
+def inbox_bytes(max_rows: int, width: int, dtype: torch.dtype, size: int) -> int:
+    """Return the size of the memory into which the ranks of a group write, zero at first."""
+    num_packets = width * dtype.itemsize // _PACKET_DATA_BYTES
+    return 2 * size * max_rows * num_packets * _PACKET_BYTES
+
+
+@triton.jit
+def _received(
+    inbox: tl.tensor, is_packet: tl.tensor, launch: tl.tensor, abort: tl.tensor
+) -> tl.tensor:
+    """Return the data of some packets, int32, as soon as all are of this launch."""
+    packets = tl.load(inbox, mask=is_packet, other=0, volatile=True)
+    num_missing = tl.sum((is_packet & ((packets >> 32).to(tl.int32) != launch)).to(tl.int32))
+    num_polls = 0
+    while num_missing > 0:
+        packets = tl.load(inbox, mask=is_packet, other=0, volatile=True)
+        num_missing = tl.sum((is_packet & ((packets >> 32).to(tl.int32) != launch)).to(tl.int32))
+        num_polls += 1
+        # A read of host memory takes longer than the wait that it would end, and Triton's
+        # "and" would read always.
+        if num_polls % 1024 == 0:  # noqa: SIM102
+            if tl.load(abort, volatile=True) != 0:
+                num_missing = 0
+    return packets.to(tl.int32)
+
+
+@triton.jit
+def _elements(data: tl.tensor, element_type: tl.constexpr) -> tl.tensor:
+    """Return the elements in the data of packets, float32, `[number of elements]`."""
+    if element_type == tl.float32:
+        elements = data.to(tl.float32, bitcast=True)
+    else:
+        low = (data & 0xFFFF).to(tl.int16).to(element_type, bitcast=True)
+        high = ((data >> 16) & 0xFFFF).to(tl.int16).to(element_type, bitcast=True)
+        elements = tl.interleave(low.to(tl.float32), high.to(tl.float32))
+    return elements
+
+
+@triton.jit
+def _send(
+    row: tl.tensor,
+    data: tl.tensor,
+    addresses: tl.tensor,
+    num_launches: tl.tensor,
+    data_stride: tl.tensor,
+    max_rows: tl.tensor,
+    rank: tl.constexpr,
+    size: tl.constexpr,
+    num_packets: tl.constexpr,
+    packet_tile: tl.constexpr,
+) -> tl.tensor:
+    """Write a row into the inboxes of the other ranks; return its data, int32."""
+    launch = tl.load(num_launches + row) + 1
+    packets = tl.arange(0, packet_tile)
+    is_packet = packets < num_packets
+    mine = tl.load(data + row * data_stride + packets, mask=is_packet, other=0)
+    message = (mine.to(tl.int64) & 0xFFFFFFFF) | (launch.to(tl.int64) << 32)
+    sender = (launch & 1) * size + rank
+    place = (sender.to(tl.int64) * max_rows + row) * num_packets
+    for peer in tl.static_range(size):
+        if peer != rank:
+            inbox = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
+            # Written through, since no fence follows.
+            tl.store(inbox + place + packets, message, mask=is_packet, cache_modifier=".wt")
+    return mine
+
+
+@triton.jit
+def _summed(
+    row: tl.tensor,
+    mine: tl.tensor,
+    addresses: tl.tensor,
+    num_launches: tl.tensor,
+    max_rows: tl.tensor,
+    rank: tl.constexpr,
+    size: tl.constexpr,
+    num_packets: tl.constexpr,
+    packet_tile: tl.constexpr,
+    tile: tl.constexpr,
+    element_type: tl.constexpr,
+) -> tl.tensor:
+    """Return the sum of a row over the ranks, `[tile]` of the element type."""
+    launch = tl.load(num_launches + row) + 1
+    packets = tl.arange(0, packet_tile)
+    is_packet = packets < num_packets
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    abort = tl.load(addresses + size).to(tl.pointer_type(tl.int32))
+    total = tl.zeros([tile], tl.float32)
+    # In the order of the ranks, so that the sum has the same bits on all of them.
+    for peer in tl.static_range(size):
+        if peer == rank:
+            total += _elements(mine, element_type)
+        else:
+            sender = (launch & 1) * size + peer
+            place = (sender.to(tl.int64) * max_rows + row) * num_packets
+            data = _received(inbox + place + packets, is_packet, launch, abort)
+            total += _elements(data, element_type)
+    # Every warp has read the count before one of them writes it.
+    tl.debug_barrier()
+    tl.store(num_launches + row, launch)
+    return total.to(element_type)
+
+
+@triton.jit
+def _finish(
+    row: tl.tensor,
+    added: tl.tensor,
+    delta: tl.tensor,
+    stream: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    delta_stride: tl.tensor,
+    stream_stride: tl.tensor,
+    eps: tl.tensor,
+    width: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_centred: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write the sum of a row; or add it to the stream and write the stream's norm."""
+    elements = tl.arange(0, tile)
+    is_element = elements < width
+    if has_norm:
+        kept = tl.load(stream + row * stream_stride + elements, mask=is_element, other=0.0)
+        kept = (kept.to(tl.float32) + added.to(tl.float32)).to(stream.dtype.element_ty)
+        tl.store(stream + row * stream_stride + elements, kept, mask=is_element)
+        x = tl.where(is_element, kept.to(tl.float32), 0.0)
+        if is_centred:
+            x = tl.where(is_element, x - tl.sum(x, axis=0) / width, 0.0)
+        normed = x / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+        normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
+        if has_bias:
+            normed += tl.load(bias + elements, mask=is_element, other=0.0).to(tl.float32)
+        tl.store(out + row * width + elements, normed.to(out.dtype.element_ty), mask=is_element)
+    else:
+        tl.store(delta + row * delta_stride + elements, added, mask=is_element)
+
+
+@triton.jit
+def _all_reduce(
+    delta: tl.tensor,
+    data: tl.tensor,
+    stream: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    num_launches: tl.tensor,
+    num_rows: tl.tensor,
+    delta_stride: tl.tensor,
+    data_stride: tl.tensor,
+    stream_stride: tl.tensor,
+    max_rows: tl.tensor,
+    eps: tl.tensor,
+    rank: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    num_packets: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_centred: tl.constexpr,
+    has_one_row: tl.constexpr,
+    packet_tile: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Add some rows of all ranks; write the sums, or the norms of the stream plus the sums.
+
+    Launched by `all_reduce_rows` and `all_reduce_add_norm`; grid `(num_programs,)`, of which each
+    has every num_programs-th row, or one row if `has_one_row`. Pointers: delta, stream, out
+    `[num_rows, width]`; data the same memory as delta, int32 `[num_rows, num_packets]`; weight,
+    bias `[width]`; addresses and num_launches as in `Inboxes`. An inbox is
+    `[2, size, max_rows, num_packets]` int64: even and odd launches, senders.
+    """
+    element_type: tl.constexpr = delta.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64)
+    mine = _send(
+        first, data, addresses, num_launches, data_stride, max_rows, rank, size, num_packets,
+        packet_tile,
+    )  # fmt: skip
+    if has_one_row:
+        added = _summed(
+            first, mine, addresses, num_launches, max_rows, rank, size, num_packets,
+            packet_tile, tile, element_type,
+        )  # fmt: skip
+        _finish(
+            first, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
+            width, has_norm, has_bias, is_centred, tile,
+        )  # fmt: skip
+    else:
+        # All are sent before the first is waited for.
+        step = tl.num_programs(0)
+        for row in range(first + step, num_rows, step):
+            _send(
+                row, data, addresses, num_launches, data_stride, max_rows, rank, size,
+                num_packets, packet_tile,
+            )  # fmt: skip
+        packets = tl.arange(0, packet_tile)
+        for row in range(first, num_rows, step):
+            mine = tl.load(data + row * data_stride + packets, mask=packets < num_packets, other=0)
+            added = _summed(
+                row, mine, addresses, num_launches, max_rows, rank, size, num_packets,
+                packet_tile, tile, element_type,
+            )  # fmt: skip
+            _finish(
+                row, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
+                width, has_norm, has_bias, is_centred, tile,
+            )  # fmt: skip
+
+
+def all_reduce_rows(delta: torch.Tensor, inboxes: Inboxes) -> None:
+    """Sum `[num_rows, width]` over the ranks, in place. All ranks must call this together."""
+    _launch(delta, None, delta, None, delta, 0.0, False, inboxes)
+
+
+def all_reduce_add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+    inboxes: Inboxes,
+) -> torch.Tensor:
+    """Return the norm of `stream` plus the sum of all ranks' `delta`, `[num_rows, width]`.
+
+    `stream` becomes that sum; the norm is that of `token_rows.add_norm`. All ranks must call this
+    together.
+    """
+    assert stream.shape == delta.shape
+    assert stream.stride(1) == 1
+    out = torch.empty_like(delta, memory_format=torch.contiguous_format)
+    _launch(delta, stream, weight, bias, out, eps, is_centred, inboxes)
+    return out
+
+
+def _launch(
+    delta: torch.Tensor,
+    stream: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    is_centred: bool,
+    inboxes: Inboxes,
+) -> None:
+    num_rows, width = delta.shape
+    assert width == inboxes.width
+    assert delta.dtype == inboxes.dtype
+    assert num_rows <= inboxes.max_rows
+    assert delta.stride(1) == 1
+    data = delta.view(torch.int32)
+    tile = next_power_of_two(width)
+    num_programs = min(num_rows, inboxes.max_programs)
+    _all_reduce[(num_programs,)](
+        delta,
+        data,
+        delta if stream is None else stream,
+        weight,
+        weight if bias is None else bias,
+        out,
+        inboxes.addresses,
+        inboxes.num_launches,
+        num_rows,
+        delta.stride(0),
+        data.stride(0),
+        0 if stream is None else stream.stride(0),
+        inboxes.max_rows,
+        eps,
+        rank=inboxes.rank,
+        size=inboxes.size,
+        width=width,
+        num_packets=data.shape[1],
+        has_norm=stream is not None,
+        has_bias=bias is not None,
+        is_centred=is_centred,
+        has_one_row=num_rows == num_programs,
+        packet_tile=tile * delta.dtype.itemsize // _PACKET_DATA_BYTES,
+        tile=tile,
+        num_warps=min(16, max(4, tile // 512)),
+    )

@@ -1,0 +1,139 @@
+"""The all-reduce of a layer's output with the residual and norm behind it: NCCL, and one kernel.
+
+    python -m bench.all_reduce --num-ranks 2 --output bench/results/all_reduce.json
+
+Each rank is a process with a GPU of its own. A CUDA graph runs 64 of them in a row, as a decode
+step of 32 layers does; the figure is the median time of a replay over 64. NCCL's all-reduce is
+followed by the kernel that adds and norms; the one-shot kernel does all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.kernels.triton.token_rows import add_norm
+from bench.engine import write_results
+from workers.parallel.one_shot import RowShape
+from workers.parallel.open_group import make_group
+from workers.parallel.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NUM_IN_GRAPH = 64
+NUM_REPLAYS = 30
+EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Microseconds of one all-reduce, addition and norm."""
+
+    num_ranks: int
+    num_rows: int
+    width: int
+    nccl_us: float
+    one_shot_us: float | None
+    """None for more rows than the kernel takes."""
+
+
+def main() -> int:
+    """Start a process for each rank; the first prints a table and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096, help="elements of a row (4096)")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rows = _measured(options.rank, options.num_ranks, options.port, options.width)
+        if options.rank == 0 and options.output:
+            write_results(options.output, f"rows of {options.width} bfloat16", rows=rows)
+        return 0
+    with socket.create_server((LOOPBACK, 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "bench.all_reduce", *sys.argv[1:], f"--port={port}"]
+    processes = [
+        subprocess.Popen(
+            [*command, f"--rank={rank}"], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)}
+        )
+        for rank in range(options.num_ranks)
+    ]
+    return max(process.wait() for process in processes)
+
+
+def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    group = make_group(rank, size, device=device, rows=RowShape(width, dtype))
+    group.join((LOOPBACK, port), host=LOOPBACK)
+    one_shot, group.one_shot = group.one_shot, None
+    if one_shot is None:
+        sys.exit("The ranks cannot write to each other's memory.")
+    weight = torch.ones(width, dtype=dtype, device=device)
+    found = []
+    for num_rows in NUM_ROWS:
+        stream, delta = torch.zeros(2, num_rows, width, dtype=dtype, device=device)
+
+        def nccl(stream: torch.Tensor, delta: torch.Tensor) -> None:
+            add_norm(stream, group.all_reduce(delta), weight, None, EPS, is_centred=False)
+
+        def one(stream: torch.Tensor, delta: torch.Tensor) -> None:
+            one_shot.add_norm(stream, delta, weight, None, EPS, is_centred=False)
+
+        nccl_us = _replay_us(partial(nccl, stream, delta), group.barrier)
+        one_shot_us = None
+        if one_shot.takes(delta):
+            one_shot_us = _replay_us(partial(one, stream, delta), group.barrier)
+        row = Row(
+            num_ranks=size,
+            num_rows=num_rows,
+            width=width,
+            nccl_us=nccl_us,
+            one_shot_us=one_shot_us,
+        )
+        if rank == 0:
+            kernel = f"{one_shot_us:.1f}" if one_shot_us is not None else "-"
+            print(f"{num_rows:4} rows: NCCL {nccl_us:.1f} us, one-shot {kernel} us", flush=True)
+        found.append(row)
+    group.barrier()
+    group.close()
+    return found
+
+
+def _replay_us(run: Callable[[], None], barrier: Callable[[], None]) -> float:
+    """Return the median time of one run in a graph of many."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(NUM_IN_GRAPH):
+            run()
+    times_us = []
+    for _ in range(NUM_REPLAYS):
+        barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_us.append(begin.elapsed_time(end) * 1e3 / NUM_IN_GRAPH)
+    del graph
+    return float(statistics.median(times_us))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
