@@ -27,6 +27,7 @@ from tests.chaos.run import Run, RunOptions, write_keys
 from tests.chaos.schedule import applicable
 from tests.chaos.targets.server_target import ServerTarget
 from tests.chaos.targets.small_disk import SmallDisk
+from tests.load.report import run_environment
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _report(verdict: Verdict, output: Path | None, history_path: Path) -> int:
         print(f"{one.at_s:9.2f} s  {one.rule}: {one.what}")
     rules = dict(verdict.rules)
     if output is not None:
-        figures = verdict.figures | {"violations": rules}
+        figures = run_environment("tests.chaos") | verdict.figures | {"violations": rules}
         output.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"{history_path}: " + (f"BROKEN RULES: {rules}" if rules else "no rule is broken."))
     return 1 if rules else 0

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-__all__ = ["Report", "times_ms"]
+__all__ = ["Report", "run_environment", "times_ms"]
 
-_PACKAGES = ("grpcio", "msgspec", "protobuf", "pydantic", "starlette", "torch", "uvicorn")
+_PACKAGES = ("grpcio", "msgspec", "protobuf", "pydantic", "ray", "starlette", "torch", "uvicorn")
 
 
 class Report:
@@ -26,13 +26,7 @@ class Report:
 
     def __init__(self, module: str) -> None:
         """`module` is the program, such as `tests.load.overload`."""
-        self._found: dict[str, object] = {
-            "command": " ".join(["python -m", module, *_arguments()]),
-            "date": datetime.now(UTC).date().isoformat(),
-            "cpu": cpu_name(),
-            "python": platform.python_version(),
-            "packages": {package: version(package) for package in _PACKAGES},
-        }
+        self._found = run_environment(module)
 
     @staticmethod
     def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +42,17 @@ class Report:
         """Write all figures as JSON, if a path is given."""
         if path is not None:
             path.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def run_environment(module: str) -> dict[str, object]:
+    """Return the command, the date, and the machine and packages that figures depend on."""
+    return {
+        "command": " ".join(["python -m", module, *_arguments()]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "packages": {package: version(package) for package in _PACKAGES},
+    }
 
 
 def times_ms(seconds: Sequence[float]) -> dict[str, float]:
