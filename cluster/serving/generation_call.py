@@ -51,8 +51,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a call's sequences gained since the last output, one entry for each that did."""
 
     sequences: tuple[SequenceOutput, ...]
-    usage: Usage | None
-    """None between the first and the last output."""
+    usage: Usage
     is_last: bool
 
 
@@ -92,7 +91,6 @@ class GenerationCall:
         self._continuation = given.continuation
         self._num_per_prompt = requests[0].sampling.n
         self._unsent: list[tuple[int, tuple[int, ...], bool]] = []
-        self._has_output = False
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
@@ -202,9 +200,7 @@ class GenerationCall:
             self._call.release()
             last = sequences[-1]
             self._watch.note_end(last.failure or last.finish_reason or "stop")
-        usage = self._usage() if is_last or not self._has_output else None
-        self._has_output = True
-        return GenerationOutput(sequences=tuple(sequences), usage=usage, is_last=is_last)
+        return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
 
     def _finish(self, key: tuple[str, int], output: SequenceOutput) -> None:
         """Note the last output of a sequence. Raises DeadlineError if the deadline ended it."""

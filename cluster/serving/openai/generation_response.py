@@ -174,7 +174,6 @@ class GenerationResponse(ABC):
             if error is None or sequence.text or not choice.is_new:
                 yield self._full_event(sequence, choice)
         if output.is_last and self._error is None and self._options.includes_usage:
-            assert output.usage is not None
             head = _encode(self._head(self.chunk_kind))[:-1]
             yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
 

@@ -53,8 +53,6 @@ def write_frame(
 ) -> None:
     """Set the fields of the first and the last message of a stream."""
     usage = output.usage
-    if usage is None:
-        return
     if is_first:
         response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
         response.prompt_info.num_cached_tokens = usage.num_cached_tokens
