@@ -152,7 +152,9 @@ class ToolCallObject:
     def _end_value(self) -> None:
         self._where = _Where.COMMA_OR_END
         if self._key == "name":
-            self.name = self._loaded_text()
+            name = self._loaded_text()
+            # The call of the first name may have begun.
+            self.name = name if self.name is None else self.name
         elif self._key in _ARGUMENTS and self._token.startswith('"'):
             self._has_arguments = True
             self._arguments += self._loaded_text()

@@ -92,6 +92,12 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         "",
         [("add", '{"x": 1}'), ("look", "{}")],
     ),
+    "llama, two names": (
+        "llama3_json",
+        '{"name": "add", "parameters": {"x": 1}, "name": "look"}',
+        "",
+        [("add", '{"x": 1}')],
+    ),
     "llama, other JSON": ("llama3_json", '{"answer": [1, 2]}', '{"answer": [1, 2]}', []),
     "llama, text": ("llama3_json", 'Such as {"name": "add"}', 'Such as {"name": "add"}', []),
     "mistral, list": (
