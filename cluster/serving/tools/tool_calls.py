@@ -231,6 +231,8 @@ class _MistralReader(TurnReader):
                 if not self._buffer:
                     return False
                 self._where = "list" if self._buffer[0] == "[" else "name"
+                # Calls with names may precede the list.
+                self._list.num_calls = self.num_calls
                 return True
             case "list":
                 self._step_list(is_end=is_end)

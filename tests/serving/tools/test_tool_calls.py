@@ -113,6 +113,12 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         "Let me.",
         [("add", '{"x": {"y": "}"}}'), ("look", '{"z": 1}')],
     ),
+    "mistral, name and list": (
+        "mistral",
+        '[TOOL_CALLS]add{"x": 1}[TOOL_CALLS][{"name": "look", "arguments": {}}]',
+        "",
+        [("add", '{"x": 1}'), ("look", "{}")],
+    ),
     "mistral, long name": (
         "mistral",
         f'[TOOL_CALLS]{"x" * 200} [TOOL_CALLS]add{{"x": 1}}',
