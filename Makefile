@@ -39,6 +39,7 @@ test-slow: setup
 # Hostile clients beside honest ones: every attack in full, with times.
 test-hostile: setup
 	@$(BIN)/python -m tests.hostile
+	@$(BIN)/python -m tests.hostile.fuzz --seconds 60
 
 # Ten minutes of faults under load, two ranks on this machine.
 chaos: setup

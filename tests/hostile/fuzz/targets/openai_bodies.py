@@ -1,0 +1,64 @@
+"""Bodies of the OpenAI endpoints, up to the input of the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
+from cluster.serving.http.schema import read_body
+from cluster.serving.intake.steps import finish
+from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.completion_body import CompletionBody
+from cluster.serving.openai.embedding_body import EmbeddingBody
+from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
+from tests.hostile.fuzz.target import Target
+from tests.load.request_bodies import json_bodies
+
+if TYPE_CHECKING:
+    from cluster.serving.inputs import GenerationInput
+
+
+def run(data: bytes) -> None:
+    """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
+    if not data:
+        return
+    kind, raw = data[0] % 5, data[1:]
+    try:
+        if kind == 0:
+            _check(finish(read_body(CompletionBody, raw)).to_input("a"))
+        elif kind == 1:
+            body = finish(read_body(ChatBody, raw))
+            _check(finish(body.to_input("a", body.tool_use("hermes"))))
+        elif kind == 2:
+            finish(finish(read_body(EmbeddingBody, raw)).to_input())
+        elif kind == 3:
+            finish(finish(read_body(TokenizeBody, raw)).to_input())
+        else:
+            finish(read_body(DetokenizeBody, raw)).token_ids()
+    except InvalidRequestError:
+        return
+
+
+def _check(given: GenerationInput) -> None:
+    """Raise InvalidRequestError for a value of a parameter, as the validator does."""
+    SamplingParams(**{"max_tokens": 1, **given.sampling})  # type: ignore[arg-type]  # checked there
+
+
+def _seeds() -> tuple[bytes, ...]:
+    numbers = {
+        "/v1/completions": 0,
+        "/v1/chat/completions": 1,
+        "/v1/embeddings": 2,
+        "/tokenize": 3,
+        "/detokenize": 4,
+    }
+    return tuple(
+        bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
+        for kind, bodies in json_bodies("m").items()
+        for body in bodies
+    )
+
+
+TARGET = Target(run=run, seeds=_seeds())
