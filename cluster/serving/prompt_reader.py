@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 _LONG_TEXT = 2048
 """Characters of a call from which on tokenizing runs in a thread."""
 _LONG_CHAT = 64
-"""Messages from which on the chat template is rendered in a thread."""
+"""Messages, tools and tool calls from which on the chat template is rendered in a thread."""
+_LONG_CONTENT = 2**15
+"""Characters of messages from which on it is, too."""
 
 
 class PromptReader:
@@ -80,10 +82,9 @@ class PromptReader:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         render = functools.partial(self._render, prompt)
-        is_long = len(prompt.messages) + len(prompt.tools) >= _LONG_CHAT
         marked = (
             await self._text_pool.run_in_thread(tenant, render)
-            if self._text_pool is not None and is_long
+            if self._text_pool is not None and _is_long_chat(prompt)
             else render()
         )
         text = marked.restored
@@ -147,6 +148,17 @@ class PromptReader:
                 f"are 0 to {self._vocab_size - 1}.",
                 param=param,
             )
+
+
+def _is_long_chat(prompt: ChatPrompt) -> bool:
+    """Return whether a conversation takes too long to render on the event loop."""
+    messages = prompt.messages
+    if len(messages) + len(prompt.tools) >= _LONG_CHAT:
+        return True
+    return (
+        sum(len(message.tool_calls) for message in messages) >= _LONG_CHAT
+        or sum(len(message.content) for message in messages) >= _LONG_CONTENT
+    )
 
 
 def are_long(prompts: Iterable[Prompt]) -> bool:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 2**16
 """Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
 
+_RECEIVED_BYTES = 2**16
+"""Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 _VERSIONS = ("1.0", "1.1")
 
@@ -71,6 +73,9 @@ class HttpConnection(HttpToolsProtocol):
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            # What asyncio reads at once; reading pauses only after it.
+            transport.max_size = _RECEIVED_BYTES
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.intake.limits import IntakeLimits, request_size
 from cluster.serving.intake.parsing import Parsing
+from cluster.serving.intake.read_deadlines import ReadDeadlines
 from cluster.serving.intake.reception import Reception
 
 if TYPE_CHECKING:
@@ -21,4 +22,5 @@ class Intake:
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s
         self.reception = Reception(limits.received, wait_s=limits.wait_s)
+        self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self.parsing = Parsing()

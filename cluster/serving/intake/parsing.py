@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cluster.serving.intake.steps import Steps, finish
 from cluster.serving.intake.turns import Turns
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 __all__ = ["Parsing"]
 
 _SHORT_BYTES = 2**13
 """Requests up to this size take about a millisecond and are parsed at once."""
 _MOST_AT_ONCE_S = 0.002
+"""How long requests are parsed without a pause."""
 
 Result = TypeVar("Result")
 
@@ -30,46 +28,38 @@ class Parsing:
 
     def __init__(self) -> None:
         self._turns = Turns(1, num_per_tenant=1)
+        self._unpaused_s = 0.0
+        """The work since the last pause."""
 
     async def run(self, tenant: str, num_bytes: int, steps: Steps[Result]) -> Result:
         """Return the result of the steps that read a tenant's request of so many bytes."""
         if num_bytes <= _SHORT_BYTES:
             return finish(steps)
         await self._turns.wait_turn(tenant)
-        clock = _Clock()
+        used_s = 0.0
         try:
-            return await _run(steps, clock)
+            while True:
+                started_s = time.perf_counter()
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+                finally:
+                    step_s = time.perf_counter() - started_s
+                    used_s += step_s
+                    self._unpaused_s += step_s
+                if self._unpaused_s >= _MOST_AT_ONCE_S:
+                    await asyncio.sleep(self._take_pause())
         finally:
-            # The next request waits for the pause, the caller does not.
-            loop = asyncio.get_running_loop()
-            loop.call_later(clock.unpaused_s, self._turns.end_turn, tenant, clock.used_s)
+            if self._unpaused_s < _MOST_AT_ONCE_S:
+                self._turns.end_turn(tenant, used_s)
+            else:
+                # The next request waits for the pause, the caller does not.
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._take_pause(), self._turns.end_turn, tenant, used_s)
 
-
-class _Clock:
-    """How long some steps took."""
-
-    __slots__ = ("unpaused_s", "used_s")
-
-    def __init__(self) -> None:
-        self.used_s = 0.0
-        self.unpaused_s = 0.0
-        """Since the last pause."""
-
-    def add(self, seconds: float) -> None:
-        self.used_s += seconds
-        self.unpaused_s += seconds
-
-
-async def _run(steps: Generator[None, None, Result], clock: _Clock) -> Result:
-    while True:
-        started_s = time.perf_counter()
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        finally:
-            clock.add(time.perf_counter() - started_s)
-        if clock.unpaused_s >= _MOST_AT_ONCE_S:
-            await asyncio.sleep(clock.unpaused_s)
-            clock.unpaused_s = 0.0
+    def _take_pause(self) -> float:
+        """Return how long to pause from here on."""
+        pause_s, self._unpaused_s = self._unpaused_s, 0.0
+        return pause_s

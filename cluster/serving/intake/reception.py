@@ -29,8 +29,16 @@ class IncomingMessage:
 
     def add(self, num_bytes: int) -> None:
         """Count more bytes. Raises OverloadedError beyond a limit; then they are not counted."""
-        self._reception.check_room(self._tenant, num_bytes)
-        self._count(num_bytes)
+        if num_bytes:
+            self._reception.check_room(self._tenant, num_bytes)
+            self._count(num_bytes)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Count more bytes if there is room for them and nobody of the tenant waits for it."""
+        has_room = self._reception.has_room(self._tenant, num_bytes)
+        if has_room:
+            self._count(num_bytes)
+        return has_room
 
     async def wait_room(self, num_bytes: int) -> None:
         """Count more bytes as soon as there is room. Raises OverloadedError if it takes long."""
@@ -91,7 +99,7 @@ class Reception:
 
     async def wait_room(self, tenant: str, num_bytes: int) -> None:
         """Count bytes of a tenant as soon as they fit. Raises OverloadedError if it takes long."""
-        if tenant not in self._waiting and self._has_room(tenant, num_bytes):
+        if self.has_room(tenant, num_bytes):
             self.count(tenant, num_bytes)
             return
         given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,7 +133,11 @@ class Reception:
         if num_bytes < 0 and self._waiting:
             self._admit_waiting()
 
-    def _has_room(self, tenant: str, num_bytes: int) -> bool:
+    def has_room(self, tenant: str, num_bytes: int) -> bool:
+        """Return whether a tenant may receive so many more bytes, and none of its calls waits."""
+        return tenant not in self._waiting and self._fits(tenant, num_bytes)
+
+    def _fits(self, tenant: str, num_bytes: int) -> bool:
         limits = self._limits
         return (
             self._by_tenant.get(tenant, 0) + num_bytes <= limits.tenant_bytes
@@ -140,7 +152,7 @@ class Reception:
             for tenant, line in list(self._waiting.items()):
                 num_bytes, given = line[0]
                 # One that is cancelled has not removed itself yet.
-                if not given.cancelled() and not self._has_room(tenant, num_bytes):
+                if not given.cancelled() and not self._fits(tenant, num_bytes):
                     continue
                 has_admitted = True
                 line.popleft()

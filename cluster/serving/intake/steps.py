@@ -15,9 +15,9 @@ Steps = Generator[None, None, Result]
 
 def finish(steps: Steps[Result]) -> Result:
     """Return the result of steps that are run without pauses."""
-    while True:
-        try:
+    try:
+        while True:
             next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -105,7 +105,13 @@ class ServeGrpc:
         Raises and counts the error of a rejected call.
         """
         call = _call_of(context, request)
-        tenant, entered = enter_call(self._servicer, call, method)
+        tenant, entered = enter_call(
+            self._servicer,
+            call.metadata,
+            method,
+            frontend=call.frontend,
+            is_continued=call.continuation is not None and bool(call.continuation.sequences),
+        )
         intake = self._servicer.intake
         # Serve decodes messages itself if its configuration names the generated code.
         body = _body_of(request)

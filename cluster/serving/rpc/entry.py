@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.serving.inputs import Arrival
-from cluster.serving.rpc.call import AUTHORIZATION
+from cluster.serving.rpc.call import AUTHORIZATION, RpcCall
 from cluster.serving.rpc.context import Context, abort_call, metadata_of
 from cluster.serving.rpc.health import HEALTH
 from cluster.serving.rpc.service import COUNTED, OPERATIONS, SERVICE
 from pagedray.errors import OverloadedError, PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.inputs import Frontend
     from cluster.serving.open_calls import OpenCall
-    from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
 
 __all__ = ["EntryInterceptor", "enter_call"]
@@ -57,27 +57,33 @@ class EntryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return await continuation(handler_call_details)
 
 
-def enter_call(servicer: Servicer, call: RpcCall, method: str) -> tuple[Tenant, OpenCall | None]:
+def enter_call(
+    servicer: Servicer,
+    metadata: Mapping[str, str],
+    method: str,
+    *,
+    frontend: Frontend = "grpc",
+    is_continued: bool = False,
+) -> tuple[Tenant, OpenCall | None]:
     """Return the tenant of a call, and the call in the tenant's limits if it counts.
 
     Raises AuthenticationError, or OverloadedError if the tenant or the server has no room for it.
     """
-    with servicer.metrics.counting_refusals(call.frontend):
-        tenant = servicer.authenticate(call.authorization)
+    with servicer.metrics.counting_refusals(frontend):
+        tenant = servicer.authenticate(metadata.get(AUTHORIZATION))
     if method not in COUNTED:
         return tenant, None
     operation = OPERATIONS.get(method)
     try:
         entered = servicer.enter_call(
-            tenant,
-            uses_engine=operation is not None,
-            is_continued=call.continuation is not None and bool(call.continuation.sequences),
+            tenant, uses_engine=operation is not None, is_continued=is_continued
         )
     except OverloadedError as error:
         arrival = None
         if operation is not None:
-            arrival = Arrival(operation=operation, tenant=tenant.name, origin=call.origin)
-        servicer.note_refused(error, arrival, call.frontend)
+            origin = RpcCall(frontend=frontend, metadata=metadata).origin
+            arrival = Arrival(operation=operation, tenant=tenant.name, origin=origin)
+        servicer.note_refused(error, arrival, frontend)
         raise
     return tenant, entered
 

@@ -5,11 +5,13 @@ Parsing makes an object of each field, and a field may take as little as two byt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pagedray.errors import ContextLengthError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
@@ -20,6 +22,7 @@ __all__ = ["check_fields"]
 
 _MAX_FIELDS = 3 * 2**13
 _STEP_FIELDS = 2**11
+_LARGE_BYTES = 2**12
 _FEW_BYTES = 2**12
 """A message of this size has few fields whatever they are."""
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -48,29 +51,60 @@ class _Walk:
         """The name of the field of the outermost message."""
 
     def count(self, kind: Descriptor, at: int, end: int, *, is_outer: bool = True) -> Steps[None]:
-        """Count the fields of a message between two offsets."""
+        """Count the fields of a message between two offsets, with pauses."""
+        next_pause = self._num_fields + _STEP_FIELDS
+        for name, nested, start, stop in self._fields(kind, at, end):
+            if is_outer:
+                self._outer = name
+            if nested is not None:
+                if stop - start > _LARGE_BYTES:
+                    yield from self.count(nested, start, stop, is_outer=False)
+                else:
+                    self._count_small(nested, start, stop)
+            elif stop > start:
+                self._check_list(name, start, stop)
+            if self._num_fields >= next_pause:
+                next_pause = self._num_fields + _STEP_FIELDS
+                yield
+
+    def _count_small(self, kind: Descriptor, at: int, end: int) -> None:
+        for name, nested, start, stop in self._fields(kind, at, end):
+            if nested is not None:
+                self._count_small(nested, start, stop)
+            elif stop > start:
+                self._check_list(name, start, stop)
+
+    def _fields(
+        self, kind: Descriptor, at: int, end: int
+    ) -> Iterator[tuple[str, Descriptor | None, int, int]]:
+        """Yield the name of each field, and where its nested message or its packed list is."""
         body = self._body
         fields = kind.fields_by_number
         while at < end:
-            tag, at = _varint(body, at, end)
-            field = fields.get(tag >> 3)
-            if is_outer and field is not None:
-                self._outer = field.name
             self._num_fields += 1
-            if self._num_fields % _STEP_FIELDS == 0:
-                self._check()
-                yield
+            if self._num_fields > _MAX_FIELDS:
+                self._refuse()
+            tag = body[at]
+            at += 1
+            if tag > 127:
+                tag, at = _varint(body, at - 1, end)
+            field = fields.get(tag >> 3)
+            name = "" if field is None else field.name
             wire = tag & 7
+            if wire == _DELIMITED:
+                num_bytes, at = _varint(body, at, end)
+                stop = min(at + num_bytes, end)
+                if field is not None and field.message_type is not None:
+                    yield name, field.message_type, at, stop
+                elif field is not None and field.is_packed:
+                    yield name, None, at, stop
+                else:
+                    yield name, None, at, at
+                at = stop
+                continue
+            yield name, None, at, at
             if wire == _VARINT:
                 _, at = _varint(body, at, end)
-            elif wire == _DELIMITED:
-                num_bytes, at = _varint(body, at, end)
-                if field is not None and field.message_type is not None:
-                    nested = min(at + num_bytes, end)
-                    yield from self.count(field.message_type, at, nested, is_outer=False)
-                elif field is not None and field.is_packed:
-                    self._check_list(field.name, at, at + num_bytes)
-                at += num_bytes
             elif wire == _FIXED32:
                 at += 4
             elif wire == _FIXED64:
@@ -78,13 +112,12 @@ class _Walk:
             else:
                 return
 
-    def _check(self) -> None:
-        if self._num_fields > _MAX_FIELDS:
-            raise InvalidRequestError(
-                f"{self._outer or 'The message'} has too many entries: a message may have at most "
-                f"{_MAX_FIELDS} fields, those of nested messages included.",
-                param=self._outer or "message",
-            )
+    def _refuse(self) -> NoReturn:
+        raise InvalidRequestError(
+            f"{self._outer or 'The message'} has too many entries: a message may have at most "
+            f"{_MAX_FIELDS} fields, those of nested messages included.",
+            param=self._outer or "message",
+        )
 
     def _check_list(self, name: str, at: int, end: int) -> None:
         """Raise ContextLengthError for a list that no context of the model holds."""
@@ -93,15 +126,19 @@ class _Walk:
         # The last byte of each number has its highest bit clear.
         num_values = len(self._body[at:end].translate(None, _CONTINUED))
         if num_values > self._size.num_list_values:
+            field = self._outer or name
             raise ContextLengthError(
-                f"{name} has {num_values} entries, but the context length of {self._size.context} "
+                f"{field} has {num_values} entries, but the context length of {self._size.context} "
                 f"(--max-model-len) allows at most {self._size.num_list_values}.",
-                param=self._outer,
+                param=field,
             )
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """Return the number at an offset, and the offset after it; `end` for an invalid one."""
+    if at < end and body[at] < 128:
+        # The fast path of most tags and lengths.
+        return body[at], at + 1
     number = shift = 0
     while at < end and shift < 70:
         byte = body[at]

@@ -16,8 +16,9 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.rpc.context import Context, abort_call
-from cluster.serving.rpc.message_reader import MessageReader, call_of
+from cluster.serving.rpc.call import AUTHORIZATION
+from cluster.serving.rpc.context import Context, abort_call, metadata_of
+from cluster.serving.rpc.message_reader import MessageReader
 from cluster.serving.rpc.service import SERVICE, GrpcService
 from cluster.serving.rpc.stalled_writes import StalledWrites
 from pagedray.errors import AuthenticationError, StalledReaderError
@@ -83,7 +84,8 @@ def _handler(
     async def answer(context: Context) -> None:
         message: Message | bytes = b""
         try:
-            async with reader.received(context) as (incoming, call):
+            incoming, call = await reader.read_message(context)
+            try:
                 with writes.watched() as writer:
                     async with aclosing(method(incoming, call)) as messages:
                         async for message in messages:
@@ -94,6 +96,9 @@ def _handler(
                                 await context.send_initial_metadata(())
                             await context.write(message)
                             writer.num_marks += 1
+            finally:
+                if call.entered is not None:
+                    call.entered.leave()
         except StalledReaderError as error:
             num_bytes = len(_serialize(message))
             message = b""
@@ -123,7 +128,9 @@ async def _abort_stalled(
     """
     servicer.metrics.count_stalled_reader("grpc")
     try:
-        tenant = servicer.authenticate(call_of(context).authorization)
+        tenant = servicer.authenticate(
+            metadata_of(context.invocation_metadata()).get(AUTHORIZATION)
+        )
     except AuthenticationError:
         # Its key was removed meanwhile.
         tenant = ANONYMOUS
