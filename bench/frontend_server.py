@@ -126,14 +126,14 @@ class PacedEngine:
             now_s = time.monotonic()
             if now_s < next_s:
                 time.sleep(next_s - now_s)
-            elif self._step():
+            elif self.run_step():
                 # A late step is not made up for, as on a rank.
                 next_s = max(next_s + self._step_s, now_s)
             else:
                 time.sleep(_POLL_S)
             self._cpu_s = time.thread_time()
 
-    def _step(self) -> bool:
+    def run_step(self) -> bool:
         """Publish a token of each request, unless too many are unread."""
         with self._lock:
             num_unread = self._num_published - self._counter.value
@@ -166,15 +166,21 @@ def _config() -> EngineConfig:
     return EngineConfig(model=model)
 
 
-async def _serve(counter: TokenCounter) -> None:
-    loop = asyncio.get_running_loop()
-    client = EngineClient(loop)
+async def start_frontends(counter: TokenCounter) -> tuple[Frontends, PacedEngine]:
+    """Return ready frontends, and their engine, which has not started."""
+    client = EngineClient(asyncio.get_running_loop())
     engine = PacedEngine(client, counter)
     client.attach_generation_engine(engine)
     tokenizer = Tokenizer.from_folder(MODEL)
     frontends = Frontends(client, tokenizer, _config(), host="127.0.0.1", grpc_port=0, http_port=0)
     await frontends.start_servers()
     await frontends.set_ready()
+    return frontends, engine
+
+
+async def _serve(counter: TokenCounter) -> None:
+    loop = asyncio.get_running_loop()
+    frontends, engine = await start_frontends(counter)
     engine.start()
     _say({"grpc_port": frontends.grpc_port, "http_port": frontends.http_port})
     reader = asyncio.StreamReader()

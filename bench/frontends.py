@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 SERVER_CORE, CLIENT_CORE = 0, 1
 MOST_TOKENS = 500_000
+NUM_STREAMS = 64
 LEADS = (1, 2, 8)
 OFFERED_TOKENS_PER_S = 25_000
 MOST_LEAD = 64
@@ -145,7 +146,7 @@ class FrontendProcess:
 def main() -> int:
     """Measure every frontend and print a table."""
     parser = argparse.ArgumentParser(description="Streamed tokens per second over each frontend.")
-    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=NUM_STREAMS)
     parser.add_argument("--seconds", type=float, default=2.5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -179,7 +180,7 @@ def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
                 for step_s, lead in (*paces, (num_streams / OFFERED_TOKENS_PER_S, MOST_LEAD)):
                     server.set_pace(step_s=step_s, lead=lead)
                     port = server.grpc_port if kind.is_grpc else server.http_port
-                    with _clients(kind, port, num_streams, TokenCounter(path)) as clients:
+                    with open_clients(kind, port, num_streams, TokenCounter(path)) as clients:
                         clients.read(WARM_UP_S)
                         cpu_s, engine_s = server.usage()
                         counts = clients.read(seconds)
@@ -204,7 +205,7 @@ def _serve_rows(num_streams: int, seconds: float, counter: TokenCounter) -> Iter
                 # Another one: what was aborted may still run in the last.
                 model = cluster.deploy(step_s)
                 port = cluster.grpc_port if kind.is_grpc else cluster.http_port
-                with _clients(kind, port, num_streams, counter, model=model) as clients:
+                with open_clients(kind, port, num_streams, counter, model=model) as clients:
                     clients.read(SERVE_WARM_UP_S)
                     cpu_s = cluster.cpu_s()
                     counts = clients.read(seconds)
@@ -246,9 +247,10 @@ def _row(
     )
 
 
-def _clients(
+def open_clients(
     kind: Kind, port: int, num_streams: int, counter: TokenCounter, *, model: str = MODEL_NAME
 ) -> StreamClients:
+    """Return clients whose streams have been requested."""
     if kind.is_grpc:
         sampling = pb.SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
         turn = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x")
