@@ -18,7 +18,7 @@ from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
-from cluster.serving.ray_serve.replica_calls import call_others, current_call_id
+from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
 from cluster.serving.ray_serve.served_replica import ServedReplica
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ __all__ = ["PagedRay", "build_app", "deployment_options"]
 
 # The engine does admission control: it knows how many tokens fit.
 _NO_LIMIT = 1_000_000_000
-_ROUTER = "cluster.serving.ray_serve.router:AffinityRouter"
+_ROUTER = "cluster.serving.ray_serve.routing.router:AffinityRouter"
 # Serve carries more HTTP messages than others, but its queue has no bound.
 _HTTP_PARTS_PER_S = 2000.0
 _ABORT_WAIT_S = 0.5

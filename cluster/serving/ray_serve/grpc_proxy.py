@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
-from cluster.serving.ray_serve.affinity import prefix_key
-from cluster.serving.ray_serve.errors import ReplicaDiedError
-from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.routing.affinity import prefix_key
+from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
+from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.rpc.context import Context, abort_call
 from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.rpc.status import DETAILS_KEY

@@ -16,9 +16,9 @@ from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
-from cluster.serving.ray_serve.affinity import prefix_key
-from cluster.serving.ray_serve.errors import ReplicaDiedError
-from cluster.serving.ray_serve.proxied_call import HeldBytes, ProxiedCall
+from cluster.serving.ray_serve.routing.affinity import prefix_key
+from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
+from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 from ray import serve
 
 from cluster.engine.open_engine import make_executor
-from cluster.serving.ray_serve.leases import Leases
 from cluster.serving.ray_serve.ray_metrics import RayMetrics
-from cluster.serving.ray_serve.replica_calls import current_call_id
 from cluster.serving.ray_serve.replica_engine import ReplicaEngine
+from cluster.serving.ray_serve.routing.leases import Leases
+from cluster.serving.ray_serve.routing.replica_calls import current_call_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence

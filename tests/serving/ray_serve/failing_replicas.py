@@ -19,7 +19,7 @@ from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
 from cluster.serving.ray_serve.pace import Pace
-from cluster.serving.ray_serve.proxied_call import ProxiedCall, current_call
+from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
 from cluster.serving.servicer import Servicer
 from pagedray.errors import EngineError
 from tests.serving.conftest import engine_config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import grpc
 import pytest
 
-from cluster.serving.ray_serve.errors import ReplicaDiedError
+from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.checkpoint import TEXT, write_tokenizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.serving.ray_serve.leases import Leases
+from cluster.serving.ray_serve.routing.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable

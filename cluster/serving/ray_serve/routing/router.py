@@ -12,18 +12,18 @@ from weakref import WeakKeyDictionary
 from ray.exceptions import ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
-from cluster.serving.ray_serve.affinity import prefix_key, routing_order
-from cluster.serving.ray_serve.proxied_call import current_call
-from cluster.serving.ray_serve.renewals import Renewals
-from cluster.serving.ray_serve.replica_reads import ReplicaReads
-from cluster.serving.ray_serve.replica_watch import ReplicaWatch
+from cluster.serving.ray_serve.routing.affinity import prefix_key, routing_order
+from cluster.serving.ray_serve.routing.proxied_call import current_call
+from cluster.serving.ray_serve.routing.renewals import Renewals
+from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
+from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
 
 if TYPE_CHECKING:
     from ray.serve._private.common import ReplicaID, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
     from ray.serve.request_router import PendingRequest
 
-    from cluster.serving.ray_serve.proxied_call import ProxiedCall
+    from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall
     from cluster.serving.servicer import GenerationOutput
 
 __all__ = ["AffinityRouter"]

@@ -12,12 +12,12 @@ import logging
 from contextvars import Context
 from typing import TYPE_CHECKING
 
-from cluster.serving.ray_serve.replica_calls import call_replica
+from cluster.serving.ray_serve.routing.replica_calls import call_replica
 
 if TYPE_CHECKING:
     from ray.serve.request_router import RunningReplica
 
-    from cluster.serving.ray_serve.replica_reads import ReplicaReads
+    from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 
 __all__ = ["Renewals"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from cluster.serving.ray_serve.router import AffinityRouter
+from cluster.serving.ray_serve.routing.router import AffinityRouter
 
 _NUM_TURNS = 20
 

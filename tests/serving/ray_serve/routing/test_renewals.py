@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from cluster.serving.ray_serve.renewals import Renewals
-from cluster.serving.ray_serve.replica_reads import ReplicaReads
+from cluster.serving.ray_serve.routing.renewals import Renewals
+from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from cluster.serving.ray_serve.pulse import Pulse
+from cluster.serving.ray_serve.routing.pulse import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
-from cluster.serving.ray_serve.errors import ReplicaDiedError
+from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

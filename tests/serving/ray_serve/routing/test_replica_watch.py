@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cluster.serving.ray_serve.errors import ReplicaDiedError
-from cluster.serving.ray_serve.leases import Leases
-from cluster.serving.ray_serve.pulse import Pulse
-from cluster.serving.ray_serve.replica_reads import ReplicaReads
-from cluster.serving.ray_serve.replica_watch import ReplicaWatch
+from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
+from cluster.serving.ray_serve.routing.leases import Leases
+from cluster.serving.ray_serve.routing.pulse import Pulse
+from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
+from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
 
 
 class ReplicaId(NamedTuple):

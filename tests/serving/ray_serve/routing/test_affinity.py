@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.serving.inputs import ChatPrompt
-from cluster.serving.ray_serve.affinity import prefix_key, rendezvous_order, routing_order
+from cluster.serving.ray_serve.routing.affinity import prefix_key, rendezvous_order, routing_order
 from cluster.serving.text.chat_template import ChatMessage
 
 NAMES = st.lists(st.text("abcdef0123456789", min_size=4, max_size=8), min_size=1, unique=True)
