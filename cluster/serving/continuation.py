@@ -70,6 +70,8 @@ class Continuation:
     """The seed of the call if its client gave none."""
     created_s: int
     """When the call arrived, in seconds since 1970."""
+    age_s: float = 0.0
+    """The time since then when this was made, by the monotonic clock of the caller."""
     cause: Cause | None = None
     """Why it does not run where it began; None at first."""
     num_cached_tokens: int = 0

@@ -25,6 +25,8 @@ _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
 _FIRST_DURATION_S = 1.0
 _DURATION_SMOOTHING = 0.1
+_MAX_ABORTS = 1024
+"""Aborts that are remembered for a tenant."""
 
 
 class _Task(Protocol):
@@ -40,10 +42,12 @@ class _Task(Protocol):
 class _Account:
     """The open calls of one tenant, and their sums."""
 
-    __slots__ = ("by_id", "mean_duration_s", "num_calls", "num_tokens")
+    __slots__ = ("aborted_s", "by_id", "mean_duration_s", "num_calls", "num_tokens")
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenCall] = {}
+        self.aborted_s: dict[str, float] = {}
+        """When ids were aborted, the latest last."""
         self.num_calls = 0
         self.num_tokens = 0
         self.mean_duration_s = _FIRST_DURATION_S
@@ -150,6 +154,14 @@ class OpenCall:
         self.release()
         self._open_calls.pop(self, None)
 
+    def was_aborted(self, earlier_s: float) -> bool:
+        """Return whether its client aborted it before it had its id here.
+
+        It began `earlier_s` before it arrived, in another replica.
+        """
+        aborted_s = self._account.aborted_s.get(self.id)
+        return aborted_s is not None and aborted_s >= self.started_s - earlier_s
+
     def info(self) -> CallInfo:
         """Return what the server reports of it."""
         return CallInfo(
@@ -190,6 +202,14 @@ class OpenCalls:
         """Return a tenant's own call by its id."""
         account = self._accounts.get(tenant_name)
         return None if account is None else account.by_id.get(call_id)
+
+    def note_abort(self, tenant_name: str, call_id: str) -> None:
+        """Remember that a tenant aborted a call, which may not be open here yet."""
+        aborted_s = self._accounts.setdefault(tenant_name, _Account()).aborted_s
+        aborted_s.pop(call_id, None)
+        aborted_s[call_id] = time.monotonic()
+        if len(aborted_s) > _MAX_ABORTS:
+            del aborted_s[next(iter(aborted_s))]
 
     def infos(self, tenant: Tenant) -> tuple[CallInfo, ...]:
         """Return the open calls that a tenant may see, oldest first."""

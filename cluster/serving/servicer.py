@@ -18,7 +18,7 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
 from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
-from cluster.serving.inputs import GenerationInput
+from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
 from cluster.serving.intake.intake import Intake
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.open_calls import OpenCall, OpenCalls
@@ -279,11 +279,17 @@ class Servicer:
         )
 
     def abort_call(self, tenant_name: str, client_id: str) -> None:
-        """Abort a tenant's call by its id, and forget its stream; an unknown id is ignored."""
+        """Abort a tenant's call by its id, and forget its stream.
+
+        A call that began before but has its id here only later is aborted then, such as one that
+        continues here after its replica failed.
+        """
         self.resumables.end_stream(tenant_name, client_id)
         call = self._calls.find_call(tenant_name, client_id)
         if call is not None and call.task is not None:
             call.task.abort()
+        if len(client_id) <= MAX_CLIENT_ID_LENGTH:
+            self._calls.note_abort(tenant_name, client_id)
 
     def info(self) -> ServerInfo:
         """Return the server's static properties. Raises EngineError before the model is loaded."""
@@ -385,4 +391,7 @@ class Servicer:
             buffer=self.buffers.open_buffer(call.tenant.name),
         )
         call.task = generation
+        continuation = given.continuation
+        if call.was_aborted(0.0 if continuation is None else continuation.age_s):
+            generation.abort()
         return generation

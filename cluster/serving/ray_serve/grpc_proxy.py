@@ -226,7 +226,7 @@ def _unary(
 ) -> Callable[[bytes, Context], Awaitable[Any]]:
     async def handle(body: bytes, context: Context) -> Any:  # Any: see above.
         request = await _Request.checked(body, context, method)
-        call = ProxiedCall(held)
+        call = ProxiedCall(held, is_probe=method.startswith(f"/{_HEALTH.full_name}/"))
         call.hold(len(body))
         try:
             while True:
@@ -257,7 +257,8 @@ class _Request:
         )
         limits_s = [] if remaining_s is None else [remaining_s]
         if self._message is not None and self._message.HasField("timeout"):
-            timeout_s = self._message.timeout.ToTimedelta().total_seconds()
+            # Beyond the range of a timedelta too.
+            timeout_s = self._message.timeout.seconds + self._message.timeout.nanos / 1e9
             # The replica rejects it otherwise.
             limits_s += [timeout_s] if timeout_s > 0 else []
         self._deadline_s = time.monotonic() + min(limits_s) if limits_s else None

@@ -15,15 +15,18 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
+from cluster.serving.http.errors import refusal_body
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
+from pagedray.errors import DeadlineError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.serving.continuation import Cause
+    from pagedray.errors import PagedRayError
 
 __all__ = ["ReplicaGuard", "middlewares"]
 
@@ -31,6 +34,8 @@ SESSION_HEADER = "x-session-id"
 _DONE = b"data: [DONE]\n\n"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
+_PROBES = ("/health", "/ready")
+"""The ends of paths that are answered soon, even if no replica is available."""
 
 
 def middlewares() -> list[Middleware]:
@@ -49,7 +54,7 @@ class ReplicaGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = ProxiedCall(self._held)
+        call = ProxiedCall(self._held, is_probe=scope["path"].endswith(_PROBES))
         try:
             request = _Request(receive, call)
             await _set_key(scope, request)
@@ -134,6 +139,8 @@ class _Response:
         self._is_stream = False
         self._has_failed = False
         """Whether the current replica reported that it cannot serve the request."""
+        self._is_event_stream = False
+        """Whether the current replica sends events."""
         self._has_ended = False
         self._is_done = False
         """Whether the stream has its last event."""
@@ -173,18 +180,25 @@ class _Response:
             return
         if not self._has_started:
             is_whole = bool(self._kept) and self._has_ended
-            for message in self._kept if is_whole else _refusal():
+            for message in self._kept if is_whole else _refusal(self._error):
                 await self._send(message)
         elif self._is_stream and self._call.is_complete:
             rest = b"" if self._is_done else _DONE
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
-        elif self._is_stream and self._has_failed and self._kept:
+        elif self._is_stream and self._has_failed and self._has_ended and self._is_event_stream:
             for message in self._kept:
                 await self._send(message)
         elif self._is_stream:
-            last = b"data: " + _error() + b"\n\n" + _DONE
+            last = b"data: " + _body_of(self._error) + b"\n\n" + _DONE
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         # An incomplete JSON response ends with its connection.
+
+    @property
+    def _error(self) -> PagedRayError:
+        """The error of a response that no replica completes."""
+        if self._call.is_cancelled:
+            return DeadlineError("Ray Serve's time limit passed before the request was finished.")
+        return ReplicaDiedError()
 
     @property
     def _is_cut(self) -> bool:
@@ -194,14 +208,14 @@ class _Response:
 
     async def _start(self, message: Message) -> None:
         kind = MutableHeaders(raw=message["headers"]).get("content-type", "")
-        is_stream = kind.startswith("text/event-stream")
+        self._is_event_stream = kind.startswith("text/event-stream")
         if self._has_started:
             # A stream continues; its client has the status.
-            self._has_failed = not is_stream
+            self._has_failed = not self._is_event_stream
             return
-        self._is_stream = is_stream
+        self._is_stream = self._is_event_stream
         self._has_failed = message["status"] == ReplicaDiedError.http_status
-        if is_stream:
+        if self._is_stream:
             self._has_started = True
             await self._send(message)
         else:
@@ -234,8 +248,8 @@ class _Prompt(msgspec.Struct):
 async def _set_key(scope: Scope, request: _Request) -> None:
     """Set the routing key in the request's headers."""
     headers = MutableHeaders(scope=scope)
-    length = headers.get("content-length", "")
-    is_short = length.isdecimal() and 0 < int(length[:9]) <= _MOST_READ_BYTES
+    length = headers.get("content-length", "").lstrip("0")
+    is_short = length.isdecimal() and len(length) < 10 and int(length) <= _MOST_READ_BYTES
     if scope["method"] != "POST" or SESSION_HEADER in headers or not is_short:
         return
     receive = request.receiver()
@@ -259,17 +273,14 @@ def _key_of(body: bytes) -> str | None:
     return prefix_key(prompt.messages or prompt.prompt or "")
 
 
-def _refusal() -> list[Message]:
+def _refusal(error: PagedRayError) -> list[Message]:
     """Return the response of a request that no replica served."""
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-    status = ReplicaDiedError.http_status
     return [
-        {"type": "http.response.start", "status": status, "headers": headers},
-        {"type": "http.response.body", "body": _error()},
+        {"type": "http.response.start", "status": error.http_status, "headers": headers},
+        {"type": "http.response.body", "body": _body_of(error)},
     ]
 
 
-def _error() -> bytes:
-    error = ReplicaDiedError()
-    body = {"message": str(error), "type": error.openai_type, "param": None, "code": None}
-    return msgspec.json.encode({"error": body})
+def _body_of(error: PagedRayError) -> bytes:
+    return msgspec.json.encode(refusal_body(error))

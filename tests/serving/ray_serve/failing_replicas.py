@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "FailingReplicas", "Failure", "Replica"]
 
 Failure = Literal["died", "hung", "silent end", "cancelled", "engine"]
-Cut = tuple[int, Failure]
-"""The number of messages that pass before a replica fails, and how it fails."""
+Cut = tuple[int, Failure | Literal["time limit"]]
+"""The number of messages that pass before a replica fails, and how it fails.
+
+"time limit" is Serve's own: over HTTP, Serve cancels the call and ends a stream without a message.
+"""
 
 
 class Replica:
@@ -157,6 +160,8 @@ class FailingReplicas:
         if left.is_set():
             if cut is not None and cut[1] == "hung":
                 call.note_hung()
+            if cut is not None and cut[1] == "time limit":
+                call.note_cancelled()
             if cut is not None and cut[1] == "silent end":
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             serving.cancel()
@@ -178,7 +183,7 @@ async def _until_failure(
         yield message
 
 
-def _end(context: Any, call: ProxiedCall, failure: Failure) -> None:  # Any: see above
+def _end(context: Any, call: ProxiedCall, failure: str) -> None:  # Any: see above
     """Set the status that Serve's proxy sets after a failure."""
     if failure == "hung":
         call.note_hung()

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import grpc
 import pytest
 
+from cluster.serving.auth.tenant import ANONYMOUS
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.errors import EngineError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.checkpoint import TEXT, write_tokenizer
 from tests.serving.openai.test_tools import ASK, AUTO, TEMPLATE, TOOLS
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Failure, Replica
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
     from pagedray.request import Request
@@ -47,7 +49,8 @@ BODIES: dict[str, dict[str, Any]] = {  # Any: fields of several types
 class Context:
     """A gRPC call of a client, and what it receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_write: Callable[[], None] = lambda: None) -> None:
+        self._note_write = note_write
         self.written: list[bytes] = []
         self.code = grpc.StatusCode.OK
         self.details = ""
@@ -66,6 +69,7 @@ class Context:
 
     async def write(self, message: bytes) -> None:
         self.written.append(message)
+        self._note_write()
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing: object) -> None:
         self.code, self.details = code, details
@@ -102,8 +106,31 @@ def serve(replicas: list[Replica]) -> FailingReplicas:
     return FailingReplicas(replicas)
 
 
-async def over_grpc(serve: FailingReplicas, method: str, request: Any) -> Context:  # Any: messages
-    context = Context()
+STREAMED = {
+    "model": "tiny",
+    "prompt": "hello",
+    "max_tokens": 90,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+def error_of(received: list[Any]) -> dict[str, Any]:  # Any: ASGI messages, JSON
+    """Return the error that ends a stream of events."""
+    assert not received[-1].get("more_body", False)
+    events = b"".join(one["body"] for one in received[1:]).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    error: dict[str, Any] = json.loads(events[-3].removeprefix("data: "))["error"]  # Any: JSON
+    return error
+
+
+async def over_grpc(
+    serve: FailingReplicas,
+    method: str,
+    request: Any,  # Any: messages
+    note_write: Callable[[], None] = lambda: None,
+) -> Context:
+    context = Context(note_write)
     with contextlib.suppress(grpc.aio.AbortError):
         await serve.grpc(method)(request.SerializeToString(), context)
     return context
@@ -313,9 +340,7 @@ async def test_without_another_replica_a_stream_ends_with_an_error(
     body = {"model": "tiny", "prompt": "x", "max_tokens": 90, "ignore_eos": True, "stream": True}
     received = await over_http(serve, "/v1/completions", body)
     if received[0]["status"] == 200:
-        events = b"".join(one["body"] for one in received[1:]).decode().split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        assert json.loads(events[-3].removeprefix("data: "))["error"]["message"]
+        assert error_of(received)["message"]
     else:
         assert received[0]["status"] == 503
     assert not received[-1].get("more_body", False)
@@ -344,6 +369,54 @@ async def test_what_is_not_streamed_is_sent_again(serve: FailingReplicas) -> Non
     serve.cuts = [(0, "died")]
     answer = await over_unary(serve, "Tokenize", pb.TokenizeRequest(text="hello"))
     assert pb.TokenizeResponse.FromString(answer).token_ids
+
+
+async def test_a_stream_that_no_replica_takes_over_ends_with_an_event(
+    serve: FailingReplicas, replicas: list[Replica]
+) -> None:
+    for one in replicas[1:]:
+        one.engine.fail_all(EngineError("The engine failed."))
+    serve.cuts = [(3, "died")]
+    received = await over_http(serve, "/v1/completions", STREAMED)
+    assert serve.num_sent == 4
+    assert error_of(received)["message"] == str(ReplicaDiedError())
+
+
+async def test_serves_time_limit_ends_a_stream_with_an_event(serve: FailingReplicas) -> None:
+    serve.cuts = [(3, "time limit")]
+    received = await over_http(serve, "/v1/completions", STREAMED)
+    assert serve.num_sent == 1
+    assert error_of(received)["type"] == "timeout_error"
+
+
+async def test_an_abort_before_a_call_continues_ends_it(
+    serve: FailingReplicas, replicas: list[Replica]
+) -> None:
+    def abort() -> None:
+        # Its replica, which hangs, does not get the abort.
+        if serve.num_sent == 1:
+            replicas[1].servicer.abort_call(ANONYMOUS.name, "x")
+
+    sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+    request = pb.GenerateRequest(request_id="x", text="hello", sampling=sampling)
+    serve.cuts = [(3, "hung")]
+    context = await over_grpc(serve, "Generate", request, abort)
+    (sequence,) = read_grpc(context, pb.GenerateResponse)["sequences"].values()
+    assert sequence["end"][0] == pb.FINISH_REASON_ABORTED
+    assert len(sequence["ids"]) < 200
+    # The next call may have the same id.
+    reset(replicas)
+    serve.cuts = [(3, "died")]
+    context = await over_grpc(serve, "Generate", request)
+    (sequence,) = read_grpc(context, pb.GenerateResponse)["sequences"].values()
+    assert len(sequence["ids"]) == 200
+
+
+async def test_a_timeout_beyond_all_limits_is_invalid(serve: FailingReplicas) -> None:
+    request = pb.GenerateRequest(text="x")
+    request.timeout.seconds = 2**62
+    context = await over_grpc(serve, "Generate", request)
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_invalid_request_is_refused_once(serve: FailingReplicas) -> None:

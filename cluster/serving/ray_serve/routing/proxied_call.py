@@ -31,7 +31,7 @@ _MAX_CONTINUATIONS = 3
 _MAX_AGE_S = 3600.0
 _MAX_HELD_BYTES = 256 * 2**20
 _MAX_WAIT_S = 5.0
-"""How long a call whose replica is lost may wait until another accepts it."""
+"""How long a probe, or a call whose replica is lost, may wait until a replica accepts it."""
 
 _current: ContextVar[ProxiedCall | None] = ContextVar("_current", default=None)
 
@@ -69,8 +69,10 @@ class _Tokens:
 class ProxiedCall:
     """One call, sent to one replica after another until its response is complete."""
 
-    def __init__(self, held: HeldBytes) -> None:
+    def __init__(self, held: HeldBytes, *, is_probe: bool = False) -> None:
+        """`is_probe` means that no replica must be waited for when the call begins."""
         self._held = held
+        self._is_probe = is_probe
         self._num_held = 0
         self._has_all = True
         """Whether there was room for all that must be held."""
@@ -90,6 +92,8 @@ class ProxiedCall:
         self._loop = asyncio.get_running_loop()
         self.is_ours = False
         """Whether it is routed to replicas of ours."""
+        self.is_cancelled = False
+        """Whether Serve cancelled it: its client has disconnected, or Serve's time limit passed."""
         self.is_complete = False
         """Whether the usage was sent, after which only the end of the response may be missing."""
 
@@ -144,6 +148,7 @@ class ProxiedCall:
             call_id=self._call_id,
             seed=self._seed,
             created_s=self._created_s,
+            age_s=time.monotonic() - self._begun_s,
             cause=self._cause,
             num_cached_tokens=self._num_cached_tokens,
             sequences=sequences if has_tokens else (),
@@ -153,12 +158,13 @@ class ProxiedCall:
     async def sending(self) -> AsyncIterator[None]:
         """Send the call in this block, which is cancelled if no replica accepts it in time.
 
-        The wait is limited only after a replica was lost. Raises TimeoutError.
+        The wait is limited for probes, and after a replica was lost. Raises TimeoutError.
         """
         token = _current.set(self)
         self._is_hung = self._is_accepted = self._may_continue = False
+        is_limited = self._is_probe or self._cause is not None
         try:
-            async with asyncio.timeout(None if self._cause is None else _MAX_WAIT_S) as timeout:
+            async with asyncio.timeout(_MAX_WAIT_S if is_limited else None) as timeout:
                 self._timeout = timeout
                 yield
             if timeout.expired():
@@ -173,7 +179,7 @@ class ProxiedCall:
         if self._is_hung:
             cause = "hung"
         is_young = time.monotonic() - self._begun_s < _MAX_AGE_S
-        if not (self._may_continue and self._has_all and is_young):
+        if self.is_cancelled or not (self._may_continue and self._has_all and is_young):
             return False
         if self._num_continuations >= _MAX_CONTINUATIONS:
             logger.warning("A call ends after it was continued %d times.", _MAX_CONTINUATIONS)
@@ -193,6 +199,10 @@ class ProxiedCall:
         """Record that the replica has the call, whose first token may take long."""
         self._is_hung, self._is_accepted = False, True
         self._loop.call_soon_threadsafe(self._reschedule, None)
+
+    def note_cancelled(self) -> None:
+        """Record that Serve cancelled the call."""
+        self.is_cancelled = True
 
     def note_hung(self) -> None:
         """Record that the replica does not respond.

@@ -7,6 +7,7 @@ forever. This uses private parts of Serve.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
@@ -30,10 +31,12 @@ class ReplicaReads:
         self,
         result: ReplicaResult,
         note_accepted: Callable[[], None] | None = None,
+        note_cancelled: Callable[[], None] | None = None,
         is_last: Callable[[Any], bool] | None = None,  # Any: items are the deployment's
     ) -> None:
         """`note_accepted` is called, from the router's thread, when the replica has the request.
 
+        `note_cancelled` is called when Serve cancels a request that the replica has.
         `is_last` tells the last item of a complete stream; one that ends earlier raises
         ReplicaDiedError.
         """
@@ -42,6 +45,9 @@ class ReplicaReads:
         self._kind = type(result)
         self._result = ref(result)
         self._note_accepted = note_accepted
+        self._note_cancelled = note_cancelled
+        # Serve also cancels requests that a replica rejects or has cancelled.
+        self._is_at_replica = note_accepted is None
         self._error: Exception | None = None
         self._reader: asyncio.Task[Any] | None = None  # Any: tasks of Serve's
         self._is_waiting = False
@@ -51,6 +57,7 @@ class ReplicaReads:
         result.__next__ = self._next  # type: ignore[method-assign]  # see above
         result.get_async = self._get  # type: ignore[method-assign]  # see above
         result.get_rejection_response = self._accepted  # type: ignore[method-assign, assignment]  # see above
+        result.cancel = self._cancel  # type: ignore[method-assign]  # see above
 
     @property
     def result(self) -> ReplicaResult:
@@ -72,10 +79,12 @@ class ReplicaReads:
         self._error = error
         reader = self._reader
         if reader is not None:
-            reader.get_loop().call_soon_threadsafe(self._interrupt, reader)
+            # The loop of a program with a handle may be closed, with the reader left in it.
+            with contextlib.suppress(RuntimeError):
+                reader.get_loop().call_soon_threadsafe(self._interrupt, reader)
         result = self._result()
         if result is not None:
-            result.cancel()
+            self._kind.cancel(result)
 
     def _interrupt(self, reader: asyncio.Task[Any]) -> None:  # Any: see above.
         if self._reader is reader:
@@ -98,8 +107,16 @@ class ReplicaReads:
     async def _accepted(self) -> object:
         response = await self._read(self._kind.get_rejection_response)
         if response is not None and response.accepted and self._note_accepted is not None:
+            self._is_at_replica = True
             self._note_accepted()
         return response
+
+    def _cancel(self) -> None:
+        if self._is_at_replica and self._note_cancelled is not None:
+            self._note_cancelled()
+        result = self._result()
+        if result is not None:
+            self._kind.cancel(result)
 
     def _next(self) -> object:
         self._is_waiting = True
@@ -128,6 +145,8 @@ class ReplicaReads:
                 raise self._error
             return await method(self.result)
         except asyncio.CancelledError:
+            if reader.cancelling() == 0:
+                self._is_at_replica = False
             if self._error is None or reader.uncancel() > 0:
                 raise
             raise self._error from None

@@ -135,7 +135,12 @@ class _LeasingReplica(RunningReplica):
         metadata = pr.metadata
         is_plain = not (metadata.is_http_request or metadata.is_grpc_request)
         ends_with_last = is_plain and metadata.is_streaming and metadata.call_method == "generate"
-        reads = ReplicaReads(result, note_accepted, _is_last if ends_with_last else None)
+        reads = ReplicaReads(
+            result,
+            note_accepted,
+            None if call is None else call.note_cancelled,
+            _is_last if ends_with_last else None,
+        )
         self._open[reads] = call
         if pr.metadata.is_streaming:
             self._renewals.renew_stream(reads, self, pr.metadata.internal_request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -13,6 +13,9 @@ from cluster.serving.ray_serve.routing.leases import Leases
 from cluster.serving.ray_serve.routing.pulse import Pulse
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 
 class ReplicaId(NamedTuple):
@@ -121,6 +124,59 @@ async def test_a_reader_that_is_cancelled_stays_cancelled() -> None:
     reads.fail(RuntimeError("silent"))
     await asyncio.wait((waiting,))
     assert waiting.cancelled() or waiting.exception() is not None
+
+
+def test_a_reader_in_a_closed_loop_is_left_alone() -> None:
+    class Forever:
+        def __await__(self) -> Generator[None, None, object]:
+            while True:
+                yield None
+
+    class WaitingResult(Result):
+        async def __anext__(self) -> object:
+            return await Forever()
+
+    result: Any = WaitingResult()  # Any: see above
+    reads = reads_of(result)
+    loop = asyncio.new_event_loop()
+    reader = loop.create_task(result.__anext__())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    reads.fail(RuntimeError("silent"))
+    assert result.is_cancelled
+    reader.get_coro().close()
+
+
+async def test_a_cancel_of_serve_is_told_from_those_of_the_replica_and_of_ours() -> None:
+    num_noted = 0
+
+    def note() -> None:
+        nonlocal num_noted
+        num_noted += 1
+
+    class CancelledResult(Result):
+        async def __anext__(self) -> object:
+            raise asyncio.CancelledError
+
+    cancelled: Any = CancelledResult()  # Any: see above
+    reads_of(cancelled, note_cancelled=note)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled.__anext__()
+    cancelled.cancel()
+    rejected: Any = Result()  # Any: see above
+    reads_of(rejected, note_accepted=note, note_cancelled=note)
+    rejected.cancel()
+    failed: Any = Result()  # Any: see above
+    reads_of(failed, note_cancelled=note).fail(RuntimeError("silent"))
+    assert num_noted == 0
+    assert cancelled.is_cancelled
+    assert rejected.is_cancelled
+    assert failed.is_cancelled
+    left: Any = Result()  # Any: see above
+    reads_of(left, note_cancelled=note)
+    left.cancel()
+    assert num_noted == 1
+    assert left.is_cancelled
 
 
 async def test_a_stream_without_its_last_item_raises() -> None:
