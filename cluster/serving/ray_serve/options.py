@@ -35,6 +35,8 @@ class ServeOptions:
     """Path of the API key file, on every node; None requires no key."""
     stall_timeout_s: float = 120.0
     """A replica that has work but runs no step for this long is replaced."""
+    load_timeout_s: float | None = None
+    """A replica that has not loaded after this long is replaced; None waits for ever."""
     lease_s: float = 30.0
     """A stream that is not read for this long is cancelled; at least 5 s, so that busy callers
     renew in time."""
@@ -60,6 +62,8 @@ class ServeOptions:
             )
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _check_at_least("stall_timeout_s", self.stall_timeout_s, 1)
+        if self.load_timeout_s is not None:
+            _check_at_least("load_timeout_s", self.load_timeout_s, 1)
         _check_at_least("lease_s", self.lease_s, 5)
 
 

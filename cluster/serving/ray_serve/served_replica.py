@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ray import serve
 
 from cluster.engine.open_engine import make_executor
+from cluster.serving.ray_serve.load_watchdog import LoadWatchdog
 from cluster.serving.ray_serve.ray_metrics import RayMetrics
 from cluster.serving.ray_serve.replica_engine import ReplicaEngine
 from cluster.serving.ray_serve.routing.leases import Leases
@@ -39,7 +40,8 @@ class ServedReplica:
 
     async def __init__(self, arguments: ServeArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         self._leases = Leases(arguments.serve.lease_s)
-        self._replica = await ReplicaEngine.started(arguments, self.make_executor)
+        with LoadWatchdog(timeout_s=arguments.serve.load_timeout_s):
+            self._replica = await ReplicaEngine.started(arguments, self.make_executor)
         self._is_stopped = False
         context = serve.get_replica_context()
         self._metrics = RayMetrics(

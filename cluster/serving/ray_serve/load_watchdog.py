@@ -1,0 +1,113 @@
+"""Ends a replica that hangs while it loads, from a process of its own.
+
+Ray Serve checks the health of replicas only once they have started, and a start has no limit. A
+replica that stands still cannot end itself, so a child process does; Serve then starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import BinaryIO, Self
+
+from cluster.serving.ray_serve.routing.pulse import Pulse
+
+__all__ = ["LoadWatchdog"]
+
+_MODULE = "cluster.serving.ray_serve.load_watchdog"
+_SILENCE_S = 60.0
+"""Imports may hold up the heartbeat, as they may in a rank."""
+_BEATS_PER_SILENCE = 20
+_CLOSE_WAIT_S = 5.0
+
+
+class LoadWatchdog:
+    """Watches the current process until it is closed."""
+
+    def __init__(self, *, timeout_s: float | None, silence_s: float = _SILENCE_S) -> None:
+        """The process is killed when it does not run for `silence_s`, or after `timeout_s`."""
+        self._period_s = silence_s / _BEATS_PER_SILENCE
+        # The packages are found on this process's path, even if they are not installed.
+        path = os.pathsep.join(path for path in sys.path if path)
+        limits = [str(silence_s), "inf" if timeout_s is None else str(timeout_s)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(os.getpid()), *limits],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="load-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch; closing twice is harmless."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._thread.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _beat(self) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        # The process may have been killed.
+        with contextlib.suppress(OSError):
+            while not self._is_closed.wait(self._period_s):
+                pipe.write(b".")
+
+
+def _problem(beats: BinaryIO, silence_s: float, timeout_s: float) -> str | None:
+    """Return why the process that writes to `beats` must end; None once it has closed them."""
+    period_s = silence_s / _BEATS_PER_SILENCE
+    pulse = Pulse[str](period_s=period_s, limit_s=silence_s)
+    loaded_s, ticked_s = 0.0, time.monotonic()
+    while True:
+        readable, _, _ = select.select([beats], [], [], period_s)
+        if readable:
+            if not os.read(beats.fileno(), 4096):
+                return None
+            pulse.note_answer("replica")
+        now_s = time.monotonic()
+        elapsed_s, ticked_s = now_s - ticked_s, now_s
+        # A pause of the machine does not count.
+        loaded_s += min(elapsed_s, 2 * period_s)
+        if pulse.tick(("replica",), elapsed_s):
+            return f"did not respond for {silence_s:g} s while it loaded"
+        if loaded_s > timeout_s:
+            return f"did not load within {timeout_s:g} s"
+
+
+def main() -> None:
+    """Watch the parent process."""
+    process_id, silence_s, timeout_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    # Serve stops replicas by signals to their process groups; the closed pipe ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    problem = _problem(sys.stdin.buffer, silence_s, timeout_s)
+    if problem is not None and os.getppid() == process_id:
+        sys.stderr.write(f"The replica (process {process_id}) {problem}; ending it.\n")
+        sys.stderr.flush()
+        os.kill(process_id, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The watchdog of a replica that loads: real processes, stopped by real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROGRAM = """
+import os, signal, time
+from cluster.serving.ray_serve.load_watchdog import LoadWatchdog
+
+with LoadWatchdog(timeout_s={timeout_s}, silence_s={silence_s}):
+    print("loading", flush=True)
+    {load}
+print("loaded", flush=True)
+time.sleep({after_s})
+"""
+
+
+class Loading:
+    """A process that loads what `load` does, under a watchdog."""
+
+    def __init__(
+        self,
+        load: str,
+        *,
+        timeout_s: float | None = None,
+        silence_s: float = 1.0,
+        after_s: float = 0,
+    ) -> None:
+        program = PROGRAM.format(
+            load=load, timeout_s=timeout_s, silence_s=silence_s, after_s=after_s
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "loading\n"
+        (self.watchdog,) = psutil.Process(self.process.pid).children()
+
+    def ended(self) -> tuple[int, str, str]:
+        """Return the exit code and the outputs."""
+        output, errors = self.process.communicate(timeout=30.0)
+        return self.process.returncode, output, errors
+
+    def close(self) -> None:
+        """End both processes."""
+        self.process.kill()
+        self.process.communicate()
+        self.watchdog.wait(5.0)
+
+
+@pytest.fixture
+def loading(request: pytest.FixtureRequest) -> Iterator[Loading]:
+    loading = Loading(**request.param)
+    yield loading
+    loading.close()
+
+
+@pytest.mark.parametrize(
+    "loading", [{"load": "os.kill(os.getpid(), signal.SIGSTOP)"}], indirect=True
+)
+def test_a_process_that_stands_still_is_killed(loading: Loading) -> None:
+    code, output, errors = loading.ended()
+    assert (code, output) == (-signal.SIGKILL, "")
+    assert errors == (
+        f"The replica (process {loading.process.pid}) did not respond for 1 s while it loaded; "
+        "ending it.\n"
+    )
+
+
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(60)", "timeout_s": 1.0}], indirect=True)
+def test_a_process_that_does_not_load_in_time_is_killed(loading: Loading) -> None:
+    code, _, errors = loading.ended()
+    assert code == -signal.SIGKILL
+    assert "did not load within 1 s" in errors
+
+
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(3)", "silence_s": 2.0}], indirect=True)
+def test_a_process_that_loads_for_longer_than_the_limit_goes_on(loading: Loading) -> None:
+    assert loading.ended() == (0, "loaded\n", "")
+    loading.watchdog.wait(5.0)
+
+
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(1.5)", "silence_s": 2.0}], indirect=True)
+def test_a_pause_of_both_processes_is_no_hang(loading: Loading) -> None:
+    pids = (loading.process.pid, loading.watchdog.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert loading.ended() == (0, "loaded\n", "")
+
+
+@pytest.mark.parametrize("loading", [{"load": "pass", "after_s": 60}], indirect=True)
+def test_no_watchdog_is_left_once_the_process_has_loaded_or_died(loading: Loading) -> None:
+    assert loading.process.stdout is not None
+    assert loading.process.stdout.readline() == "loaded\n"
+    loading.watchdog.wait(5.0)
+    other = Loading("time.sleep(60)")
+    other.process.kill()
+    other.watchdog.wait(5.0)
+    other.close()
