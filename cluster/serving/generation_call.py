@@ -22,7 +22,7 @@ from pagedray.errors import (
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from cluster.serving.continuation import Encoded
     from cluster.serving.engine_client import EngineClient
@@ -90,7 +90,7 @@ class GenerationCall:
         self._num_cached_tokens = 0
         self._continuation = given.continuation
         self._num_per_prompt = requests[0].sampling.n
-        self._unsent: list[tuple[int, tuple[int, ...], bool]] = []
+        self._unsent: list[tuple[int, tuple[int, ...], bool]] | None = None
         self._is_last = False
         self._has_failed = False
         self.replayed = self._replay(requests) if given.is_continued else None
@@ -132,9 +132,17 @@ class GenerationCall:
             self._watch.note_end(failure)
             raise failure from error
 
-    def take_progress(self) -> Encoded:
-        """Return what the outputs since the last call add to a call that may continue elsewhere."""
+    def follow_progress(self) -> Callable[[], Encoded]:
+        """Return a function for what outputs add to a call that may continue elsewhere.
+
+        It returns what was added since it was last called.
+        """
+        self._unsent = []
+        return self._take_progress
+
+    def _take_progress(self) -> Encoded:
         unsent, self._unsent = self._unsent, []
+        assert unsent is not None
         # The fields of a Progress.
         return (
             len(self._texts),
@@ -185,7 +193,7 @@ class GenerationCall:
                     self._finish(key, sequence)
                 num_tokens += len(sequence.token_ids)
                 sequences.append(sequence)
-        if self._continuation is not None:
+        if self._unsent is not None:
             self._unsent += map(self._progress_of, sequences)
         self._call.num_generated_tokens += num_tokens
         self._watch.add_tokens(

@@ -205,7 +205,7 @@ class _OpenAIHandlers:
                 generation.id,
                 response.events(),
                 close=generation.close,
-                take_progress=None if call.continuation is None else generation.take_progress,
+                take_progress=None if call.continuation is None else generation.follow_progress(),
             )
         try:
             content = await unless_disconnected(call.request.receive, response.complete())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from cluster.engine.options import EngineOptions
+    from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
     from cluster.serving.server_info import ServerLoads
     from cluster.serving.servicer import EmbeddingOutput, GenerationOutput
@@ -136,10 +137,12 @@ class PagedRay(ServedReplica):
         priority: int = 0,
         timeout_s: float | None = None,
         key: str | None = None,
+        continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of a prompt's continuations: `handle.options(stream=True).generate`.
 
-        `key` is an API key, if the deployment requires one. Raises RequestError or EngineError.
+        `key` is an API key, if the deployment requires one. AffinityRouter sets `continuation`.
+        Raises RequestError or EngineError.
         """
         outputs = self._handle.generate(
             prompt,
@@ -149,6 +152,7 @@ class PagedRay(ServedReplica):
             priority=priority,
             timeout_s=timeout_s,
             key=key,
+            continuation=continuation,
         )
         async with self._leased(outputs):
             async for output in outputs:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from cluster.serving.auth.tenant import Tenant
+    from cluster.serving.continuation import Continuation
     from cluster.serving.inputs import Prompt
     from cluster.serving.ray_serve.pace import Pace
     from cluster.serving.server_info import ServerLoads
@@ -54,6 +55,7 @@ class ServeHandle:
         priority: int,
         timeout_s: float | None,
         key: str | None,
+        continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of the continuations, many in an output."""
         servicer = self._servicer
@@ -68,6 +70,7 @@ class ServeHandle:
                 deadline_s=_read_deadline(timeout_s),
                 tenant=tenant.name,
                 origin=_ORIGIN,
+                continuation=continuation,
             )
         generation = await servicer.start_generation(given)
         try:

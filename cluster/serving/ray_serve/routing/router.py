@@ -6,19 +6,23 @@ old, so it adds the requests that it has sent since.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from cluster.serving.ray_serve.routing.affinity import prefix_key, routing_order
+from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
 from cluster.serving.ray_serve.routing.proxied_call import current_call
 from cluster.serving.ray_serve.routing.renewals import Renewals
 from cluster.serving.ray_serve.routing.replica_reads import ReplicaReads
 from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from ray.serve._private.common import ReplicaID, RunningReplicaInfo
     from ray.serve._private.replica_result import ReplicaResult
     from ray.serve.request_router import PendingRequest
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["AffinityRouter"]
 
 _RENEWALS_PER_LEASE = 6
+_REJECTED_PAUSE_S = 0.05
 
 
 class AffinityRouter(RequestRouter):
@@ -47,8 +52,8 @@ class AffinityRouter(RequestRouter):
 
         A replica may have a load of `slack` times the mean, or of `calm`. `call_load` is assumed
         for a request that the replica has not reported yet. A stream that is not read for
-        `lease_s` is cancelled. `continues_calls` lets proxies continue the calls of a replica that
-        died or does not respond on another one.
+        `lease_s` is cancelled. `continues_calls` lets proxies and handles continue the calls of a
+        replica that died or does not respond on another one.
         """
         self._slack = slack
         self._calm = calm
@@ -74,7 +79,11 @@ class AffinityRouter(RequestRouter):
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
         """Return a wrapper that renews the leases of the replica's streams."""
-        return _LeasingReplica(replica_info, self._renewals, continues_calls=self._continues_calls)
+        return _LeasingReplica(
+            replica_info,
+            self._renewals,
+            send_elsewhere=self._send_elsewhere if self._continues_calls else None,
+        )
 
     async def choose_replicas(
         self,
@@ -105,6 +114,25 @@ class AffinityRouter(RequestRouter):
         if replica_id in self._loads:
             self._num_sent[replica_id] = self._num_sent.get(replica_id, 0) + 1
 
+    async def _send_elsewhere(self, request: HandleRequest) -> ReplicaResult:
+        """Send a handle's request to a replica that accepts it, as Serve does at first."""
+        while True:
+            pending = request.continued()
+            replica = await self._choose_replica_for_request(pending)
+            try:
+                result = replica.try_send_request(pending, with_rejection=True)
+                answer = await result.get_rejection_response()
+            except ActorDiedError:
+                self.on_replica_actor_died(replica.replica_id)
+                continue
+            except ActorUnavailableError:
+                self.on_replica_actor_unavailable(replica.replica_id)
+                continue
+            if answer is not None and answer.accepted:
+                return result
+            result.cancel()
+            await asyncio.sleep(_REJECTED_PAUSE_S)
+
     def _load(self, replica_id: ReplicaID) -> float:
         load, _ = self._loads.get(replica_id, (0.0, 0.0))
         return load + self._num_sent.get(replica_id, 0) * self._call_load
@@ -114,36 +142,44 @@ class _LeasingReplica(RunningReplica):
     """A replica whose streams' leases are renewed, and whose calls end when it hangs."""
 
     def __init__(
-        self, replica_info: RunningReplicaInfo, renewals: Renewals, *, continues_calls: bool
+        self,
+        replica_info: RunningReplicaInfo,
+        renewals: Renewals,
+        *,
+        send_elsewhere: Callable[[HandleRequest], Awaitable[ReplicaResult]] | None,
     ) -> None:
+        """`send_elsewhere` is None if calls do not continue on other replicas."""
         super().__init__(replica_info)
         self._renewals = renewals
-        self._continues_calls = continues_calls
+        self._send_elsewhere = send_elsewhere
         self._open: WeakKeyDictionary[ReplicaReads, ProxiedCall | None] = WeakKeyDictionary()
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         """Send a request, and renew the lease of its stream."""
+        call, begun = current_call(), None
+        if call is None and self._send_elsewhere is not None and generates(pr):
+            begun = HandleRequest(pr)
+            begun.set_continuation()
+            call = begun.call
         result = super().try_send_request(pr, with_rejection)
-        call = current_call()
         note_accepted = None
         if call is not None:
-            call.note_sent(may_continue=self._continues_calls)
+            call.note_sent(may_continue=self._send_elsewhere is not None)
             if with_rejection:
                 note_accepted = call.note_accepted
             else:
                 call.note_accepted()
-        metadata = pr.metadata
-        is_plain = not (metadata.is_http_request or metadata.is_grpc_request)
-        ends_with_last = is_plain and metadata.is_streaming and metadata.call_method == "generate"
         reads = ReplicaReads(
             result,
             note_accepted,
             None if call is None else call.note_cancelled,
-            _is_last if ends_with_last else None,
+            _is_last if generates(pr) else None,
         )
         self._open[reads] = call
         if pr.metadata.is_streaming:
             self._renewals.renew_stream(reads, self, pr.metadata.internal_request_id)
+        if begun is not None and self._send_elsewhere is not None:
+            HandleStream(result, begun, self._send_elsewhere)
         return result
 
     def fail_calls(self) -> None:
