@@ -89,7 +89,7 @@ class ServeCluster:
         return {
             one["replica_id"]: one["pid"]
             for one in self._details()["replicas"]
-            if one["state"] == state
+            if one["state"] == state and one.get("pid")
         }
 
     async def loads(self, key: str | None = None) -> list[ServerLoads]:

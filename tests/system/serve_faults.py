@@ -1,6 +1,6 @@
 """What clients of Ray Serve see while replicas are replaced or killed and calls are cancelled.
 
-    python -m tests.system.serve_faults kill hang redeploy cancel-grpc cancel-http lost
+    python -m tests.system.serve_faults kill hang hang-load redeploy cancel-grpc cancel-http lost
 
 Each part prints its results; `--output` adds them to a file with those of other parts.
 """
@@ -23,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
+import psutil
 import ray
 
 from bench.machine import cpu_name
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kill_one", "num_differing", "redeploy", "until_whole"]
 
-_PARTS = ("kill", "hang", "redeploy", "cancel-grpc", "cancel-http", "lost")
+_PARTS = ("kill", "hang", "hang-load", "redeploy", "cancel-grpc", "cancel-http", "lost")
 _LEASE_S = 5.0
 
 
@@ -58,6 +60,14 @@ async def until_whole(cluster: ServeCluster, num_replicas: int, timeout_s: float
     return time.monotonic() - started_s
 
 
+async def _until_replaced(cluster: ServeCluster, before: set[str]) -> float:
+    """Wait until as many replicas run as before, with another one; return how long it took."""
+    started_s = time.monotonic()
+    while len(now := set(cluster.replica_pids())) != len(before) or now == before:
+        await asyncio.sleep(0.5)
+    return time.monotonic() - started_s
+
+
 async def redeploy(
     cluster: ServeCluster, streams: Streams, *, num_at_once: int, **arguments: object
 ) -> set[str]:
@@ -74,10 +84,12 @@ async def redeploy(
 async def _kill(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
     streams = Streams(cluster, num_tokens=num_tokens, temperature=0.0)
     await streams.start(num_clients)
+    before = set(cluster.replica_pids())
     calls = await kill_one(cluster)
+    replacing = asyncio.create_task(_until_replaced(cluster, before))
     ended = await streams.ended()
     await streams.close()
-    whole_s = await until_whole(cluster, 2)
+    whole_s = await replacing
     return summary(ended, num_tokens) | {
         "calls_of_replicas": [len(one) for one in calls],
         "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
@@ -122,6 +134,52 @@ async def _hang(
         "late_streams_ended_s": round(late_s, 1),
         "running_by_serve_s": round(running_s, 1),
         "whole_after_s": round(whole_s, 1),
+        "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
+    }
+
+
+async def stop_while_loading(cluster: ServeCluster, timeout_s: float = 120.0) -> psutil.Process:
+    """Stop the next replica that loads, and return its process."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        for pid in cluster.replica_pids("STARTING").values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                loading = psutil.Process(pid)
+                if any("load_watchdog" in " ".join(one.cmdline()) for one in loading.children()):
+                    loading.suspend()
+                    return loading
+        await asyncio.sleep(0.05)
+    raise TimeoutError("No replica loads.")
+
+
+async def _hang_load(cluster: ServeCluster, num_clients: int, num_tokens: int) -> dict[str, object]:
+    """Kill a replica, and stop the process of the one that takes its place while it loads."""
+    streams = Streams(cluster, num_tokens=num_tokens, temperature=0.0)
+    await streams.start(num_clients)
+    await kill_one(cluster)
+    loading = await stop_while_loading(cluster)
+    stopped_s = time.monotonic()
+    statuses: dict[str, int] = {}
+    longest_s = 0.0
+    try:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client:
+            while loading.is_running() and loading.status() == psutil.STATUS_STOPPED:
+                asked_s = time.monotonic()
+                status = str((await client.get("/ready")).status_code)
+                statuses[status] = statuses.get(status, 0) + 1
+                longest_s = max(longest_s, time.monotonic() - asked_s)
+                await asyncio.sleep(0.5)
+    except psutil.NoSuchProcess:
+        pass
+    killed_s = time.monotonic() - stopped_s
+    ended = await streams.ended()
+    await streams.close()
+    await until_whole(cluster, 2)
+    return summary(ended, num_tokens) | {
+        "killed_after_s": round(killed_s, 1),
+        "whole_after_s": round(time.monotonic() - stopped_s, 1),
+        "ready_statuses": statuses,
+        "longest_ready_s": round(longest_s, 2),
         "differ_from_undisturbed": await num_differing(cluster, ended, num_tokens),
     }
 
@@ -194,6 +252,8 @@ async def _run(part: str, cluster: ServeCluster, given: argparse.Namespace) -> d
         return await _kill(cluster, given.clients, given.tokens)
     if part == "hang":
         return await _hang(cluster, given.clients, given.tokens, given.hang_s)
+    if part == "hang-load":
+        return await _hang_load(cluster, given.clients, given.tokens)
     if part == "redeploy":
         return await _redeploy(cluster, given.clients, given.tokens)
     if part == "lost":

@@ -28,7 +28,13 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.serve_cancels import CancelFrontend, cancel_many
 from tests.system.serve_cluster import SMALL, ServeCluster
-from tests.system.serve_faults import kill_one, num_differing, redeploy, until_whole
+from tests.system.serve_faults import (
+    kill_one,
+    num_differing,
+    redeploy,
+    stop_while_loading,
+    until_whole,
+)
 from tests.system.serve_streams import Streams
 from tests.system.span_collector import SpanCollector
 
@@ -352,6 +358,59 @@ async def test_calls_of_a_replica_that_hangs_continue_on_the_other(cluster: Serv
     assert {(one.num_tokens, one.is_complete, one.error) for one in late_ended} == {(8, True, "")}
     await until_whole(cluster, 2)
     assert await num_differing(cluster, ended, 300) == 0
+
+
+async def test_streams_of_handles_continue_on_the_other_replica(cluster: ServeCluster) -> None:
+    def read(name: str) -> list[Any]:  # Any: items of a handle are untyped
+        return list(generate.remote(name, sampling))
+
+    sampling = {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True}
+    generate: Any = cluster.handle.options(stream=True).generate  # Any: untyped
+    names = [f"prompt {number}" for number in range(8)]
+    undisturbed = [text_of(await collect(generate.remote(one, sampling))) for one in names]
+    reading = [asyncio.create_task(collect(generate.remote(one, sampling))) for one in names]
+    in_threads = [asyncio.create_task(asyncio.to_thread(read, one)) for one in names]
+    while not all(len(one.calls) > 1 for one in await cluster.loads()):
+        await asyncio.sleep(0.01)
+    await kill_one(cluster)
+    found = [text_of(one) for one in await asyncio.gather(*reading, *in_threads)]
+    assert found == undisturbed * 2
+    await until_whole(cluster, 2)
+
+
+def text_of(outputs: list[Any]) -> str:  # Any: items of a handle are untyped
+    assert [one.is_last for one in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].usage.num_generated_tokens == 300
+    return "".join(one.text for output in outputs for one in output.sequences)
+
+
+def test_serves_time_limit_ends_a_stream_with_an_error(cluster: ServeCluster) -> None:
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 900, "n": 24, "stream": True}
+    begin_s = time.monotonic()
+    answer = httpx.post(
+        f"{cluster.url}/v1/completions",
+        json=body | {"ignore_eos": True},
+        headers={"x-request-timeout-seconds": "1"},
+        timeout=60.0,
+    )
+    # It does not begin again on the other replica.
+    assert time.monotonic() - begin_s < 4.0
+    *_, error, done, _ = answer.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "timeout_error"
+    assert done == "data: [DONE]"
+
+
+async def test_a_replica_that_hangs_while_it_loads_is_replaced(cluster: ServeCluster) -> None:
+    streams = Streams(cluster, num_tokens=300, temperature=0.0)
+    await streams.start(8)
+    await kill_one(cluster)
+    loading = await stop_while_loading(cluster)
+    ended = await streams.ended()
+    await streams.close()
+    assert {(one.num_tokens, one.is_complete, one.error) for one in ended} == {(300, True, "")}
+    assert httpx.get(f"{cluster.url}/ready", timeout=10.0).status_code == 200
+    await until_whole(cluster, 2)
+    assert loading.pid not in cluster.replica_pids().values()
 
 
 def test_a_missing_model_is_reported_in_one_line(cluster: ServeCluster) -> None:
