@@ -101,6 +101,8 @@ class RecordingSink:
         self.ends: defaultdict[tuple[str, int], list[FinishReason | EngineError]] = defaultdict(
             list
         )
+        self.lethal: set[tuple[str, int]] = set()
+        """Sequences of requests that are said to kill their ranks."""
 
     def expect(self, request_id: str, n: int = 1) -> None:
         """Note that the sequences of a request must end."""
@@ -119,6 +121,8 @@ class RecordingSink:
             self.tokens[key] += event.token_ids
             if event.finish_reason is not None:
                 self.ends[key].append(event.finish_reason)
+            if event.is_lethal:
+                self.lethal.add(key)
 
     def fail_all(self, error: EngineError) -> None:
         for ends in self.ends.values():

@@ -233,6 +233,7 @@ def test_poison_ends_alone_within_the_bound(number: int, poison: int, length: in
     rig.controller.start_steps()
     ends = rig.ends()
     assert ends.pop((f"r{poison}", 0)) is FinishReason.ERROR
+    assert rig.sink.lethal == {(f"r{poison}", 0)}
     assert set(ends.values()) <= {FinishReason.LENGTH}
     assert all(rig.sink.tokens[key] == [7] * 30 for key in ends)
     assert executor.num_deaths <= 2 + max(1, math.ceil(math.log2(number)))
