@@ -25,6 +25,8 @@ class Outage:
     """What happened, in one sentence."""
     is_final: bool
     """Whether the process has to be restarted."""
+    is_ready: bool
+    """Whether the server should get new requests meanwhile."""
     drain_s: float
     """How long running requests may take if it is final."""
 

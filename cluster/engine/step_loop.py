@@ -91,7 +91,7 @@ class StepLoop(ABC):
         outage = self._executor.outage
         return (
             self._error is None
-            and (outage is None or not outage.is_final)
+            and (outage is None or outage.is_ready)
             and not self._is_stopping
             and not self._is_replacing
             and not self._stall

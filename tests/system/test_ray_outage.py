@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import httpx
@@ -11,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
-from tests.system.server_process import ServerProcess
+from tests.system.server_process import ROOT, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +22,28 @@ if TYPE_CHECKING:
 
     from ray._private.node import Node
 
+POLLING = "ray_listen_error_messages"
+"""A thread of Ray that polls GCS, and keeps a core and the GIL busy if calls fail at once."""
+KILL_GCS = """
+import json, threading, time
+import psutil, ray
+from cluster.engine.ranks.ray_health import RayHealth
+
+def show_threads():
+    print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True)
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+health = RayHealth(reconnect_s=60.0, can_return=False)
+show_threads()
+for process in psutil.Process().children():
+    if process.name() == "gcs_server":
+        process.kill()
+while health.outage is None:
+    time.sleep(0.1)
+# A poll may be under way.
+time.sleep(1.0)
+show_threads()
+"""
 NUM_STREAMS = 16
 UNAVAILABLE = "UNAVAILABLE"
 FINISHED = GrpcStream(num_tokens=100, end="FINISH_REASON_LENGTH")
@@ -65,6 +90,16 @@ def test_streams_end_if_a_rank_cannot_be_replaced(server: ServerProcess, daemon:
         assert {stream.end for stream in streams.ended(30.0)} == {UNAVAILABLE}
     assert server.wait(60.0) == 1
     assert_ended(ranks)
+
+
+@pytest.mark.slow
+def test_no_thread_polls_a_gcs_that_has_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_GCS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    before, after = map(json.loads, done.stdout.splitlines()[-2:])
+    assert POLLING in before
+    assert POLLING not in after
 
 
 @pytest.fixture

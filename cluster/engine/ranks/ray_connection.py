@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["RayConnection"]
 
 _CONNECT_TIMEOUT_S = 10.0
+_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LITTLE_SPACE_BYTES = 64 * 2**20
 
 
@@ -36,7 +37,8 @@ class RayConnection:
             self._start_ray(config, report_progress)
         else:
             self._join_cluster(config, report_progress)
-        self.health = RayHealth(owns_ray=self._owns_ray)
+        reconnect_s = float(os.environ.get(_RECONNECT_VARIABLE, 60.0))
+        self.health = RayHealth(reconnect_s=reconnect_s, can_return=not self._owns_ray)
         self.disk_reserve = DiskReserve(_folder())
 
     def close(self) -> None:

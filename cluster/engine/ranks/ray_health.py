@@ -1,14 +1,13 @@
 """Watches the two Ray processes that replace dead ranks.
 
 They are the cluster's control service (GCS) and the raylet of this node. Steps need neither, so
-running requests continue without them until Ray ends this process.
+running requests continue without them until Ray ends this process. One that hangs may continue: the
+server is not ready meanwhile, and is restarted if that lasts.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import ray
 
 from cluster.engine.executor import Outage
+from cluster.engine.ranks.ray_daemon import RayDaemon
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ __all__ = ["RayHealth"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
-_CONNECT_TIMEOUT_S = 1.0
-_MIN_FAILURES = 2
-"""Failures in a row before a process counts as gone."""
+_HANG_S = 10.0
+"""How long GCS or the raylet may give no answer; a busy machine takes seconds."""
+_LASTING_HANG_S = 40.0
+"""Then the process is restarted. After about 60 s, Ray declares the node dead."""
 _REPLACE_WAIT_S = 10.0
-"""How long a replacement of ranks waits for GCS to return."""
-_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""How long a replacement of ranks waits for GCS or the raylet to return."""
 _CLOSE_S = 15.0
 """Time between the end of a drain and the end of this process by Ray."""
 
@@ -42,22 +42,23 @@ Result = TypeVar("Result")
 
 
 class RayHealth:
-    """Notices within a second that GCS or this node's raylet has ended. Thread-safe."""
+    """Notices within seconds that GCS or this node's raylet has ended or hangs. Thread-safe."""
 
-    def __init__(self, *, owns_ray: bool) -> None:
-        """If Ray was started by another process, GCS may be restarted and return."""
+    def __init__(self, *, reconnect_s: float, can_return: bool) -> None:
+        """Ray ends a process that has had no connection to GCS for `reconnect_s`.
+
+        `can_return` says whether a GCS that has ended may be started again.
+        """
         context = ray.get_runtime_context()
         node_id = context.get_node_id()
         (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
         host, _, port = context.gcs_address.rpartition(":")
-        self._gcs = _Daemon("Ray's control service (GCS)", host.strip("[]"), int(port))
-        self._raylet = _Daemon(
+        self._gcs = RayDaemon("Ray's control service (GCS)", host.strip("[]"), int(port))
+        self._raylet = RayDaemon(
             "The raylet of this node", node["NodeManagerAddress"], node["NodeManagerPort"]
         )
-        # Ray ends a process that has had no connection to GCS for so long.
-        reconnect_s = float(os.environ.get(_RECONNECT_VARIABLE, 60.0))
-        self._drain_s = max((reconnect_s - _CLOSE_S) / (1.0 if owns_ray else 2.0), 0.0)
-        self._return_s = 0.0 if owns_ray else self._drain_s
+        self._drain_s = max((reconnect_s - _CLOSE_S) / (2.0 if can_return else 1.0), 0.0)
+        self._return_s = self._drain_s if can_return else 0.0
         self._outage: Outage | None = None
         self._outage_began_s = 0.0
         self._closed = threading.Event()
@@ -65,7 +66,7 @@ class RayHealth:
 
     @property
     def outage(self) -> Outage | None:
-        """What ended, if anything did."""
+        """What has ended or hangs, if anything does."""
         return self._outage
 
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
@@ -101,53 +102,62 @@ class RayHealth:
             logger.debug("Ray did not end what it runs: %r", error)
 
     def _watch(self) -> None:
+        daemons = self._raylet, self._gcs
         while not self._closed.wait(_POLL_S):
-            if self._raylet.is_gone():
-                self._note(Outage(reason=self._raylet.reason, is_final=True, drain_s=self._drain_s))
-                return
-            if not self._gcs.is_gone():
-                self._end_outage()
-                continue
+            now_s = time.monotonic()
+            for daemon in daemons:
+                daemon.observe(now_s)
+            outage = self._found(now_s)
+            self._log_change(outage)
             if self._outage is None:
-                self._outage_began_s = time.monotonic()
-            is_final = time.monotonic() - self._outage_began_s >= self._return_s
-            self._note(Outage(reason=self._gcs.reason, is_final=is_final, drain_s=self._drain_s))
+                self._outage_began_s = now_s
+            self._outage = outage
+            if self._gcs.has_ended:
+                _end_error_listener()
+            if self._raylet.has_ended:
+                break
+        for daemon in daemons:
+            daemon.close()
 
-    def _note(self, outage: Outage) -> None:
-        if self._outage is None and not outage.is_final:
+    def _found(self, now_s: float) -> Outage | None:
+        """Return what the last observations show."""
+        if self._raylet.has_ended:
+            return self._ended(self._raylet, is_final=True)
+        if self._gcs.has_ended:
+            ended_s = 0.0 if self._outage is None else now_s - self._outage_began_s
+            return self._ended(self._gcs, is_final=ended_s >= self._return_s)
+        silent = max(self._raylet, self._gcs, key=lambda daemon: daemon.silence_s)
+        if silent.silence_s < _HANG_S:
+            return None
+        return Outage(
+            reason=f"{silent.place} hangs.",
+            is_final=silent.silence_s >= _LASTING_HANG_S,
+            is_ready=False,
+            drain_s=self._drain_s,
+        )
+
+    def _ended(self, daemon: RayDaemon, *, is_final: bool) -> Outage:
+        return Outage(
+            reason=f"{daemon.place} has ended.",
+            is_final=is_final,
+            is_ready=not is_final,
+            drain_s=self._drain_s,
+        )
+
+    def _log_change(self, outage: Outage | None) -> None:
+        if outage is None and self._outage is not None:
+            logger.info("Ray answers again; ranks that die can be replaced.")
+        if outage is not None and self._outage is None and not outage.is_final:
             logger.warning(
                 "%s Ranks that die cannot be replaced; if that lasts %g s, the engine stops.",
                 outage.reason,
-                self._return_s,
+                self._return_s if outage.is_ready else _LASTING_HANG_S - _HANG_S,
             )
-        self._outage = outage
-
-    def _end_outage(self) -> None:
-        if self._outage is not None:
-            logger.info("%s answers again.", self._gcs.name)
-        self._outage = None
 
 
-class _Daemon:
-    """A process of Ray that listens on a TCP port."""
-
-    def __init__(self, name: str, host: str, port: int) -> None:
-        self.name = name
-        self.reason = f"{name} at {host}:{port} has ended."
-        self._address = (host, port)
-        self._num_failures = 0
-
-    def is_gone(self) -> bool:
-        """Connect; return whether that has failed several times in a row."""
-        try:
-            socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S).close()
-            self._num_failures = 0
-        except (ConnectionRefusedError, TimeoutError):
-            self._num_failures += 1
-        except OSError:
-            # For example, this process has no file descriptors left, which says nothing about Ray.
-            pass
-        return self._num_failures >= _MIN_FAILURES
+def _end_error_listener() -> None:
+    """End the thread of Ray that prints errors: without GCS, it keeps a core and the GIL busy."""
+    ray._private.worker.global_worker.threads_stopped.set()
 
 
 def _in_thread(call: Callable[[], Result]) -> Future[Result]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
 from tests.chaos.faults.fill_disk import FillDisk
+from tests.chaos.faults.hang_daemon import HangGcs, HangRaylet
 from tests.chaos.faults.hang_rank import HangRank
 from tests.chaos.faults.hang_replica import HangReplica
 from tests.chaos.faults.hostile_input import HostileInput
@@ -42,6 +43,8 @@ FAULTS: tuple[type[Fault], ...] = (
     HangReplica,
     KillGcs,
     KillRaylet,
+    HangGcs,
+    HangRaylet,
     KillReplica,
     KillServeController,
 )

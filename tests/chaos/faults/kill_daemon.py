@@ -48,4 +48,3 @@ class KillRaylet(_KillDaemon):
 
     name = "Ray's raylet is killed"
     daemon = "raylet/raylet"
-    may_end_streams = True
