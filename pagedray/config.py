@@ -250,6 +250,8 @@ class ParallelConfig:
     """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
     all_reduce: AllReduce = "nccl"
     """What sums a few rows over GPUs; one_shot is experimental."""
+    allow_unauthenticated_ray: bool = False
+    """Whether RAY_AUTH_MODE=disabled may turn off the token of a Ray that is started for this."""
 
     def __post_init__(self) -> None:
         _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)

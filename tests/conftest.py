@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Before Ray is imported anywhere: no token is written to HOME, no usage is reported.
-os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_WORKER_NICENESS"] = "0"
 # Triton decides when it is imported, by whomever, whether it runs kernels on the CPU.

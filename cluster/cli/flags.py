@@ -91,6 +91,12 @@ _GROUPS = {
             "also adds and norms; one_shot is experimental.",
             get_args(AllReduce),
         ),
+        _Flag(
+            "allow_unauthenticated_ray",
+            "Start Ray although RAY_AUTH_MODE=disabled lets every user of this machine run code "
+            "through it.",
+            bool,
+        ),
     ),
     "KV cache": (
         _Flag("block_size", "Tokens per block, 1 to 256.", int),

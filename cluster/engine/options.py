@@ -50,6 +50,7 @@ class EngineOptions:
     placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
     spare_ranks: int | None = _DEFAULTS["spare_ranks"]
     all_reduce: AllReduce = _DEFAULTS["all_reduce"]
+    allow_unauthenticated_ray: bool = _DEFAULTS["allow_unauthenticated_ray"]
     block_size: int = _DEFAULTS["block_size"]
     num_blocks: int | None = _DEFAULTS["num_blocks"]
     num_cpu_blocks: int | None = _DEFAULTS["num_cpu_blocks"]

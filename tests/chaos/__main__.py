@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -170,7 +171,8 @@ def _target(
 
 def _serve_target(options: argparse.Namespace, keys_path: Path) -> Target:
     # Ray starts here, and reads these when it is imported.
-    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ.update(token | {"RAY_USAGE_STATS_ENABLED": "0"})
     from tests.chaos.targets.serve_target import ServeTarget
 
     size = options.tensor_parallel_size or 1

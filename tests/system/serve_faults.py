@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import platform
+import secrets
 import signal
 import sys
 import time
@@ -286,7 +287,9 @@ def main() -> None:
     parser.add_argument("--lost", type=int, default=160)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray then requires the token, and writes none to the home directory.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     for part in given.parts:

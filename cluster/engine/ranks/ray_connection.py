@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import socket
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from cluster.engine.ranks.disk_reserve import DiskReserve
+from cluster.engine.ranks.ray_environment import RayEnvironment, warn_if_unauthenticated
 from cluster.engine.ranks.ray_health import RayHealth
-from cluster.engine.ranks.sigterm_handler import kept_sigterm_handler
-from pagedray.errors import DeviceError, StartupError
+from cluster.engine.ranks.ray_start import join_ray, ray_folder, reconnect_s, start_ray
+from pagedray.errors import DeviceError
 
 if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["RayConnection"]
 
 _CONNECT_TIMEOUT_S = 10.0
-_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_LITTLE_SPACE_BYTES = 64 * 2**20
+_RECONNECT_S = 90_000
+"""Longer than any drain; a GCS that was started here and has ended does not return."""
 
 
 class RayConnection:
@@ -32,28 +30,30 @@ class RayConnection:
 
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         """Connect to the running Ray cluster, or start one. Raises StartupError."""
-        self._owns_ray = False
+        self._environment: RayEnvironment | None = None
         if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
             self._start_ray(config, report_progress)
         else:
             self._join_cluster(config, report_progress)
-        reconnect_s = float(os.environ.get(_RECONNECT_VARIABLE, 60.0))
-        self.health = RayHealth(reconnect_s=reconnect_s, can_return=not self._owns_ray)
-        self.disk_reserve = DiskReserve(_folder())
+        owns_ray = self._environment is not None
+        self.health = RayHealth(reconnect_s=reconnect_s(), can_return=not owns_ray)
+        warn_if_unauthenticated()
+        self.disk_reserve = DiskReserve(ray_folder())
 
     def close(self) -> None:
         """Stop Ray if it was started here. May be called twice."""
         self.health.close()
         self.disk_reserve.close()
-        if self._owns_ray:
+        if self._environment is not None:
             ray.shutdown()
-        self._owns_ray = False
+            self._environment.close()
+        self._environment = None
 
     def _join_cluster(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         if not ray.is_initialized():
             report_progress("Connecting to the Ray cluster", 0.0)
             _check_answers(os.environ["RAY_ADDRESS"])
-            _init_ray("join the cluster at RAY_ADDRESS")
+            join_ray()
         resource = "GPU" if config.parallel.device == "cuda" else "CPU"
         _check_devices(config, int(ray.cluster_resources().get(resource, 0)), "the Ray cluster")
 
@@ -62,28 +62,16 @@ class RayConnection:
         num_devices = _num_gpus() if on_gpu else len(os.sched_getaffinity(0))
         _check_devices(config, num_devices, "this machine")
         report_progress("Starting Ray", 0.0)
-        # Ray lowers the priority of its workers by default.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        _init_ray(
-            "start Ray",
-            # Never an existing cluster, which only RAY_ADDRESS selects.
-            address="local",
-            num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1),
-            include_dashboard=False,
+        environment = RayEnvironment(
+            allow_unauthenticated=config.parallel.allow_unauthenticated_ray,
+            reconnect_s=_RECONNECT_S,
         )
-        self._owns_ray = True
-
-
-def _init_ray(what: str, **options: Any) -> None:  # Any: the options of `ray.init`
-    """Initialize Ray. Raises StartupError with what Ray reports, in one line."""
-    try:
-        with kept_sigterm_handler():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:
-        # Ray raises all kinds: of the disk, of its processes, of time limits.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        report = lines[0].rstrip(".") if lines else type(error).__name__
-        raise StartupError(f"Could not {what}: {report}.{_disk_hint(error)}") from error
+        try:
+            start_ray(num_cpus=max(config.parallel.tensor_parallel_size, os.cpu_count() or 1))
+        except BaseException:
+            environment.close()
+            raise
+        self._environment = environment
 
 
 def _check_answers(address: str) -> None:
@@ -95,24 +83,6 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise DeviceError(f"No Ray cluster answers at RAY_ADDRESS {address}: {error}.") from error
-
-
-def _folder() -> Path:
-    """Return the folder in which Ray writes."""
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
-
-
-def _disk_hint(error: Exception) -> str:
-    """Return a sentence about the folder in which Ray writes, if that may be the cause."""
-    try:
-        free = shutil.disk_usage(_folder()).free
-    except OSError:
-        free = 0
-    is_of_file = isinstance(error, OSError) and error.filename is not None
-    if not is_of_file and free >= _LITTLE_SPACE_BYTES:
-        return ""
-    space = f"{free >> 20} MiB free"
-    return f" Ray writes to {_folder()}, with {space}; RAY_TMPDIR selects another folder."
 
 
 def _check_devices(config: EngineConfig, num_devices: int, whose: str) -> None:

@@ -1,0 +1,109 @@
+"""Starts Ray on this machine, reachable from this machine alone, or joins a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.engine.ranks.ray_environment import RECONNECT_VARIABLE
+from cluster.engine.ranks.sigterm_handler import kept_sigterm_handler
+from pagedray.errors import StartupError
+from workers.parallel.rendezvous import LOOPBACK
+
+__all__ = ["join_ray", "ray_folder", "reconnect_s", "start_ray"]
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT = RECONNECT_VARIABLE.removeprefix("RAY_")
+_DEFAULT_RECONNECT_S = 60.0
+_TIMED_OUT = "timed out"
+_LITTLE_SPACE_BYTES = 64 * 2**20
+
+
+def start_ray(*, num_cpus: int) -> None:
+    """Start Ray within a `RayEnvironment`, in a second attempt if the first takes too long.
+
+    Raises StartupError.
+    """
+    for is_last in (False, True):
+        try:
+            _init_ray(
+                # Never an existing cluster, which only RAY_ADDRESS selects.
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                # With this address, Ray listens on the loopback interface alone.
+                _node_ip_address=LOOPBACK,
+                # This process has read its environment before.
+                _system_config={_RECONNECT: int(reconnect_s())},
+            )
+            return
+        # Ray raises all kinds: of the disk, of its processes, of time limits.
+        except Exception as error:
+            ray.shutdown()
+            _kill_leftovers()
+            if is_last or _TIMED_OUT not in str(error):
+                raise StartupError(f"Could not start Ray: {_report(error)}") from error
+            # A busy machine may take longer than the time limits of Ray.
+            logger.warning("Starting Ray once more: %s", _report(error))
+
+
+def join_ray() -> None:
+    """Join the cluster at RAY_ADDRESS. Raises StartupError."""
+    try:
+        _init_ray()
+    except Exception as error:
+        report = _report(error)
+        raise StartupError(f"Could not join the cluster at RAY_ADDRESS: {report}") from error
+
+
+def reconnect_s() -> float:
+    """Return how long this process goes on without GCS before Ray ends it."""
+    return float(os.environ.get(RECONNECT_VARIABLE, _DEFAULT_RECONNECT_S))
+
+
+def ray_folder() -> Path:
+    """Return the folder in which Ray writes."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def _init_ray(**options: Any) -> None:  # Any: the options of `ray.init`
+    with kept_sigterm_handler():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _report(error: Exception) -> str:
+    """Return what Ray reports, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{lines[0].rstrip('.') if lines else type(error).__name__}.{_disk_hint(error)}"
+
+
+def _disk_hint(error: Exception) -> str:
+    """Return a sentence about the folder in which Ray writes, if that may be the cause."""
+    folder = ray_folder()
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        free = 0
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    if not is_of_file and free >= _LITTLE_SPACE_BYTES:
+        return ""
+    space = f"{free >> 20} MiB free"
+    return f" Ray writes to {folder}, with {space}; RAY_TMPDIR selects another folder."
+
+
+def _kill_leftovers() -> None:
+    """Kill the processes of a failed start, which Ray leaves running."""
+    programs = str(Path(ray.__file__).parent).encode()
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with suppress(OSError):
+                if programs in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
