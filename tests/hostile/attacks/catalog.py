@@ -5,15 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.hostile.attacks.continuation_flood import ContinuationFlood
+from tests.hostile.attacks.empty_messages import EmptyMessages
 from tests.hostile.attacks.header_bomb import HeaderBomb
 from tests.hostile.attacks.header_name_bomb import HeaderNameBomb
+from tests.hostile.attacks.id_lists import IdLists
 from tests.hostile.attacks.idle_connections import IdleConnections
 from tests.hostile.attacks.keyless_calls import KeylessCalls
+from tests.hostile.attacks.long_texts import LongTexts
+from tests.hostile.attacks.many_members import ManyMembers
+from tests.hostile.attacks.many_messages import ManyMessages
+from tests.hostile.attacks.many_tool_calls import ManyToolCalls
+from tests.hostile.attacks.packed_ids import PackedIds
 from tests.hostile.attacks.ping_flood import PingFlood
 from tests.hostile.attacks.rapid_reset import RapidReset
 from tests.hostile.attacks.settings_flood import SettingsFlood
 from tests.hostile.attacks.slow_heads import SlowHeads
 from tests.hostile.attacks.smuggling import Smuggling
+from tests.hostile.attacks.unending_bodies import UnendingBodies
+from tests.hostile.attacks.unending_messages import UnendingMessages
 from tests.hostile.attacks.watch_calls import WatchCalls
 
 if TYPE_CHECKING:
@@ -25,15 +34,24 @@ ATTACKS: dict[str, type[Attack]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
         ContinuationFlood,
+        EmptyMessages,
         HeaderBomb,
         HeaderNameBomb,
+        IdLists,
         IdleConnections,
         KeylessCalls,
+        LongTexts,
+        ManyMembers,
+        ManyMessages,
+        ManyToolCalls,
+        PackedIds,
         PingFlood,
         RapidReset,
         SettingsFlood,
         SlowHeads,
         Smuggling,
+        UnendingBodies,
+        UnendingMessages,
         WatchCalls,
     )
 }
