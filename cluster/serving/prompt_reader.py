@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from cluster.serving.inputs import ChatPrompt, Prompt
@@ -46,6 +47,7 @@ class PromptReader:
         self._has_unknown_tokens = tokenizer.vocab_size > self._vocab_size
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
+        self._rendering = threading.Lock()
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -81,11 +83,10 @@ class PromptReader:
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
-        render = functools.partial(self._render, prompt)
         marked = (
-            await self._text_pool.run_in_thread(tenant, render)
+            await self._text_pool.run_in_thread(tenant, self._render_in_thread, prompt)
             if self._text_pool is not None and _is_long_chat(prompt)
-            else render()
+            else self._render(prompt)
         )
         text = marked.restored
         check_unicode(text, "messages")
@@ -98,6 +99,11 @@ class PromptReader:
             tenant=tenant,
             marked=marked if marked.originals else None,
         )
+
+    def _render_in_thread(self, prompt: ChatPrompt) -> MarkedText:
+        # Templates hold the interpreter's lock, for which the event loop would wait behind each.
+        with self._rendering:
+            return self._render(prompt)
 
     def _render(self, prompt: ChatPrompt) -> MarkedText:
         return self._tokenizer.render_marked_chat(
