@@ -32,7 +32,7 @@ check: setup
 test: check
 	@scripts/test
 
-# Ray Serve with several replicas, and structured output over ranks.
+# What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup
 	@scripts/test -m slow
 

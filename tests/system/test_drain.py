@@ -85,6 +85,7 @@ def test_second_signal_while_ranks_are_replaced_ends_the_server() -> None:
         assert server.wait(30.0) == 0
 
 
+@pytest.mark.slow
 def test_streams_finish_as_the_manifest_starts_the_server(tmp_path: Path) -> None:
     manifest = yaml.safe_load((ROOT / "deploy" / "single-pod" / "deployment.yaml").read_text())
     (container,) = manifest["spec"]["template"]["spec"]["containers"]

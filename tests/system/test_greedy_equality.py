@@ -21,6 +21,9 @@ from tests.greedy import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+QUICK = ("llama-mqa", "gemma2-window-of-blocks", "bloom-6-heads")
+"""Cases that run on two ranks each time: ranks take seconds to start."""
+
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
@@ -77,6 +80,14 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
     check_all_at_once(local_llm, truth)
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
+        for case in CASES
+    ],
+    indirect=True,
+)
 def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     with LLM(
         truth.folder,

@@ -28,6 +28,7 @@ def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
     return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in '{"']
 
 
+@pytest.mark.slow
 def test_ranks_on_other_nodes_serve() -> None:
     alone, refusal, apart = run_apart()
     assert alone["families"] == apart["families"] == ["AF_INET"]

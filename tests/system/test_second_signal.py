@@ -14,7 +14,11 @@ from tests.system.server_process import ServerProcess
 
 
 @pytest.mark.parametrize(
-    ("executor", "second"), [("ray", signal.SIGTERM), ("local", signal.SIGINT)]
+    ("executor", "second"),
+    [
+        pytest.param("ray", signal.SIGTERM, marks=pytest.mark.slow),
+        ("local", signal.SIGINT),
+    ],
 )
 def test_a_second_signal_ends_the_drain(executor: str, second: signal.Signals) -> None:
     sampling = pagedray_pb2.SamplingParams(max_tokens=900, ignore_eos=True, n=16)

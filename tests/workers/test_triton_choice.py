@@ -51,10 +51,23 @@ def few_choice(capacity: int) -> TritonChoice:
     return TritonChoice(capacity=capacity, sample_size=32)
 
 
-@pytest.mark.parametrize("capacity", [4, 4096])
+SCORES = (
+    (1, 1.0, False),
+    (129, 4.0, True),
+    (300, 1.0, False),
+    (1500, 30.0, True),
+    (1500, 0.01, False),
+)
+
+
 @pytest.mark.parametrize(
-    ("vocab_size", "scale", "is_coarse"),
-    [(1, 1.0, False), (129, 4.0, True), (300, 1.0, False), (1500, 30.0, True), (1500, 0.01, False)],
+    ("capacity", "vocab_size", "scale", "is_coarse"),
+    [
+        *((4, *case) for case in SCORES),
+        # Every token of a row fits.
+        (4096, *SCORES[1]),
+        *(pytest.param(4096, *case, marks=pytest.mark.slow) for case in (SCORES[0], *SCORES[2:])),
+    ],
 )
 def test_tokens_are_those_of_the_cpu(
     vocab_size: int, scale: float, is_coarse: bool, capacity: int, device: torch.device
@@ -104,7 +117,7 @@ def tied_scores(kind: str, num_rows: int, vocab_size: int, seed: int) -> torch.T
 
 
 @pytest.mark.parametrize("kind", ["all equal", "two values", "both zeros", "narrow", "coarse"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capacity", [8, 64])
 def test_equal_scores_are_drawn_by_id(
     kind: str, seed: int, capacity: int, device: torch.device
