@@ -127,7 +127,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     def _note_death(self) -> bool:
-        """Note what ran when ranks died; return whether fewer requests may have caused it.
+        """Note what ran when ranks died; return whether that narrowed the search for the cause.
 
         Called with `_wake`, before new ranks start.
         """
@@ -184,8 +184,8 @@ class StepLoop(ABC):
     def _pause_after(self, error: WorkerError, what: str, *, has_narrowed: bool = False) -> None:
         """Log a death of ranks and what follows, and pause as long as the budget of deaths says.
 
-        `has_narrowed` says that fewer requests may have caused it. Raises WorkerError if the budget
-        is spent, and ShuttingDownError.
+        `has_narrowed` says that it narrowed the search for its cause. Raises WorkerError if the
+        budget is spent, and ShuttingDownError.
         """
         if error.details:
             logger.warning("%s", error.details)

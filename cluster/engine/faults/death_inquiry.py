@@ -52,10 +52,7 @@ class DeathInquiry:
             self._lethal.check(_content_of(request), request.tenant, time.monotonic())
 
     def note_death(self) -> bool:
-        """Note a death, before the scheduler is reset; return whether fewer requests are suspected.
-
-        `examine` must be called after the reset.
-        """
+        """Note a death, before the scheduler is reset; return whether it narrowed a search."""
         suspects = self._suspects
         was_searching = suspects.is_searching
         has_narrowed = suspects.note_death(self._scheduler.lengths_in_flight())
