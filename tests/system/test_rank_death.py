@@ -28,11 +28,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
-    """Return an engine with two ranks."""
+def opened(folder: Path, *, num_ranks: int = 2, **options: Any) -> LLM:
+    """Return an engine, with options of any type."""
     return LLM(
         folder,
-        tensor_parallel_size=2,
+        tensor_parallel_size=num_ranks,
         device="cpu",
         num_threads=1,
         show_progress=False,
@@ -70,6 +70,36 @@ def test_streams_continue_where_they_were(folder: Path, ray_cluster: None) -> No
         # The other rank keeps its process, and with it its weights.
         assert survivor in rank_processes()
         assert len(rank_processes()) == 2
+        stats = llm.stats().scheduler
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "victims"), [(0, 3, [1]), (1, 4, [2]), (1, 4, [0, 3])]
+)
+def test_larger_group_keeps_the_ranks_that_live(
+    tmp_path: Path, ray_cluster: None, case: int, num_ranks: int, victims: list[int]
+) -> None:
+    save_checkpoint(CASES[case], tmp_path)
+    with opened(tmp_path, num_ranks=num_ranks, enable_prefix_cache=False) as llm:
+        undisturbed = tokens_of(llm)
+        group = serving_processes()
+        assert len(group) == num_ranks
+        killed = [group[place] for place in victims]
+        before = llm.stats().num_generated_tokens
+
+        def kill() -> None:
+            kill_when_running(llm, before + 60, killed[0])
+            for rank in killed[1:]:
+                rank.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert tokens_of(llm) == undisturbed
+        killer.join()
+        assert set(serving_processes()) & set(group) == set(group) - set(killed)
+        assert len(serving_processes()) == num_ranks
         stats = llm.stats().scheduler
         assert stats.num_free_blocks == stats.num_blocks
 
