@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from pagedray.descriptor_limit import raise_descriptor_limit
 from tests.chaos.faults.catalog import FAULTS
 from tests.chaos.history.checker import check
 from tests.chaos.history.events import read_history
@@ -42,6 +43,8 @@ __all__ = ["main", "make_parser"]
 
 _NUM_SHOWN = 40
 _DRAIN_S = 120
+_NUM_DESCRIPTORS = 1024
+"""Of a server whose descriptors a fault takes: enough for the clients that are checked."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +101,11 @@ def _run(options: argparse.Namespace, folder: Path, history_path: Path) -> None:
         disk = None
         if any(one.needs_disk for one in faults):
             disk = stack.enter_context(SmallDisk())
-        target = _target(options, folder, history, keys_path, disk)
+        limit = None
+        if any(one.needs_descriptor_limit for one in faults):
+            raise_descriptor_limit()
+            limit = _NUM_DESCRIPTORS
+        target = _target(options, folder, history, keys_path, disk, limit)
         print(f"History and log: {folder}", flush=True)
         print("Faults: " + "; ".join(one.name for one in faults), flush=True)
         target.start()
@@ -144,6 +151,7 @@ def _target(
     history: History,
     keys_path: Path,
     disk: SmallDisk | None,
+    descriptor_limit: int | None,
 ) -> Target:
     has_rank_processes = options.executor == "ray"
     size = (options.tensor_parallel_size or 2) if has_rank_processes else 1
@@ -166,6 +174,7 @@ def _target(
         num_ranks=size if has_rank_processes else 0,
         folder=options.model,
         disk=disk,
+        descriptor_limit=descriptor_limit,
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.chaos.faults.cut_connections import CutConnections
 from tests.chaos.faults.disconnect_clients import DisconnectClients
+from tests.chaos.faults.exhaust_descriptors import ExhaustDescriptors
 from tests.chaos.faults.fill_disk import FillDisk
 from tests.chaos.faults.hang_daemon import HangGcs, HangRaylet
 from tests.chaos.faults.hang_rank import HangRank
@@ -40,6 +41,7 @@ FAULTS: tuple[type[Fault], ...] = (
     Terminate,
     HangRank,
     FillDisk,
+    ExhaustDescriptors,
     HangReplica,
     KillGcs,
     KillRaylet,

@@ -39,6 +39,8 @@ class Fault(ABC):
     needs_rank_processes: ClassVar[bool] = False
     needs_disk: ClassVar[bool] = False
     """Whether it fills the disk of the target, which only root can make."""
+    needs_descriptor_limit: ClassVar[bool] = False
+    """Whether it takes all connections that a low limit of descriptors allows."""
     may_end_streams: ClassVar[bool] = False
     """Whether accepted streams may end with an error. They never end in silence."""
     limit_s: ClassVar[float] = 60.0

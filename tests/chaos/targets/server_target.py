@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -45,6 +46,7 @@ class ServerTarget(Target):
         num_ranks: int,
         folder: Path = TINY_LLAMA,
         disk: SmallDisk | None = None,
+        descriptor_limit: int | None = None,
     ) -> None:
         """With 0 rank processes, the rank runs in the server's process."""
         self.num_ranks = num_ranks
@@ -57,6 +59,7 @@ class ServerTarget(Target):
         self._log = log.open("wb")
         command, self._environment = serve_command(folder, *arguments)
         self.disk = disk
+        self.descriptor_limit = descriptor_limit
         if disk is not None:
             self._environment |= {"TMPDIR": str(disk.path), "RAY_TMPDIR": str(disk.path)}
         # The last one of a repeated flag counts.
@@ -127,6 +130,10 @@ class ServerTarget(Target):
             text=True,
             start_new_session=True,
         )
+        if self.descriptor_limit is not None:
+            # Before it raises the limit, which takes it a second.
+            limits = (self.descriptor_limit, self.descriptor_limit)
+            resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, limits)
 
     def _supervise(self) -> None:
         """Read what the server prints until it exits, then start it again."""

@@ -50,6 +50,9 @@ class Target(ABC):
     disk: SmallDisk | None = None
     """Where it writes temporary files, if that is a file system of its own."""
 
+    descriptor_limit: int | None = None
+    """How many descriptors its servers may open, if that is few."""
+
     @abstractmethod
     def start(self) -> None:
         """Start it and wait until it is ready."""
