@@ -61,6 +61,11 @@ def test_invalid_lists_are_refused(bad: bytes, is_last: bool) -> None:
         finish(read_json(b'{"prompt": [%b]}' % inside))
 
 
+def test_a_comma_at_the_end_of_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="ends with a comma"):
+        parsed(b'{"a":[%b9,]}' % (b"7," * 2**14))
+
+
 def test_clients_cannot_have_a_list_put_in_place_of_a_string() -> None:
     body: dict[str, object] = {"a": ["0"], "b": LONG, "c": ["x0"]}
     assert parsed(json.dumps(body).encode()) == body
