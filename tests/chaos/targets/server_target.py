@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,6 +30,7 @@ __all__ = ["ServerTarget"]
 
 _STOP_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 240.0
+_POLL_S = 0.5
 
 
 class ServerTarget(Target):
@@ -73,7 +75,10 @@ class ServerTarget(Target):
     def start(self) -> None:
         self._launch()
         self._supervisor.start()
-        assert self._ready.wait(_START_TIMEOUT_S), "The server did not start; see its log."
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._ready.wait(_POLL_S):
+            is_starting = self._supervisor.is_alive() and time.monotonic() < deadline_s
+            assert is_starting, "The server did not start; see its log."
 
     def stop(self) -> None:
         self._is_stopping = True
