@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LongLists"]
 
-_LONG = 2**10
+_LONG = 2**3
 """Commas of a list from which on it is parsed by itself."""
+_SHORT_BYTES = 2**10
+"""What is between two strings is not searched for lists if it is shorter."""
 _STEP_BYTES = 2**15
 
 
@@ -33,7 +35,7 @@ class LongLists:
         # Every second part is a string.
         parts = raw.split(b'"')
         for index in range(0, len(parts), 2):
-            if len(parts[index]) > _LONG:
+            if len(parts[index]) > _SHORT_BYTES:
                 parts[index] = self._without_lists(parts[index])
                 yield
         return b'"'.join(parts)

@@ -47,8 +47,18 @@ def test_any_body_is_read_as_a_whole_parse_reads_it(
     assert parsed(raw) == body
 
 
-def test_a_body_of_many_prompts_is_read() -> None:
-    body = {"prompt": [[5] * 100_000, [6, 7], [8] * 100_000], "stop": ["\n", "],["]}
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [[5] * 100_000, [6, 7], [8] * 100_000],
+        [[5] * 1000] * 128,
+        [[5] * 400] * 2048,
+        [[5] * 9] * 8000,
+    ],
+    ids=["long", "prompts", "texts", "short"],
+)
+def test_a_body_of_many_prompts_is_read(prompts: list[list[int]]) -> None:
+    body = {"prompt": prompts, "stop": ["\n", "],["]}
     assert finish(read_json(json.dumps(body).encode())) == body
 
 

@@ -73,15 +73,14 @@ LARGEST = RequestSize()
 def request_size(config: EngineConfig, limits: IntakeLimits) -> RequestSize:
     """Return the limits for a model: by default, all prompts that a call may have fit."""
     context = config.max_model_len
-    num_bytes = limits.request_bytes
-    if num_bytes is None:
-        num_bytes = min(MAX_REQUEST_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * context * MAX_N)
-        if config.model.is_encoder:
-            # Its calls may have more texts than others have prompts.
-            num_bytes = MAX_REQUEST_BYTES
+    num_bytes = min(MAX_REQUEST_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * context * MAX_N)
+    num_values = min(_MAX_VALUES, _OTHER_VALUES + context * MAX_N)
+    if config.model.is_encoder:
+        # Its calls may have more texts than others have prompts.
+        num_bytes, num_values = MAX_REQUEST_BYTES, _MAX_VALUES
     return RequestSize(
-        num_bytes=num_bytes,
-        num_values=min(_MAX_VALUES, _OTHER_VALUES + context * MAX_N),
+        num_bytes=num_bytes if limits.request_bytes is None else limits.request_bytes,
+        num_values=num_values,
         num_list_values=max(_LIST_VALUES, context),
         num_messages=max(_MIN_MESSAGES, min(_MAX_MESSAGES, context)),
         context=context,
