@@ -1,0 +1,45 @@
+"""Groups of more than two ranks survive the deaths of some."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkpoints import CASES, save_checkpoint
+from tests.system.rank_group import kill_when_running, open_group, tokens_of
+from tests.system.rank_processes import serving_processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "victims"), [(0, 3, [1]), (1, 4, [2]), (1, 4, [0, 3])]
+)
+def test_larger_group_keeps_the_ranks_that_live(
+    tmp_path: Path, ray_cluster: None, case: int, num_ranks: int, victims: list[int]
+) -> None:
+    save_checkpoint(CASES[case], tmp_path)
+    with open_group(tmp_path, num_ranks=num_ranks, enable_prefix_cache=False) as llm:
+        undisturbed = tokens_of(llm)
+        group = serving_processes()
+        assert len(group) == num_ranks
+        killed = [group[place] for place in victims]
+        before = llm.stats().num_generated_tokens
+
+        def kill() -> None:
+            kill_when_running(llm, before + 60, killed[0])
+            for rank in killed[1:]:
+                rank.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert tokens_of(llm) == undisturbed
+        killer.join()
+        assert set(serving_processes()) & set(group) == set(group) - set(killed)
+        assert len(serving_processes()) == num_ranks
+        stats = llm.stats().scheduler
+        assert stats.num_free_blocks == stats.num_blocks
