@@ -150,7 +150,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             reason = _one_line(error)
             raise InvalidRequestError(
-                f"The model's chat template rejected the messages: {reason}", param="messages"
+                f"The model's chat template rejected the messages: {reason}.", param="messages"
             ) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(
