@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from cluster.serving.client_host import client_host
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Acceptor:
                     raise
                 self._pause(error)
                 return
-            self._take(connection, str(address[0]))
+            self._take(connection, client_host(address[0]))
 
     def _take(self, connection: socket.socket, host: str) -> None:
         if self._num_open >= self._limits.total:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
+
+from cluster.serving.client_host import client_host
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -27,9 +30,12 @@ HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 _MAX_REQUEST_BYTES = 256
 _READ_TIMEOUT_S = 5.0
-_MAX_OPEN_CALLS = 32
-"""Open calls of one host, so that other hosts' probes are still answered."""
-_PORT = re.compile(r":\d+$")
+_MAX_WAITING_CALLS = 256
+"""Calls of one host whose message has not arrived. With one more, the oldest is ended."""
+_MAX_WATCHES = 32
+"""Watch calls of one host. Check calls are answered at once, so that they are not limited."""
+_MAX_ALL_WATCHES = 512
+_PEER = re.compile(r"(?:ipv[46]:)?(?P<address>.*?)(?::\d+)?")
 
 
 class Health:
@@ -43,7 +49,9 @@ class Health:
         self._read_timeout_s = read_timeout_s
         self._is_serving = dict.fromkeys(("", *services), False)
         self._changed = asyncio.Condition()
-        self._num_open: Counter[str] = Counter()
+        self._num_watches: Counter[str] = Counter()
+        self._waiting: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
+        """The timeouts of calls whose message has not arrived by host, oldest first."""
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status of all services and notify Watch calls."""
@@ -56,33 +64,58 @@ class Health:
         # Streaming handlers are called before a message has arrived.
         make = grpc.stream_stream_rpc_method_handler
         methods = {
-            "Check": make(self._bounded(self._check)),
-            "Watch": make(self._bounded(self._watch)),
+            "Check": make(self._reading(self._check)),
+            "Watch": make(self._reading(self._watch)),
         }
         return grpc.method_handlers_generic_handler(HEALTH, methods)
 
-    def _bounded(
+    def _reading(
         self, answer: Callable[[str, Context], Awaitable[None]]
     ) -> Callable[[object, Context], Awaitable[None]]:
         async def handle(_requests: object, context: Context) -> None:
-            with self._counted(_host_of(context)) as num_open:
-                if num_open > _MAX_OPEN_CALLS:
-                    text = f"A host may have at most {_MAX_OPEN_CALLS} open health calls."
-                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-                await answer(await _service(context, self._read_timeout_s), context)
+            await answer(await self._read_service(context), context)
 
         return handle
 
-    @contextmanager
-    def _counted(self, host: str) -> Iterator[int]:
-        """Count an open call of a host; yield the host's number of open calls."""
-        self._num_open[host] += 1
+    async def _read_service(self, context: Context) -> str:
+        """Return the name of the requested service. Aborts the call if none arrives in time."""
         try:
-            yield self._num_open[host]
+            async with asyncio.timeout(self._read_timeout_s) as timeout:
+                with self._counted_as_waiting(timeout, _host_of(context)):
+                    body = await context.read()
+        except TimeoutError:
+            text = f"The request message did not arrive within {self._read_timeout_s:g} s."
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        return await _service(body, context)
+
+    @contextmanager
+    def _counted_as_waiting(self, timeout: asyncio.Timeout, host: str) -> Iterator[None]:
+        waiting = self._waiting[host]
+        waiting[timeout] = None
+        if len(waiting) > _MAX_WAITING_CALLS:
+            oldest = next(iter(waiting))
+            del waiting[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        try:
+            yield
         finally:
-            self._num_open[host] -= 1
-            if not self._num_open[host]:
-                del self._num_open[host]
+            waiting.pop(timeout, None)
+            if not waiting:
+                self._waiting.pop(host, None)
+
+    @contextmanager
+    def _counted_as_watch(self, host: str) -> Iterator[bool]:
+        """Count a Watch call of a host; yield whether it is within the limits."""
+        self._num_watches[host] += 1
+        try:
+            yield (
+                self._num_watches[host] <= _MAX_WATCHES
+                and self._num_watches.total() <= _MAX_ALL_WATCHES
+            )
+        finally:
+            self._num_watches[host] -= 1
+            if not self._num_watches[host]:
+                del self._num_watches[host]
 
     async def _check(self, service: str, context: Context) -> None:
         if service not in self._is_serving:
@@ -90,6 +123,13 @@ class Health:
         await context.write(self._answer(service))
 
     async def _watch(self, service: str, context: Context) -> None:
+        with self._counted_as_watch(_host_of(context)) as is_within_limits:
+            if not is_within_limits:
+                text = f"A host may have at most {_MAX_WATCHES} open Watch calls."
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await self._send_changes(service, context)
+
+    async def _send_changes(self, service: str, context: Context) -> None:
         sent = b""
         while True:
             if (answer := self._answer(service)) != sent:
@@ -108,13 +148,8 @@ class Health:
         return answer
 
 
-async def _service(context: Context, timeout_s: float) -> str:
-    """Return the name of the requested service. Aborts the call if none arrives in time."""
-    try:
-        body = await asyncio.wait_for(context.read(), timeout_s)
-    except TimeoutError:
-        text = f"The request message did not arrive within {timeout_s:g} s."
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+async def _service(body: object, context: Context) -> str:
+    """Return the name in a message. Aborts the call if it is not valid."""
     if not isinstance(body, bytes) or len(body) > _MAX_REQUEST_BYTES:
         text = f"Expected a HealthCheckRequest of at most {_MAX_REQUEST_BYTES} bytes."
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -127,5 +162,7 @@ async def _service(context: Context, timeout_s: float) -> str:
 
 
 def _host_of(context: Context) -> str:
-    """Return a client's address without its port."""
-    return _PORT.sub("", context.peer())
+    """Return the host of a client, whose address gRPC gives as in a URL."""
+    found = _PEER.fullmatch(unquote(context.peer()))
+    assert found is not None
+    return client_host(found["address"].strip("[]"))
