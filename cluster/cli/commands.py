@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(parsed: argparse.Namespace) -> int:
     # Ray forks its daemons beside the running gRPC server; they never use its channels.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    # gRPC's core logs a line for many kinds of malformed calls, so that any client could fill the
+    # log. Errors of the server itself are exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.intake.limits import IntakeLimits

@@ -21,6 +21,11 @@ class ConnectionLimits:
     total: int = _MAX_TOTAL
     per_host: int = _MAX_TOTAL // 2
     """Fewer, so that one host cannot keep the others out."""
+    idle_s: float = 300.0
+    """A gRPC connection without calls is closed after this time; its client connects again."""
+    age_s: float = 3600.0
+    """A gRPC connection takes no more calls after this time, give or take a tenth. Open ones end
+    as if it did."""
 
 
 def connection_limits() -> ConnectionLimits:

@@ -48,6 +48,8 @@ class Attack(ABC):
     max_growth_mib: ClassVar[float] = 64.0
     """The server's memory beyond that before the attack."""
     max_log_lines: ClassVar[int] = 20
+    max_failed_checks: ClassVar[int] = 0
+    """Health checks of honest clients that may fail."""
 
     @abstractmethod
     def run(self, target: Target, seconds: float) -> Findings:

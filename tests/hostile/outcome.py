@@ -55,7 +55,9 @@ class Outcome:
         attack = self.attack
         found = list(self.findings.broken)
         found += [f"The honest tenant lost a request: {text}" for text in self._lost()[:3]]
-        found += [f"A health check failed: {text}" for text in self.beside.probed.failed[:3]]
+        failed = self.beside.probed.failed
+        if len(failed) > attack.max_failed_checks:
+            found.append(f"{len(failed)} health checks failed, such as: {failed[0]}")
         growth_mib = self.rss_peak_mib - self.rss_before_mib
         if growth_mib > attack.max_growth_mib:
             found.append(f"Memory grew by {growth_mib:.0f} MiB.")

@@ -7,7 +7,7 @@ import logging
 import resource
 import socket
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
@@ -132,6 +132,30 @@ async def test_grpc_connections_are_bounded_after_descriptors_ran_out(servicer: 
             await until_alive(connections, LIMITS.per_host)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await server.stop_server(0.1)
+
+
+async def test_old_grpc_connections_take_no_more_calls_and_keep_theirs(
+    servicer: Servicer,
+) -> None:
+    limits = ConnectionLimits(age_s=0.2)
+    server = GrpcServer(servicer, host="127.0.0.1", port=0, limits=limits)
+    await server.start_server()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            # Any: the stub is not async to mypy.
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(PREFACE)
+            async with asyncio.timeout(10.0):
+                # The reason that the last frame gives.
+                await reader.readuntil(b"max_age")
+            writer.close()
+            await server.set_serving(True)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
         await server.stop_server(0.1)
 
 

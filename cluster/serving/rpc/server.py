@@ -10,11 +10,12 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.serving.connection_limits import ConnectionLimits
 from cluster.serving.listener import listen
+from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
-from cluster.serving.rpc.host_limit import HostLimit
 from cluster.serving.rpc.message_limit import max_received_bytes
 from cluster.serving.rpc.methods import method_handlers
+from cluster.serving.rpc.proven_connections import ProofInterceptor, ProvenConnections
 from cluster.serving.rpc.service import SERVICE
 
 if TYPE_CHECKING:
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["GrpcServer"]
 
+_MIN_STREAMS = 256
+"""Of one connection. Further calls wait in the client."""
 _OPTIONS = (
     # Otherwise a fast connection may send much more of a message than is being read.
     ("grpc.http2.bdp_probe", 0),
     # gRPC delays its own rejections by 0.1 to 1 s to slow abusers down, but meanwhile a call keeps
     # its memory and counts as open.
     ("grpc.http.tarpit", 0),
-    # Per connection. Further calls wait in the client, so it exceeds the size of the queue.
-    ("grpc.max_concurrent_streams", 4096),
+    # Calls that wait for the event loop; above the first limit some are cancelled, above the second
+    # all. Some connections may fill their streams at once without harm to others.
+    ("grpc.server.max_pending_requests", 8 * _MIN_STREAMS),
+    ("grpc.server.max_pending_requests_hard_limit", 16 * _MIN_STREAMS),
     # Metadata may be rejected above the first limit and always is above the second.
     ("grpc.max_metadata_size", 8 * 2**10),
     ("grpc.absolute_max_metadata_size", 16 * 2**10),
@@ -42,8 +47,6 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Its client connects again with the next call.
-    ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
@@ -77,13 +80,24 @@ class GrpcServer:
         await self.set_serving(False)
         options = (
             *_OPTIONS,
+            (
+                "grpc.max_concurrent_streams",
+                max(_MIN_STREAMS, self._servicer.config.scheduler.max_num_seqs),
+            ),
             ("grpc.max_allowed_incoming_connections", self._limits.total),
+            ("grpc.max_connection_idle_ms", int(self._limits.idle_s * 1e3)),
+            ("grpc.max_connection_age_ms", int(self._limits.age_s * 1e3)),
             (
                 "grpc.max_receive_message_length",
                 max_received_bytes(self._servicer.intake.size.num_bytes),
             ),
         )
-        server = grpc.aio.server(interceptors=(EntryInterceptor(self._servicer),), options=options)
+        proven = ProvenConnections()
+        interceptors = (
+            EntryInterceptor(self._servicer),
+            ProofInterceptor(self._servicer, proven),
+        )
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         server.add_generic_rpc_handlers((method_handlers(self._servicer), self._health.handlers()))
         names = (SERVICE.full_name, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -98,7 +112,8 @@ class GrpcServer:
         )
         await server.start()
         self._server = server
-        self._watching = asyncio.create_task(HostLimit(self.port, self._limits).watch())
+        watch = ConnectionWatch(self.port, self._limits, proven)
+        self._watching = asyncio.create_task(watch.watch())
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that grpc.health.v1 reports."""

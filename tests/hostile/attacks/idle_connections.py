@@ -25,6 +25,8 @@ class IdleConnections(Attack):
 
     name = "idle connections"
     max_descriptors = 1024
+    # gRPC accepts up to its total before the excess of a host is closed.
+    max_failed_checks = 3
     fast_s = 2.0
     full_s = 20.0
 

@@ -108,14 +108,39 @@ async def test_missing_message_times_out(channel: grpc.aio.Channel) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_open_calls_of_a_host_are_bounded(health: Health, channel: grpc.aio.Channel) -> None:
+async def test_checks_are_answered_beside_all_watches_of_a_host(
+    health: Health, channel: grpc.aio.Channel
+) -> None:
     watches = [call(channel, "Watch", asking_for(SERVICE)) for _ in range(32)]
     for watch in watches:
         await status(watch)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(channel, "Check", asking_for("")).read()
+        await call(channel, "Watch", asking_for("")).read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await status(call(channel, "Check", asking_for(""))) == STATUS.NOT_SERVING
     for watch in watches:
         watch.cancel()
-    await wait_until(lambda: not health._num_open)
-    assert await status(call(channel, "Check", asking_for(""))) == STATUS.NOT_SERVING
+    await wait_until(lambda: not health._num_watches)
+    assert await status(call(channel, "Watch", asking_for(""))) == STATUS.NOT_SERVING
+
+
+async def test_checks_are_answered_beside_calls_without_a_message() -> None:
+    server = grpc.aio.server()
+    health = Health((SERVICE,), read_timeout_s=60.0)
+    server.add_generic_rpc_handlers((health.handlers(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        # Any: see `call`
+        silent: list[Any] = [
+            channel.stream_stream(f"/{HEALTH}/Check")()  # type: ignore[call-arg]  # see `call`
+            for _ in range(300)
+        ]
+        await wait_until(lambda: sum(map(len, health._waiting.values())) == 256)
+        assert await status(call(channel, "Check", asking_for(""))) == STATUS.NOT_SERVING
+        await wait_until(lambda: sum(one.done() for one in silent) >= 300 - 256)
+        ended = [await one.code() for one in silent if one.done()]
+        assert set(ended) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        for one in silent:
+            one.cancel()
+    await server.stop(0)

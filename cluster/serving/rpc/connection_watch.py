@@ -1,0 +1,155 @@
+"""Closes gRPC connections that gRPC itself cannot limit.
+
+These are the ones that a host has too many of, and those that send much without one valid call:
+gRPC decodes any number of headers, pings and settings of a client without a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.serving.client_host import client_host
+from cluster.serving.rpc.open_sockets import (
+    end_connection,
+    num_received_bytes,
+    open_sockets,
+    peer_address,
+)
+from cluster.serving.rpc.proven_connections import peer_name
+from cluster.serving.telemetry.line_limit import LineLimit
+
+if TYPE_CHECKING:
+    from cluster.serving.connection_limits import ConnectionLimits
+    from cluster.serving.rpc.proven_connections import ProvenConnections
+
+__all__ = ["ConnectionWatch"]
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.1
+_SUSPECT_INTERVAL_S = 0.05
+"""While a connection is suspected, whose next look is the last."""
+_MAX_SHARE = 0.02
+"""Of the time that may be spent on watching."""
+_UNPROVEN_BYTES = 2**16
+_UNPROVEN_BYTES_PER_S = 2**12
+"""Health checks need less, at several a second."""
+_TRIM_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    host: str
+    peer: str
+    """As gRPC writes it."""
+    seen_s: float
+
+
+class ConnectionWatch:
+    """Watches the connections of a port of this process."""
+
+    def __init__(self, port: int, limits: ConnectionLimits, proven: ProvenConnections) -> None:
+        self._port = port
+        self._limit = limits.per_host
+        self._proven = proven
+        self._known: dict[int, _Connection | None] = {}
+        """Open sockets by their inodes, oldest first; None if one is no connection of the port."""
+        self._suspects: set[int] = set()
+        """Connections that had sent too much at the last look, by their inodes."""
+        self._excess_lines = LineLimit()
+        self._unproven_lines = LineLimit()
+        self._has_garbage = False
+        self._next_trim_s = 0.0
+
+    async def watch(self) -> None:
+        """Close connections until it is cancelled."""
+        interval_s = _INTERVAL_S
+        while True:
+            await asyncio.sleep(interval_s)
+            started_s = time.monotonic()
+            # Listing descriptors takes one; without any, the next turn may find one.
+            with suppress(OSError):
+                await asyncio.to_thread(self.close_excess)
+            wanted_s = _SUSPECT_INTERVAL_S if self._suspects else _INTERVAL_S
+            interval_s = max(wanted_s, (time.monotonic() - started_s) / _MAX_SHARE)
+
+    def close_excess(self) -> None:
+        """Close what exceeds a limit, of a host's connections the newest."""
+        sockets = open_sockets()
+        self._update_known(sockets)
+        num_open: Counter[str] = Counter()
+        suspects: set[int] = set()
+        for inode, connection in self._known.items():
+            if connection is None:
+                continue
+            num_open[connection.host] += 1
+            if num_open[connection.host] > self._limit:
+                end_connection(sockets[inode], inode)
+                self._log_excess(connection.host)
+            elif self._sends_too_much(connection, sockets[inode]):
+                # A message may arrive shortly before the handler of its call has started.
+                if inode not in self._suspects:
+                    suspects.add(inode)
+                    continue
+                end_connection(sockets[inode], inode)
+                self._log_unproven(connection.host)
+                self._has_garbage = True
+        self._suspects = suspects
+        self._trim()
+
+    def _update_known(self, sockets: dict[int, int]) -> None:
+        known = {inode: found for inode, found in self._known.items() if inode in sockets}
+        for inode, descriptor in sockets.items():
+            if inode not in known:
+                address = peer_address(descriptor, self._port)
+                known[inode] = (
+                    None
+                    if address is None
+                    else _Connection(client_host(address[0]), peer_name(*address), time.monotonic())
+                )
+        self._known = known
+        self._proven.forget_closed({one.peer for one in known.values() if one is not None})
+
+    def _sends_too_much(self, connection: _Connection, descriptor: int) -> bool:
+        if connection.peer in self._proven:
+            return False
+        age_s = time.monotonic() - connection.seen_s
+        allowed = _UNPROVEN_BYTES + age_s * _UNPROVEN_BYTES_PER_S
+        return num_received_bytes(descriptor) > allowed
+
+    def _trim(self) -> None:
+        """Return the memory of ended connections, which the allocator keeps, to the system."""
+        now_s = time.monotonic()
+        if self._has_garbage and now_s >= self._next_trim_s:
+            self._has_garbage = False
+            self._next_trim_s = now_s + _TRIM_INTERVAL_S
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+
+    def _log_excess(self, host: str) -> None:
+        if num_closed := self._excess_lines.count_event():
+            logger.warning(
+                "Closed %d gRPC connections beyond %d of a host, the last of %s. Raise the limit "
+                "of open files (ulimit -n) if these are clients of yours.",
+                num_closed,
+                self._limit,
+                host,
+            )
+
+    def _log_unproven(self, host: str) -> None:
+        if num_closed := self._unproven_lines.count_event():
+            logger.warning(
+                "Closed %d gRPC connections that sent more than %d bytes without a valid call, the "
+                "last of %s.",
+                num_closed,
+                _UNPROVEN_BYTES,
+                host,
+            )

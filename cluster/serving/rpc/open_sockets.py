@@ -1,0 +1,77 @@
+"""The sockets of this process, whoever opened them: gRPC does not say which ones are its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from contextlib import suppress
+
+__all__ = ["end_connection", "num_received_bytes", "open_sockets", "peer_address"]
+
+_DESCRIPTORS = "/proc/self/fd"
+_INFO_BYTES = 136
+_RECEIVED_OFFSET = 128
+"""Of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+_DISCARDED_BYTES = 2**20
+_MAPPED = "::ffff:"
+
+
+def open_sockets() -> dict[int, int]:
+    """Return the descriptors of all sockets by their inodes. Raises OSError without a descriptor.
+
+    An inode belongs to one socket for as long as that is open, unlike a descriptor's number.
+    """
+    with os.scandir(_DESCRIPTORS) as entries:
+        descriptors = [int(entry.name) for entry in entries]
+    found: dict[int, int] = {}
+    for descriptor in descriptors:
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = descriptor
+    return found
+
+
+def peer_address(descriptor: int, port: int) -> tuple[str, int] | None:
+    """Return a client's host and port if a socket is a connection to a port of this process.
+
+    gRPC's sockets are of IPv6, where IPv4 addresses have a prefix, which is removed.
+    """
+    with suppress(OSError):
+        connection = socket.socket(fileno=descriptor)
+        try:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                # It may be one that listens, or that is closed: it has no peer.
+                peer_host, peer_port = connection.getpeername()[:2]
+                if connection.getsockname()[1] == port:
+                    return peer_host.removeprefix(_MAPPED), peer_port
+        finally:
+            # Somebody else owns it.
+            connection.detach()
+    return None
+
+
+def num_received_bytes(descriptor: int) -> int:
+    """Return how much a TCP connection has received; 0 if the system does not say."""
+    with suppress(OSError):
+        connection = socket.socket(fileno=descriptor)
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        finally:
+            connection.detach()
+        if len(info) >= _INFO_BYTES:
+            return int(struct.unpack_from("=Q", info, _RECEIVED_OFFSET)[0])
+    return 0
+
+
+def end_connection(descriptor: int, inode: int) -> None:
+    """End a connection, which its owner then closes, and drop what has not been read from it."""
+    # Its owner may have closed it meanwhile, but a duplicate stays what it is.
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(socket.SHUT_RDWR)
+            flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+            while connection.recv(_DISCARDED_BYTES, flags):
+                pass

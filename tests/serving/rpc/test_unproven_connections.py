@@ -1,0 +1,136 @@
+"""Connections that send much without a valid call are closed, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.rpc.proven_connections import ProvenConnections, peer_name
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.hostile.http2 import (
+    ACK,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    call_headers,
+    frame,
+)
+from tests.load.tenant_keys import write_keys
+from tests.serving.grpc_frontend import grpc_frontend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+GENERATE = "/pagedray.v1.GenerationService/Generate"
+START = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0)
+
+
+def calls(number: int) -> bytes:
+    """Return calls without a key, of about 300 bytes each."""
+    block = call_headers(GENERATE, {"x": "a" * 150})
+    streams = range(1, 2 * number, 2)
+    return b"".join(frame(HEADERS, END_HEADERS | END_STREAM, one, block) for one in streams)
+
+
+async def is_closed(target: str, sent: bytes, within_s: float) -> bool:
+    """Return whether the server closes a connection that sends this."""
+    host, _, port = target.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(START + sent)
+        async with asyncio.timeout(within_s):
+            while await reader.read(2**16):
+                pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        writer.close()
+    return True
+
+
+async def test_connection_that_sends_much_without_a_key_is_closed(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.toml"
+    write_keys(path, "ann")
+    with caplog.at_level(logging.WARNING):
+        async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
+            assert await is_closed(frontend.target, calls(400), 20.0)
+            assert await is_closed(frontend.target, calls(400), 20.0)
+            assert not await is_closed(frontend.target, calls(20), 0.5)
+    assert len([record for record in caplog.records if "valid call" in record.message]) == 1
+
+
+async def test_connection_with_a_valid_call_may_send_much(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.toml"
+    metadata = (("authorization", f"Bearer {write_keys(path, 'ann')['ann']}"),)
+    with caplog.at_level(logging.WARNING):
+        async with (
+            grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend,
+            grpc.aio.insecure_channel(frontend.target) as channel,
+        ):
+            # Any: the generated stub is not async to mypy.
+            stub: Any = pagedray_pb2_grpc.GenerationServiceStub(channel)
+            for _ in range(3):
+                # The text is too long, but the key is valid.
+                request = pb.TokenizeRequest(text="a b " * 16_000)
+                await stub.Tokenize(request, metadata=metadata).code()
+                # Connections are looked at ten times a second.
+                await asyncio.sleep(0.3)
+    assert [record.message for record in caplog.records] == []
+
+
+async def test_many_health_checks_may_share_a_connection(tokenizer: Tokenizer) -> None:
+    async with (
+        grpc_frontend(tokenizer) as frontend,
+        grpc.aio.insecure_channel(frontend.target) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # Any: see above
+        for _ in range(300):
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+
+
+def test_closed_connections_are_forgotten_at_the_second_look() -> None:
+    proven = ProvenConnections()
+    proven.add("ipv4:192.0.2.1:1")
+    proven.add("ipv4:192.0.2.1:2")
+    for _ in range(2):
+        assert "ipv4:192.0.2.1:2" in proven
+        proven.forget_closed({"ipv4:192.0.2.1:1"})
+    assert "ipv4:192.0.2.1:1" in proven
+    assert "ipv4:192.0.2.1:2" not in proven
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_peers_have_the_names_that_grpc_gives_them(host: str) -> None:
+    names: list[str] = []
+
+    async def handle(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        names.append(context.peer())
+        return b""
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(handle)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": method}),))
+    port = server.add_insecure_port(f"{host}:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+        await channel.unary_unary("/a.B/C")(b"", timeout=10.0)  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
+    await server.stop(0)
+    client_port = int(names[0].rpartition(":")[2])
+    assert names == [peer_name(host.strip("[]"), client_port)]
