@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.hostile.attacks.continuation_flood import ContinuationFlood
+from tests.hostile.attacks.costly_grammar import CostlyGrammar
+from tests.hostile.attacks.dns_rebinding import DnsRebinding
 from tests.hostile.attacks.empty_messages import EmptyMessages
+from tests.hostile.attacks.forged_roles import ForgedRoles
 from tests.hostile.attacks.header_bomb import HeaderBomb
 from tests.hostile.attacks.header_name_bomb import HeaderNameBomb
 from tests.hostile.attacks.id_lists import IdLists
@@ -34,7 +37,10 @@ ATTACKS: dict[str, type[Attack]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
         ContinuationFlood,
+        CostlyGrammar,
+        DnsRebinding,
         EmptyMessages,
+        ForgedRoles,
         HeaderBomb,
         HeaderNameBomb,
         IdLists,

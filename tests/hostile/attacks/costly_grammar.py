@@ -1,0 +1,50 @@
+"""Grammars that are quick to compile, and whose masks take ever longer."""
+
+from __future__ import annotations
+
+import json
+import time
+from http.client import HTTPConnection
+from typing import TYPE_CHECKING
+
+from tests.hostile.attack import Attack, Findings
+
+if TYPE_CHECKING:
+    from tests.hostile.attack import Target
+
+__all__ = ["CostlyGrammar"]
+
+_GRAMMAR = """
+root ::= (a | b)*
+a ::= ("x" | "xx" | "xxx")*
+b ::= ("x" a | a "x")*
+"""
+_BODY = {
+    "model": "tiny-llama",
+    "prompt": "x",
+    "guided_grammar": _GRAMMAR,
+    "max_tokens": 900,
+    "ignore_eos": True,
+}
+
+
+class CostlyGrammar(Attack):
+    """Completions that follow a grammar with more derivations of a text at each token."""
+
+    name = "a grammar with costly masks"
+
+    def run(self, target: Target, seconds: float) -> Findings:
+        """Generate with it, again and again; the client must be told why it gets no answer."""
+        end_s = time.monotonic() + seconds
+        num_sent, broken = 0, set()
+        connection = HTTPConnection("127.0.0.1", target.http_port, timeout=60.0)
+        headers = {"Authorization": f"Bearer {target.key}", "Content-Type": "application/json"}
+        while not num_sent or time.monotonic() < end_s:
+            connection.request("POST", "/v1/completions", json.dumps(_BODY), headers)
+            response = connection.getresponse()
+            answer = response.read().decode()
+            num_sent += 1
+            if response.status != 400 or "cannot follow its structure" not in answer:
+                broken.add(f"it was answered with {response.status}: {answer:.200}")
+        connection.close()
+        return Findings(figures={"requests": num_sent}, broken=tuple(broken))
