@@ -1,4 +1,4 @@
-"""Jinja's sandbox with limits of time and size, for templates that nobody has reviewed.
+"""Jinja's sandbox with limits of time and size, for templates of unknown models.
 
 The sandbox keeps a template from the rest of the process, but not from its time and memory: it may
 loop for ever, or double a text until the memory is full. So loops, calls, filters and operators
@@ -39,6 +39,7 @@ _MAX_WIDTH = 999
 """Of a format."""
 _MAX_DIGITS = 16
 """To which a number is rounded, or by which JSON is indented."""
+_CHARACTERS_PER_STEP = 4096
 _CHECK_INTERVAL = 64
 """Steps between two looks at the clock, which takes as long as a step."""
 _WORK_S = 0.001
@@ -93,12 +94,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     # Any: values of templates, here and below.
     def limited(self, value: Any) -> Any:
         """Return a value that a template has made. Raises TemplateLimitError if it is too large."""
-        self._count_step()
         if isinstance(value, str):
+            self._count_step(1 + len(value) // _CHARACTERS_PER_STEP)
             self._count_size(len(value))
         elif isinstance(value, list | tuple | Mapping):
-            self._count_size(_num_elements(value))
-        elif isinstance(value, Iterator):
+            num_elements = _num_elements(value)
+            self._count_step(1 + num_elements)
+            self._count_size(num_elements)
+        else:
+            self._count_step()
+        if isinstance(value, Iterator):
             return self._counted(value)
         return value
 
@@ -246,18 +251,26 @@ def _listed(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _num_elements(value: Any) -> int:
-    """Return the number of elements of a list or mapping, with those of its elements."""
-    num_elements = 0
+    """Return the number of elements of a list or mapping, with those of its elements.
+
+    Raises TemplateLimitError if it, or its text, is too large.
+    """
+    num_elements = num_characters = 0
     open_values = [value]
     while open_values:
         one = open_values.pop()
+        if isinstance(one, str):
+            num_characters += len(one)
+            continue
         if isinstance(one, Mapping):
-            one = tuple(one.values())
+            one = (*one.keys(), *one.values())
         if isinstance(one, list | tuple):
             num_elements += len(one)
-            if num_elements > _MAX_ELEMENTS:
+            if num_elements > _MAX_ELEMENTS or num_characters > _MAX_TOTAL:
                 raise TemplateLimitError("the template makes a list that is too large")
             open_values += one
+    if num_characters > _MAX_TOTAL:
+        raise TemplateLimitError("the template makes a list of too much text")
     return num_elements
 
 

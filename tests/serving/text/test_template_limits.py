@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,6 +57,8 @@ LIMITS = (
         LIST.replace("%s", "dict(a=ns.x, b=ns.x)"),
         LIST.replace("%s", "ns.x * 2"),
         PAIR,
+        "{{ [['a' * 99999] * 99999] | string }}",
+        "{{ {'a': ('b' * 99999,) * 99999} | tojson }}",
         "{{ 'a' * 10 ** 10 }}",
         "{{ [1] * 99999 * 99999 }}",
         "{{ 10 ** 10 ** 10 }}",
@@ -79,10 +80,8 @@ LIMITS = (
     ],
 )
 def test_a_template_cannot_run_for_ever(source: str) -> None:
-    began_s = time.thread_time()
     with pytest.raises((InvalidRequestError, CheckpointError), match=LIMITS):
-        ChatTemplate(source, {}, origin="here", cpu_s=0.2).render([ChatMessage("user", "x")])
-    assert time.thread_time() - began_s < 2.0
+        ChatTemplate(source, {}, origin="here", cpu_s=0.1).render([ChatMessage("user", "x")])
 
 
 @pytest.mark.parametrize(
