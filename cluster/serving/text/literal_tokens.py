@@ -157,9 +157,15 @@ class _Marker:
 
     def mark_message(self, message: ChatMessage) -> ChatMessage:
         """Return a message with marks; its role is one of a few words."""
+        content = self._mark(message.content)
+        if content is message.content and not (
+            message.tool_calls or message.tool_call_id or message.name
+        ):
+            # The common case, some thousand times for a long conversation.
+            return message
         return replace(
             message,
-            content=self._mark(message.content),
+            content=content,
             tool_calls=tuple(map(self._mark_call, message.tool_calls)),
             tool_call_id=self.mark_value(message.tool_call_id),
             name=self.mark_value(message.name),
