@@ -106,7 +106,7 @@ class OpenCall:
         self._open_calls[self] = None
 
     def leave(self) -> None:
-        """Release it unless it has begun; whoever began it closes it."""
+        """Release it unless it has begun; then the caller of `begin` closes it."""
         if not self._has_begun:
             self.release()
 

@@ -34,7 +34,7 @@ class IncomingMessage:
             self._count(num_bytes)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Count more bytes if there is room for them and nobody of the tenant waits for it."""
+        """Count more bytes if there is room and no other message of the tenant waits for it."""
         has_room = self._reception.has_room(self._tenant, num_bytes)
         if has_room:
             self._count(num_bytes)

@@ -75,7 +75,7 @@ class Turns:
         self._drop_idle(tenant, line)
         while self._num_free and (following := self._next_line()) is not None:
             given = following.waiting.popleft()
-            # A call that was cancelled at this moment has not removed itself yet.
+            # A call that was just cancelled has not removed itself yet.
             if not given.cancelled():
                 self._start(following)
                 given.set_result(None)

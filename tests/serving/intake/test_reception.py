@@ -68,7 +68,7 @@ async def test_a_message_that_waits_long_is_refused(reception: Reception) -> Non
         await reception.open_message("ben").wait_room(80)
 
 
-async def test_counts_are_exact_whoever_leaves() -> None:
+async def test_counts_stay_exact_when_messages_are_cancelled() -> None:
     reception = Reception(BufferLimits(400), wait_s=60.0)
     chance = random.Random(0)
 

@@ -35,7 +35,7 @@ async def test_a_cancelled_call_keeps_no_place() -> None:
     await settle()
     waiting[0].cancel()
     waiting[1].cancel()
-    # Ben's place is given at the moment at which he leaves.
+    # Ben is given his place while he leaves.
     turns.end_turn("ann", 0.0)
     await settle()
     assert [one.done() for one in waiting] == [True, True, True]
