@@ -25,7 +25,7 @@ from pagedray.errors import StartupError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
 from pagedray.step_listener import connect
 from workers.heartbeat import start_heartbeat
-from workers.parallel.rendezvous import Rendezvous
+from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pagedray.config import CacheSize, EngineConfig
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
+    from workers.parallel.rendezvous import GroupAddress, Rendezvous
     from workers.worker import PendingStep, Worker
 
 __all__ = ["GpuWorker"]
@@ -91,10 +92,14 @@ class GpuWorker:
             os.environ[_VISIBLE_DEVICES] = visible_devices
         self._run(self._import_libraries)
 
-    def open_rendezvous(self, host: str) -> tuple[str, int]:
+    def open_rendezvous(self, host: str) -> GroupAddress:
         """Listen on `host`, an address of this node; return the address and port of the group."""
-        self._rendezvous = Rendezvous(host)
-        return host, self._rendezvous.port
+        if self._rendezvous is not None:
+            # Of a start that failed.
+            self._rendezvous.close()
+        # On one node, a socket on the loopback would be open to all its users.
+        self._rendezvous = FileRendezvous() if host == LOOPBACK else SocketRendezvous(host)
+        return self._rendezvous.address
 
     def load_progress(self) -> tuple[int, int]:
         """Return the number of tensors loaded, and of all tensors."""
@@ -115,7 +120,7 @@ class GpuWorker:
         """
         return self._run(self._load_rank, rank, device_index, cache)
 
-    def join_group(self, address: tuple[str, int], host: str) -> str | None:
+    def join_group(self, address: GroupAddress, host: str) -> str | None:
         """Join the group; return an error message or None.
 
         `address` is the rendezvous; `host` is the address where other ranks reach this one.
@@ -254,7 +259,7 @@ class GpuWorker:
             release_gpu_memory()
             time.sleep(_FREED_MEMORY_POLL_S)
 
-    def _join_group(self, address: tuple[str, int], host: str) -> str | None:
+    def _join_group(self, address: GroupAddress, host: str) -> str | None:
         assert self._group is not None
         rendezvous, self._rendezvous = self._rendezvous, None
         try:

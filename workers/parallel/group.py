@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from workers.parallel.one_shot import OneShotAllReduce
-    from workers.parallel.rendezvous import Rendezvous
+    from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["GroupBrokenError", "ParallelGroup", "SoloGroup"]
 
@@ -55,12 +55,12 @@ class ParallelGroup(ABC):
 
     @abstractmethod
     def join(
-        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+        self, address: GroupAddress, *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
         """Connect to the other ranks, which meet at `address`. Raises DeviceError.
 
-        `rendezvous` is the socket at that address, if this rank listens on it already; `host` is
-        the address where the other ranks reach this one.
+        `rendezvous` is what this rank has opened at that address; `host` is the address where the
+        other ranks reach this one.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class SoloGroup(ParallelGroup):
         super().__init__(rank=0, size=1, progress=progress)
 
     def join(
-        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+        self, address: GroupAddress, *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
         if rendezvous is not None:
             rendezvous.close()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagedray.rank_progress import ProgressWord
     from workers.parallel.group import ParallelGroup
     from workers.parallel.one_shot import RowShape
-    from workers.parallel.rendezvous import Rendezvous
+    from workers.parallel.rendezvous import GroupAddress, Rendezvous
 
 __all__ = ["make_group", "open_group"]
 
@@ -44,7 +44,7 @@ def open_group(
     size: int,
     *,
     device: torch.device,
-    address: tuple[str, int] = (LOOPBACK, 0),
+    address: GroupAddress = (LOOPBACK, 0),
     host: str = LOOPBACK,
     rendezvous: Rendezvous | None = None,
     timeout_s: float = 300.0,

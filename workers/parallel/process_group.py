@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import Phase, ProgressWord
@@ -17,7 +18,13 @@ from workers.parallel.group import GroupBrokenError, ParallelGroup
 from workers.parallel.network_interface import interface_of
 from workers.parallel.one_shot import OneShotAllReduce, RowShape
 from workers.parallel.peer_memory import PeerMemoryError
-from workers.parallel.rendezvous import LOOPBACK, Rendezvous
+from workers.parallel.rendezvous import (
+    LOOPBACK,
+    FileRendezvous,
+    GroupAddress,
+    Rendezvous,
+    SocketRendezvous,
+)
 
 __all__ = ["ProcessGroup"]
 
@@ -30,8 +37,8 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class ProcessGroup(ParallelGroup):
     """Ranks in processes of their own: NCCL on GPUs, gloo on CPUs.
 
-    The ranks meet at a TCP store that rank 0 opens, one for each time that they join. Every wait
-    times out after `timeout_s`.
+    The ranks meet at a store that rank 0 opens, one for each time that they join: a file in memory
+    on one node, TCP between nodes. Every wait times out after `timeout_s`.
     """
 
     def __init__(
@@ -52,18 +59,18 @@ class ProcessGroup(ParallelGroup):
         # Any, since the stubs of the backends differ between builds of torch.
         self._backend: Any = None
         self._store: Store | None = None
+        self._store_file: int | None = None
+        """The descriptor of the rendezvous, if it is a file."""
 
     def join(
-        self, address: tuple[str, int], *, host: str, rendezvous: Rendezvous | None = None
+        self, address: GroupAddress, *, host: str, rendezvous: Rendezvous | None = None
     ) -> None:
         assert self._backend is None
         self.progress.enter(Phase.JOINING)
         try:
-            if self.rank == 0 and rendezvous is None:
-                rendezvous = Rendezvous(*address)
-            store = PrefixStore(
-                "pagedray", _open_store(address, self.size, rendezvous, self._timeout)
-            )
+            # Threads of an earlier backend may still use its store, which has other keys.
+            store = PrefixStore(f"pagedray-{address}", self._open_store(address, rendezvous))
+            store.set_timeout(self._timeout)
             open_backend = _open_nccl if self._device.type == "cuda" else _open_gloo
             self._backend = open_backend(
                 store, self.rank, self.size, timeout=self._timeout, host=host, device=self._device
@@ -75,10 +82,13 @@ class ProcessGroup(ParallelGroup):
             self.one_shot = self._open_one_shot(store)
         except (RuntimeError, OSError, GroupBrokenError) as error:
             first_line = str(error).strip().partition("\n")[0]
+            place = address if isinstance(address, Path) else f"{address[0]}:{address[1]}"
             raise DeviceError(
-                f"Rank {self.rank} of {self.size} could not join its group at "
-                f"{address[0]}:{address[1]}: {first_line}"
+                f"Rank {self.rank} of {self.size} could not join its group at {place}: {first_line}"
             ) from error
+        finally:
+            if rendezvous is not None:
+                rendezvous.close()
 
     def abort(self) -> None:
         # A collective of gloo fails by itself when the connection to another rank ends.
@@ -154,21 +164,31 @@ class ProcessGroup(ParallelGroup):
         votes = torch.full((1,), float(is_so), device=self._device)
         return int(self.all_reduce(votes)) == self.size
 
-
-def _open_store(
-    address: tuple[str, int], size: int, rendezvous: Rendezvous | None, timeout: timedelta
-) -> TCPStore:
-    host, port = address
-    if rendezvous is None:
-        return TCPStore(host, port, size, is_master=False, timeout=timeout)
-    return TCPStore(
-        host,
-        rendezvous.port,
-        size,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=rendezvous.detach(),
-    )
+    def _open_store(self, address: GroupAddress, rendezvous: Rendezvous | None) -> Store:
+        if isinstance(address, Path):
+            file = FileRendezvous.open(address)
+            # A store opens it again by its number for every access, and threads of a backend may
+            # outlive it: the number must never become that of a file of something else.
+            if self._store_file is None:
+                self._store_file = file
+            else:
+                os.dup2(file, self._store_file, inheritable=False)
+                os.close(file)
+            return FileStore(f"/proc/self/fd/{self._store_file}", self.size)
+        host, port = address
+        if self.rank != 0:
+            return TCPStore(host, port, self.size, is_master=False, timeout=self._timeout)
+        if rendezvous is None:
+            rendezvous = SocketRendezvous(host, port)
+        assert isinstance(rendezvous, SocketRendezvous)
+        return TCPStore(
+            host,
+            rendezvous.port,
+            self.size,
+            is_master=True,
+            timeout=self._timeout,
+            master_listen_fd=rendezvous.detach(),
+        )
 
 
 # Any, since the stubs of these bindings differ between builds of torch.

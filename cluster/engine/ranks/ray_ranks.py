@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.engine.ranks.spare_ranks import SpareRanks
     from pagedray.batch import EmbedOutput, EmbedPlan, StepMasks, StepOutput, StepPlan
     from pagedray.config import EngineConfig
+    from workers.parallel.rendezvous import GroupAddress
 
 __all__ = ["RayRanks"]
 
@@ -271,13 +272,13 @@ class RayRanks:
             references, what, self._loaded_fraction if is_loading else _no_fraction
         )
 
-    def _open_rendezvous(self) -> tuple[str, int]:
+    def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
         what = f"Starting {_ranks(self._size)}"
-        address: tuple[str, int] = self._results(opening, what, _no_fraction)[0]
+        address: GroupAddress = self._results(opening, what, _no_fraction)[0]
         return address
 
-    def _join(self, address: tuple[str, int]) -> None:
+    def _join(self, address: GroupAddress) -> None:
         self._call(
             "Connecting the ranks", "join_group", *((address, host) for host in self.places.hosts)
         )

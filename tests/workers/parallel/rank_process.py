@@ -1,4 +1,4 @@
-"""One rank of a group in a process of its own: `rank_process RANK SIZE PORT FOLDER CASE...`.
+"""One rank of a group in a process of its own: `rank_process RANK SIZE ADDRESS FOLDER CASE...`.
 
 Runs the checkpoints FOLDER/CASE and saves their logits, and the results of the collectives, as
 FOLDER/rankN.pt.
@@ -14,16 +14,15 @@ import torch
 
 from tests.workers.reference import CPU, loaded_model, run
 from workers.parallel.open_group import open_group
-from workers.parallel.rendezvous import LOOPBACK
 
 if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
 
 
-def main(rank: int, size: int, port: int, folder: Path, *cases: str) -> None:
+def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    with open_group(rank, size, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
+    with open_group(rank, size, device=CPU, address=address, timeout_s=60.0) as group:
         logits = {name: run(loaded_model(folder / name, group), group) for name in cases}
         bfloat16 = run(loaded_model(folder / cases[0], group, "bfloat16"), group)
         results = {"logits": logits, "bfloat16": bfloat16, "collectives": _collectives(group)}
@@ -41,4 +40,4 @@ def _collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])

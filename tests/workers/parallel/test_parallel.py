@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.workers.reference import (
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
 from workers.parallel.open_group import make_group, open_group
 from workers.parallel.process_group import _choose_nccl_interface
-from workers.parallel.rendezvous import LOOPBACK
+from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, GroupAddress
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,11 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """The results of each of two ranks, which run all cases."""
-    port = str(_free_port())
+    rendezvous = FileRendezvous()
     command = [sys.executable, "-m", "tests.workers.parallel.rank_process"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", port, str(folder), *TWO_RANK_CASES],
+            [*command, str(rank), "2", str(rendezvous.address), str(folder), *TWO_RANK_CASES],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,6 +62,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors[-3000:]
+    rendezvous.close()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -101,17 +103,16 @@ def test_collectives_of_a_group_of_one_return_their_input() -> None:
         group.barrier()
 
 
-def test_ranks_listen_on_the_loopback_only() -> None:
-    def listeners() -> set[tuple[str, int]]:
-        connections = psutil.Process().net_connections(kind="inet")
-        return {
-            (one.laddr.ip, one.laddr.port)
-            for one in connections
-            if one.status == psutil.CONN_LISTEN
-        }
+def listeners() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections(kind="inet")
+    return {
+        (one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN
+    }
 
+
+def listeners_of_two_ranks(address: GroupAddress) -> set[tuple[str, int]]:
     def join(rank: int) -> set[tuple[str, int]]:
-        with open_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
+        with open_group(rank, 2, device=CPU, address=address, timeout_s=60.0) as group:
             group.barrier()
             found = listeners()
             group.barrier()
@@ -119,30 +120,61 @@ def test_ranks_listen_on_the_loopback_only() -> None:
 
     # Other tests' clusters listen too.
     before = listeners()
-    port = _free_port()
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(join, range(2)):
-            assert {host for host, _ in found - before} == {LOOPBACK}
+        first, second = pool.map(join, range(2))
+    return (first | second) - before
+
+
+def test_ranks_listen_on_the_loopback_only() -> None:
+    port = _free_port()
+    found = listeners_of_two_ranks((LOOPBACK, port))
+    assert {host for host, _ in found} == {LOOPBACK}
+    assert (LOOPBACK, port) in found
+
+
+def test_a_rendezvous_on_one_node_has_no_port() -> None:
+    with closing(FileRendezvous()) as rendezvous:
+        # gloo's own, one for each rank.
+        assert len(listeners_of_two_ranks(rendezvous.address)) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_another_user_cannot_open_the_rendezvous() -> None:
+    with closing(FileRendezvous()) as rendezvous:
+        command = ["/bin/cat", str(rendezvous.address)]
+        stranger: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []}
+        done = subprocess.run(command, capture_output=True, check=False, **stranger)
+        subprocess.run(command, check=True)
+    assert b"Permission denied" in done.stderr
+
+
+def test_the_file_of_another_process_is_no_rendezvous(tmp_path: Path) -> None:
+    with (tmp_path / "other").open("wb") as other:
+        address = Path(f"/proc/{os.getpid()}/fd/{other.fileno()}")
+        with pytest.raises(DeviceError, match="is not a rendezvous"):
+            open_group(1, 2, device=CPU, address=address, timeout_s=1.0)
 
 
 def test_rank_whose_peer_has_left_can_join_another() -> None:
-    ports = [_free_port(), _free_port()]
+    places = [FileRendezvous(), FileRendezvous()]
 
-    def join(group: ParallelGroup, port: int) -> torch.Tensor:
-        group.join((LOOPBACK, port), host=LOOPBACK)
+    def join(group: ParallelGroup, place: FileRendezvous) -> torch.Tensor:
+        group.join(place.address, host=LOOPBACK)
         return group.all_reduce(torch.tensor([group.rank + 1.0]))
 
     survivor, dying, spare = (make_group(rank, 2, device=CPU, timeout_s=60.0) for rank in (0, 1, 1))
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(join, (survivor, dying), ports[:1] * 2)) == [3.0, 3.0]
+        assert list(pool.map(join, (survivor, dying), places[:1] * 2)) == [3.0, 3.0]
         dying.leave()
         with pytest.raises(GroupBrokenError):
             survivor.all_reduce(torch.ones(1))
         survivor.abort()
         survivor.leave()
-        assert list(pool.map(join, (survivor, spare), ports[1:] * 2)) == [3.0, 3.0]
+        assert list(pool.map(join, (survivor, spare), places[1:] * 2)) == [3.0, 3.0]
     survivor.close()
     spare.close()
+    for place in places:
+        place.close()
 
 
 def test_a_rank_that_no_other_joins_gives_up_in_one_line() -> None:
