@@ -67,6 +67,7 @@ def test_sigint_ends_streams_after_two_seconds() -> None:
         assert server.wait(30.0) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_while_ranks_are_replaced_lets_streams_finish() -> None:
     with streaming(TWO_RANKS, LONG_DRAIN, num_tokens=300) as (server, streams):
         kill_rank(server)

@@ -94,6 +94,7 @@ def gone_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gone_cluster")
 def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
     drop_tensor(folder)

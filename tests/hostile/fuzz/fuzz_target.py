@@ -8,6 +8,7 @@ that each target needs a process of its own.
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import atheris
@@ -21,6 +22,8 @@ _PACKAGES = ["attention", "cluster", "pagedray", "workers"]
 def main() -> None:
     """Fuzz; a defect ends the process with a traceback."""
     name, *options = sys.argv[1:]
+    # Millions of lines about invalid input would be all that the time is spent on.
+    logging.disable(logging.ERROR)
     # In modules that are imported here, branches are counted.
     with atheris.instrument_imports(include=_PACKAGES):
         target = load_target(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -77,8 +76,6 @@ def _ignore() -> None:
     pass
 
 
-for _name in ("uvicorn.error", "cluster.serving.http.connection"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
 _LOOP = asyncio.new_event_loop()
 atexit.register(_LOOP.close)
 _CONFIG = uvicorn.Config(
