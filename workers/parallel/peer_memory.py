@@ -89,7 +89,6 @@ class PeerMemory:
         self.close_peers()
         self._runtime.cudaFree(ctypes.c_void_p(self.address))
 
-    # Any of ctypes' types.
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._runtime, name)(*arguments)
         if code != 0:

@@ -1,6 +1,6 @@
 """What the processes of a Ray that this process starts inherit: a token, an address, time limits.
 
-Whoever reaches the ports of Ray may run code as its user. So Ray listens on the loopback interface
+Any client of the ports of Ray can run code as its user. So Ray listens on the loopback interface
 alone, and requires a token.
 """
 

@@ -1,4 +1,4 @@
-"""The sockets of this process, whoever opened them: gRPC does not say which ones are its own."""
+"""All sockets of this process: gRPC does not report which ones are its own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CostlyGrammar(Attack):
     name = "a grammar with costly masks"
 
     def run(self, target: Target, seconds: float) -> Findings:
-        """Generate with it, again and again; the client must be told why it gets no answer."""
+        """Generate with it repeatedly; each answer must give the reason for the rejection."""
         end_s = time.monotonic() + seconds
         num_sent, broken = 0, set()
         connection = HTTPConnection("127.0.0.1", target.http_port, timeout=60.0)

@@ -180,7 +180,7 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(
     asked = [(grammar.matcher(REQUEST), wrong if i == 3 else right) for i in range(9)]
     found = grammar.masks(asked)
     assert found[3] is FinishReason.ERROR
-    # A defect, of which the client is told nothing.
+    # A defect, whose details the client does not receive.
     assert [matcher.error for matcher, _ in asked] == [""] * 9
     masks = {one for one in found if isinstance(one, bytes)}
     assert len(masks) == 1
