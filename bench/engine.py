@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--executor", action="append", help="local or ray, or both (local)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--all-reduce", default="auto", help="auto or nccl (auto)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -134,8 +135,8 @@ def main() -> int:
         options.backend or ["auto"], options.executor or ["local"]
     ):
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (backend, executor, options.shape, options.num_ranks, options.rounds)
-        process = context.Process(target=_run, args=(*arguments, sender.send))
+        arguments = (backend, executor, options.shape, options.num_ranks, options.all_reduce)
+        process = context.Process(target=_run, args=(*arguments, options.rounds, sender.send))
         process.start()
         sender.close()
         try:
@@ -155,6 +156,7 @@ def _run(
     executor: str,
     shape: str,
     num_ranks: int,
+    all_reduce: str,
     rounds: int,
     send: Callable[[list[Row]], None],
 ) -> None:
@@ -167,6 +169,7 @@ def _run(
             load_format="dummy",
             attention_backend=backend,
             tensor_parallel_size=num_ranks,
+            all_reduce=all_reduce,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             max_model_len=8192,

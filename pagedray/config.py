@@ -42,7 +42,7 @@ MessageSpecialTokens = Literal["text", "parse"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 """RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
-AllReduce = Literal["nccl", "one_shot"]
+AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 
 
@@ -248,8 +248,8 @@ class ParallelConfig:
     """The strategy of Ray's placement group; STRICT_PACK is a single node."""
     spare_ranks: int | None = None
     """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
-    all_reduce: AllReduce = "nccl"
-    """What sums a few rows over GPUs; one_shot is experimental."""
+    all_reduce: AllReduce = "auto"
+    """What sums a few rows over GPUs; auto is one kernel on a node where GPUs reach each other."""
     allow_unauthenticated_ray: bool = False
     """Whether RAY_AUTH_MODE=disabled may turn off the token of a Ray that is started for this."""
 
@@ -261,8 +261,6 @@ class ParallelConfig:
                 f"The local executor runs one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size}; use the ray executor."
             )
-        if self.all_reduce == "one_shot" and self.device != "cuda":
-            raise StartupError("all_reduce one_shot needs GPUs; use nccl, or device cuda.")
 
     @property
     def num_spare_ranks(self) -> int:

@@ -232,7 +232,7 @@ class GpuWorker:
             self._worker.load_weights(self._report)
 
     def _summed_rows(self) -> RowShape | None:
-        """Return the rows that the one-shot kernel sums over the ranks, or None for NCCL."""
+        """Return the rows that the one-shot kernel sums over the ranks, or None if NCCL does."""
         import torch
 
         from workers.parallel.one_shot import RowShape

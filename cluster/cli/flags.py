@@ -87,8 +87,8 @@ _GROUPS = {
         ),
         _Flag(
             "all_reduce",
-            "What sums a few rows over the GPUs of a node: nccl, or one_shot, a single kernel that "
-            "also adds and norms; one_shot is experimental.",
+            "What sums a few rows over the GPUs of a node: auto, a single kernel that also adds "
+            "and norms, or nccl, to which auto falls back.",
             get_args(AllReduce),
         ),
         _Flag(

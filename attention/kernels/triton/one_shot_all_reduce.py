@@ -90,6 +90,20 @@ def _elements(data: tl.tensor, element_type: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _place(
+    launch: tl.tensor,
+    sender: tl.constexpr,
+    row: tl.tensor,
+    max_rows: tl.tensor,
+    size: tl.constexpr,
+    num_packets: tl.constexpr,
+) -> tl.tensor:
+    """Return where a row of a sender begins in every inbox, in packets."""
+    place = (launch & 1) * size + sender
+    return (place.to(tl.int64) * max_rows + row) * num_packets
+
+
+@triton.jit
 def _send(
     row: tl.tensor,
     data: tl.tensor,
@@ -108,8 +122,7 @@ def _send(
     is_packet = packets < num_packets
     mine = tl.load(data + row * data_stride + packets, mask=is_packet, other=0)
     message = (mine.to(tl.int64) & 0xFFFFFFFF) | (launch.to(tl.int64) << 32)
-    sender = (launch & 1) * size + rank
-    place = (sender.to(tl.int64) * max_rows + row) * num_packets
+    place = _place(launch, rank, row, max_rows, size, num_packets)
     for peer in tl.static_range(size):
         if peer != rank:
             inbox = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
@@ -144,8 +157,7 @@ def _summed(
         if peer == rank:
             total += _elements(mine, element_type)
         else:
-            sender = (launch & 1) * size + peer
-            place = (sender.to(tl.int64) * max_rows + row) * num_packets
+            place = _place(launch, peer, row, max_rows, size, num_packets)
             data = _received(inbox + place + packets, is_packet, launch, abort)
             total += _elements(data, element_type)
     # Every warp has read the count before one of them writes it.
