@@ -101,8 +101,8 @@ def _measured(rank: int, size: int, port: int, width: int) -> list[Row]:
             num_ranks=size,
             num_rows=num_rows,
             width=width,
-            nccl_us=nccl_us,
-            one_shot_us=one_shot_us,
+            nccl_us=round(nccl_us, 2),
+            one_shot_us=None if one_shot_us is None else round(one_shot_us, 2),
         )
         if rank == 0:
             kernel = f"{one_shot_us:.1f}" if one_shot_us is not None else "-"
