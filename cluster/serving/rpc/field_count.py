@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from cluster.serving.intake.limits import RequestSize
     from cluster.serving.intake.steps import Steps
 
-__all__ = ["check_fields"]
+__all__ = ["check_fields", "unknown_field"]
 
 _MAX_FIELDS = 3 * 2**13
 _STEP_FIELDS = 2**11
 _LARGE_BYTES = 2**12
 _FEW_BYTES = 2**12
 """A message of this size has few fields whatever they are."""
-_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _DELIMITED, _GROUP, _GROUP_END, _FIXED32 = range(6)
 _CONTINUED = bytes(range(128, 256))
 
 
@@ -38,6 +38,11 @@ def check_fields(kind: type[Message], body: bytes, size: RequestSize) -> Steps[N
         return
     walk = _Walk(body, size)
     yield from walk.count(kind.DESCRIPTOR, 0, len(body))  # type: ignore[arg-type]  # upb's is alike
+
+
+def unknown_field(kind: str, number: int) -> InvalidRequestError:
+    """Return the error of a message of a kind that has no field with a number."""
+    return InvalidRequestError(f"{kind} has no field with number {number}.")
 
 
 class _Walk:
@@ -88,9 +93,12 @@ class _Walk:
             at += 1
             if tag > 127:
                 tag, at = _varint(body, at - 1, end)
+            wire = tag & 7
+            if wire in (_GROUP, _GROUP_END):
+                # No message has groups, so the parser would skip one and parse what follows.
+                raise unknown_field(kind.name, tag >> 3)
             field = fields.get(tag >> 3)
             name = "" if field is None else field.name
-            wire = tag & 7
             if wire == _DELIMITED:
                 num_bytes, at = _varint(body, at, end)
                 stop = min(at + num_bytes, end)

@@ -18,7 +18,7 @@ from cluster.serving.inputs import (
     Prompt,
     TokenizeInput,
 )
-from cluster.serving.rpc.field_count import check_fields
+from cluster.serving.rpc.field_count import check_fields, unknown_field
 from cluster.serving.rpc.message_limit import check_message_size
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, Structure
@@ -174,8 +174,7 @@ def _refuse_unknown_field(message: Message) -> None:
     """Raise InvalidRequestError with the number of the first unknown field."""
     unknown = UnknownFieldSet(message)
     if len(unknown) > 0:
-        number = unknown[0].field_number
-        raise InvalidRequestError(f"{type(message).__name__} has no field with number {number}.")
+        raise unknown_field(type(message).__name__, unknown[0].field_number)
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue

@@ -78,6 +78,26 @@ def test_unpacked_numbers_and_unknown_fields_count() -> None:
             finish(check_fields(pb.TokenIds, (tag + b"\x01") * 100_000, SIZE))
 
 
+MANY = pb.ChatRequest(messages=[pb.ChatMessage()] * 100_000).SerializeToString()
+LONG = pb.TokenizeRequest(text="x" * 5000).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (pb.ChatRequest, b"\xa3\x06\xa4\x06" + MANY),
+        (pb.ChatRequest, b"\xa3\x06" + MANY + b"\xa4\x06"),
+        (pb.TokenizeRequest, LONG + b"\x1a\x04\xa3\x06\xa4\x06"),
+    ],
+    ids=["before", "around", "nested"],
+)
+def test_a_group_hides_no_fields(kind: type[Message], body: bytes) -> None:
+    # Field 100 as a group, which the parser skips.
+    kind.FromString(body)
+    with pytest.raises(InvalidRequestError, match="has no field with number 100"):
+        finish(check_fields(kind, body, SIZE))
+
+
 @pytest.mark.parametrize("token_id", [0, 300, 2**32 - 1])
 def test_more_token_ids_than_a_context_are_refused(token_id: int) -> None:
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[token_id] * 5001))
