@@ -77,6 +77,13 @@ def test_text_may_contain_any_characters(text: str) -> None:
     assert finish(read_json(json.dumps({"prompt": text}).encode())) == {"prompt": text}
 
 
+def test_others_run_while_tools_are_read() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(100)]
+    given = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    body = finish(read_body(ChatBody, json.dumps(given).encode()))
+    assert sum(1 for _ in body.tool_use("hermes")) >= 100
+
+
 def test_many_messages_are_read_quickly() -> None:
     raw = b'{"model":"tiny","messages":[%s]}' % joined(MESSAGE, 4096)
     started_s = time.thread_time()

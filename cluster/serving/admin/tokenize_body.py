@@ -11,7 +11,7 @@ from cluster.serving.http.schema import Body, Defaults
 from cluster.serving.inputs import ChatPrompt, TokenizeInput
 from cluster.serving.openai.chat_body import MAX_MESSAGES, check_open_end
 from cluster.serving.openai.messages import Message, read_messages, read_tools, tools_field
-from cluster.serving.tools.tool_choice import MAX_TOOLS
+from cluster.serving.tools.tool import MAX_TOOLS
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ class TokenizeBody(Body):
                 add_special_tokens=self.add_special_tokens is not False,
                 model=self.model,
             )
-        tools = read_tools(self.tools) if self.tools is not None else ()
-        for position, tool in enumerate(tools):
-            tool.check_limits(f"tools.{position}.function")
+        tools = yield from read_tools(self.tools)
         messages = yield from read_messages(self.messages)
         prompt = ChatPrompt(
             messages,

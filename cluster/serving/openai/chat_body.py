@@ -17,13 +17,15 @@ from cluster.serving.openai.messages import (
     read_tools,
     tools_field,
 )
-from cluster.serving.tools.tool_choice import MAX_TOOLS, ToolUse
+from cluster.serving.tools.tool import MAX_TOOLS
+from cluster.serving.tools.tool_choice import ToolUse
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
+    from pagedray.request import Structure
 
 __all__ = ["MAX_MESSAGES", "ChatBody", "check_open_end"]
 
@@ -82,9 +84,9 @@ class ChatBody(GenerationBody):
             )
         check_open_end(self.add_generation_prompt, self.continue_final_message)
 
-    def tool_use(self, tool_format: ToolCallFormat | None) -> ToolUse:
+    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
         """Return how the call uses tools. Raises InvalidRequestError."""
-        tools = read_tools(self.tools) if self.tools is not None else ()
+        tools = yield from read_tools(self.tools)
         choice = read_choice(
             self.tool_choice, is_parallel=self.parallel_tool_calls, has_tools=bool(tools)
         )
@@ -95,7 +97,7 @@ class ChatBody(GenerationBody):
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
-        structure = self._structure(tools)
+        structure = yield from self._structure(tools)
         if structure is not None:
             sampling["structure"] = structure
         messages = yield from read_messages(self.messages)
@@ -117,14 +119,15 @@ class ChatBody(GenerationBody):
             includes_stop=self.include_stop_str_in_output,
         )
 
-    def _structure(self, tools: ToolUse) -> object:
+    def _structure(self, tools: ToolUse) -> Steps[Structure | None]:
         requested = self.requested_structure()
         if requested.structure is not None and tools.is_read:
             raise InvalidRequestError(
                 f"{requested.param} and tools cannot be used together; set tool_choice = none.",
                 param=requested.param,
             )
-        return requested.structure if tools.structure is None else tools.structure
+        forced = yield from tools.forced_structure()
+        return requested.structure if forced is None else forced
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:

@@ -114,7 +114,7 @@ class _OpenAIHandlers:
     async def chat(self, call: HttpCall) -> Response:
         def read(body: ChatBody, raw: bytes) -> Steps[tuple[_Asked, ToolUse]]:
             asked = self._asked(call, body, raw)
-            tools = body.tool_use(self._servicer.tool_format)
+            tools = yield from body.tool_use(self._servicer.tool_format)
             if asked.resumes_after is None:
                 asked.given = yield from body.to_input(call.client_id, tools)
                 asked.param = "tools" if tools.is_forced else body.requested_structure().param

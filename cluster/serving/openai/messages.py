@@ -10,7 +10,8 @@ from pydantic_core import from_json
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_body import check_counts
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.tools.tool_choice import MAX_TOOLS, Tool, ToolChoice
+from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool_choice import ToolChoice
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -158,11 +159,18 @@ def read_messages(given: Sequence[Message]) -> Steps[tuple[ChatMessage, ...]]:
     return tuple(messages)
 
 
-def read_tools(given: object) -> tuple[Tool, ...]:
-    """Return the tools of a call. Raises InvalidRequestError."""
+def read_tools(given: object) -> Steps[tuple[Tool, ...]]:
+    """Return the tools of a call, none for None. Raises InvalidRequestError."""
+    if given is None:
+        return ()
     if not isinstance(given, list):
         raise InvalidRequestError("tools must be a list.", param="tools")
-    return tuple(_tool_of(one, f"tools.{i}") for i, one in enumerate(given))
+    tools: list[Tool] = []
+    for index, one in enumerate(given):
+        yield
+        tools.append(_tool_of(one, f"tools.{index}"))
+        tools[-1].check_limits(f"tools.{index}.function")
+    return tuple(tools)
 
 
 def read_choice(given: object, *, is_parallel: bool, has_tools: bool) -> ToolChoice:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from cluster.serving.inputs import ChatPrompt
 from cluster.serving.intake.limits import check_num_messages
-from cluster.serving.intake.steps import finish
 from cluster.serving.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.tools.tool_choice import MAX_TOOLS, Tool, ToolChoice, ToolUse
+from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
@@ -50,17 +50,22 @@ _MODES: dict[int, ToolChoice] = {
 class Chat:
     """One call of Chat: its input, and the messages of its stream."""
 
-    def __init__(self, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None) -> None:
-        """`tool_format` is how the model writes tool calls.
+    def __init__(self, message: pb.ChatRequest, tools: ToolUse) -> None:
+        self._message = message
+        self._tools = tools
+        self._readers: dict[int, TurnReader] = {}
+        self._is_first = True
+
+    @classmethod
+    def from_message(
+        cls, message: pb.ChatRequest, *, tool_format: ToolCallFormat | None
+    ) -> Steps[Self]:
+        """Return the call of a message; `tool_format` is how the model writes tool calls.
 
         Raises InvalidRequestError for invalid tools.
         """
-        self._message = message
-        self._tools = ToolUse(
-            _read_tools(message.tools), _read_choice(message), tool_format=tool_format
-        )
-        self._readers: dict[int, TurnReader] = {}
-        self._is_first = True
+        tools = yield from _read_tools(message.tools)
+        return cls(message, ToolUse(tools, _read_choice(message), tool_format=tool_format))
 
     def to_input(self, call: RpcCall, tenant: Tenant, size: RequestSize) -> Steps[GenerationInput]:
         """Return the servicer's input. Raises InvalidRequestError."""
@@ -73,13 +78,14 @@ class Chat:
             continues_final_message=message.continue_final_message,
         )
         given = generation_input(prompt, message, call, tenant)
-        if self._tools.structure is not None:
+        forced = yield from self._tools.forced_structure()
+        if forced is not None:
             if "structure" in given.sampling:
                 raise InvalidRequestError(
                     "structure cannot be combined with a tool_choice that forces a tool call.",
                     param="structure",
                 )
-            given = replace(given, sampling={**given.sampling, "structure": self._tools.structure})
+            given = replace(given, sampling={**given.sampling, "structure": forced})
         if self._tools.is_read:
             # Many models mark tool calls by special tokens.
             given = replace(given, skips_special_tokens=False)
@@ -144,7 +150,7 @@ def read_tokenize(
     if kind == "text":
         return tokenize_input(message.text, message, tenant)
     conversation = message.conversation
-    tools = _read_tools(conversation.tools)
+    tools = yield from _read_tools(conversation.tools)
     messages = yield from _read_messages(conversation.messages, size)
     prompt = ChatPrompt(messages, tuple(tool.for_template() for tool in tools))
     return tokenize_input(prompt, message, tenant)
@@ -157,13 +163,13 @@ def _read_messages(
     check_size("messages", len(messages), size.num_messages)
     found: list[ChatMessage] = []
     for place, message in enumerate(messages):
-        found.append(_read_message(message, place))
-        if found[-1].tool_calls or place % _STEP_MESSAGES == 0:
+        found.append((yield from _read_message(message, place)))
+        if place % _STEP_MESSAGES == 0:
             yield
     return tuple(found)
 
 
-def _read_message(message: pb.ChatMessage, place: int) -> ChatMessage:
+def _read_message(message: pb.ChatMessage, place: int) -> Steps[ChatMessage]:
     role = _ROLES.get(message.role)
     where = f"messages.{place}"
     if role is None:
@@ -171,17 +177,16 @@ def _read_message(message: pb.ChatMessage, place: int) -> ChatMessage:
         raise InvalidRequestError(
             f"{where}.role must be one of {names}, not {message.role}.", param=f"{where}.role"
         )
+    calls: list[MessageToolCall] = []
+    for number, call in enumerate(message.tool_calls):
+        arguments = yield from _read_object(
+            call.arguments, f"{where}.tool_calls.{number}.arguments"
+        )
+        calls.append(MessageToolCall(id=call.id, name=call.name, arguments=arguments))
     return ChatMessage(
         role,
         message.content,
-        tool_calls=tuple(
-            MessageToolCall(
-                id=call.id,
-                name=call.name,
-                arguments=_read_object(call.arguments, f"{where}.tool_calls.{number}.arguments"),
-            )
-            for number, call in enumerate(message.tool_calls)
-        ),
+        tool_calls=tuple(calls),
         tool_call_id=message.tool_call_id or None,
         name=message.name or None,
     )
@@ -205,26 +210,27 @@ def _read_choice(message: pb.ChatRequest) -> ToolChoice:
     return replace(choice, is_parallel=is_parallel)
 
 
-def _read_tools(messages: Sequence[pb.Tool]) -> list[Tool]:
+def _read_tools(messages: Sequence[pb.Tool]) -> Steps[list[Tool]]:
     check_size("tools", len(messages), MAX_TOOLS)
     tools: list[Tool] = []
     for place, message in enumerate(messages):
         where = f"tools.{place}"
+        parameters = yield from _read_object(message.parameters, f"{where}.parameters")
         tool = Tool(
             name=message.name,
             description=message.description or None,
-            parameters=_read_object(message.parameters, f"{where}.parameters") or None,
+            parameters=parameters or None,
         )
         tool.check_limits(where)
         tools.append(tool)
     return tools
 
 
-def _read_object(text: str, where: str) -> dict[str, object]:
+def _read_object(text: str, where: str) -> Steps[dict[str, object]]:
     if not text:
         return {}
     try:
-        return finish(read_json(text.encode()))
+        return (yield from read_json(text.encode()))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{where} must be a JSON object: {error}", param=where) from error
 

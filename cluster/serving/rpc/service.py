@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from cluster.serving.auth.tenant import Tenant
-    from cluster.serving.inputs import Operation
+    from cluster.serving.inputs import GenerationInput, Operation
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Servicer
 
@@ -99,9 +100,9 @@ class GrpcService:
                     yield one
             return
         with self._servicer.metrics.counting_refusals(call.frontend):
-            chat = grpc_chat.Chat(message, tool_format=self._tool_format)
-            steps = chat.to_input(call, tenant, self._intake.size)
-            given = await self._intake.parsing.run(tenant.name, call.num_bytes, steps)
+            chat, given = await self._intake.parsing.run(
+                tenant.name, call.num_bytes, self._read_chat(message, call, tenant)
+            )
         generation = await self._servicer.start_generation(given, call.entered)
         if message.resumable:
 
@@ -187,6 +188,13 @@ class GrpcService:
     async def get_loads(self, message: pb.GetLoadsRequest, call: RpcCall) -> pb.GetLoadsResponse:
         """Return the current load of the server."""
         return grpc_responses.loads_response(self._servicer.loads(self._tenant(call)))
+
+    def _read_chat(
+        self, message: pb.ChatRequest, call: RpcCall, tenant: Tenant
+    ) -> Steps[tuple[grpc_chat.Chat, GenerationInput]]:
+        chat = yield from grpc_chat.Chat.from_message(message, tool_format=self._tool_format)
+        given = yield from chat.to_input(call, tenant, self._intake.size)
+        return chat, given
 
     async def _kept(
         self, generation: GenerationCall, write: _Write, method: str

@@ -32,12 +32,18 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = pb.Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA))
 
 
+REQUIRED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+LARGE_TOOLS = [
+    pb.Tool(name=f"tool{i}", parameters=json.dumps({"description": "x" * 20_000})) for i in range(4)
+]
+
+
 def _request(**fields: Any) -> pb.ChatRequest:  # Any: fields of all types
     return pb.ChatRequest(messages=[USER], **fields)
 
 
 def _chat(**fields: Any) -> Chat:  # Any: fields of all types
-    return Chat(_request(**fields), tool_format="hermes")
+    return finish(Chat.from_message(_request(**fields), tool_format="hermes"))
 
 
 def test_turn_is_streamed_with_prompt_and_usage(stub: Stub, tokenizer: Tokenizer) -> None:
@@ -120,7 +126,8 @@ def test_turns_of_tools_reach_the_template() -> None:
         ),
         pb.ChatMessage(role=pb.CHAT_ROLE_TOOL, content="Rain", tool_call_id="a", name="weather"),
     ]
-    chat = Chat(pb.ChatRequest(messages=turns, tools=[TOOL]), tool_format="hermes")
+    message = pb.ChatRequest(messages=turns, tools=[TOOL])
+    chat = finish(Chat.from_message(message, tool_format="hermes"))
     given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST))
     (prompt,) = given.prompts
     assert isinstance(prompt, ChatPrompt)
@@ -134,6 +141,18 @@ def test_turns_of_tools_reach_the_template() -> None:
     )
 
 
+def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
+    tools = [pb.Tool(name=f"tool{i}", parameters=TOOL.parameters) for i in range(100)]
+    calls = [pb.ToolCall(id="a", name="weather", arguments='{"city": "Oslo"}')] * 100
+    turn = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, tool_calls=calls)
+    reading = Chat.from_message(pb.ChatRequest(tools=tools), tool_format="hermes")
+    assert sum(1 for _ in reading) >= 100
+    chat = finish(Chat.from_message(pb.ChatRequest(messages=[turn]), tool_format=None))
+    assert sum(1 for _ in chat.to_input(RpcCall(), ANONYMOUS, LARGEST)) >= 100
+    forced = _chat(tools=tools, tool_choice=REQUIRED)
+    assert sum(1 for _ in forced.to_input(RpcCall(), ANONYMOUS, LARGEST)) >= 100
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -143,6 +162,7 @@ def test_turns_of_tools_reach_the_template() -> None:
         ({"tools": [pb.Tool(name="x", parameters="[1]")]}, "tools.0.parameters"),
         ({"tools": [pb.Tool(name="x", parameters="{" * 100_000)]}, "tools.0.parameters"),
         ({"tools": [pb.Tool(name="x", description="d" * 100_000)]}, "tools.0"),
+        ({"tools": LARGE_TOOLS, "tool_choice": REQUIRED}, "tools"),
         ({"tools": [TOOL], "tool_choice": pb.ToolChoice()}, "tool_choice.mode"),
         ({"tools": [TOOL], "tool_choice": pb.ToolChoice(mode=9)}, "tool_choice.mode"),  # type: ignore[arg-type]  # the stubs are narrower than the library
         ({"tools": [TOOL], "tool_choice": pb.ToolChoice(tool="other")}, "tool_choice"),

@@ -41,7 +41,8 @@ def _read(method: str, body: bytes) -> None:
     if method == "Generate":
         _check(read_generation(_parsed(pb.GenerateRequest, body), _CALL, _TENANT))
     elif method == "Chat":
-        chat = Chat(_parsed(pb.ChatRequest, body), tool_format="hermes")
+        message = _parsed(pb.ChatRequest, body)
+        chat = finish(Chat.from_message(message, tool_format="hermes"))
         _check(finish(chat.to_input(_CALL, _TENANT, LARGEST)))
     elif method == "Embed":
         read_embedding(_parsed(pb.EmbedRequest, body), _CALL, _TENANT)

@@ -30,7 +30,7 @@ def run(data: bytes) -> None:
             _check(finish(read_body(CompletionBody, raw)).to_input("a"))
         elif kind == 1:
             body = finish(read_body(ChatBody, raw))
-            _check(finish(body.to_input("a", body.tool_use("hermes"))))
+            _check(finish(body.to_input("a", finish(body.tool_use("hermes")))))
         elif kind == 2:
             finish(finish(read_body(EmbeddingBody, raw)).to_input())
         elif kind == 3:

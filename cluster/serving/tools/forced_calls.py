@@ -1,0 +1,109 @@
+"""The structure of a turn that must be a tool call, or a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cluster.serving.tools.tool import json_text
+from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.tools.tool import Tool
+
+__all__ = ["call_structure", "list_structure"]
+
+_MAX_DEPTH = 100
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def call_structure(tool: Tool, param: str) -> Structure:
+    """Return the structure of a tool's arguments."""
+    return _structure(tool.schema(), param)
+
+
+def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> Steps[Structure]:
+    """Return the structure of a list of calls, of one call unless they are parallel.
+
+    Raises InvalidRequestError that names `param` or a field of it.
+    """
+    definitions: dict[str, object] = {}
+    calls: list[dict[str, object]] = []
+    num_characters = 0
+    for position, tool in enumerate(tools):
+        yield
+        parameters = _hoisted(tool, definitions, f"{param}.{position}.function.parameters")
+        num_characters += len(json_text(tool.schema(), param))
+        if num_characters > MAX_TEXT_LENGTH:
+            raise InvalidRequestError(
+                f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
+                "tool_choice is required.",
+                param=param,
+            )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"enum": [tool.name]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not is_parallel:
+        schema["maxItems"] = 1
+    if definitions:
+        schema["$defs"] = definitions
+    return _structure(schema, param)
+
+
+def _structure(schema: Mapping[str, object], param: str) -> Structure:
+    return Structure(kind="json_schema", text=json_text(schema, param))
+
+
+def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:
+    """Return a tool's schema for use in another, with its definitions moved to `definitions`."""
+    prefixes = {
+        f"#/{keyword}/": f"#/$defs/{tool.name}.{keyword.strip('$')}." for keyword in _DEFINITIONS
+    }
+    schema = dict(tool.schema())
+    for keyword in _DEFINITIONS:
+        found = schema.pop(keyword, {})
+        if not isinstance(found, Mapping):
+            raise InvalidRequestError(f"{param}.{keyword} must be an object.", param=param)
+        for name, definition in found.items():
+            definitions[f"{tool.name}.{keyword.strip('$')}.{name}"] = _referring(
+                definition, prefixes, param, _MAX_DEPTH
+            )
+    return _referring(schema, prefixes, param, _MAX_DEPTH)
+
+
+def _referring(value: object, prefixes: Mapping[str, str], param: str, depth: int) -> object:
+    if depth == 0:
+        raise InvalidRequestError(
+            f"{param} may be nested at most {_MAX_DEPTH} levels deep.", param=param
+        )
+    if isinstance(value, list):
+        return [_referring(one, prefixes, param, depth - 1) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _reference(one, prefixes, param)
+        if name == "$ref" and isinstance(one, str)
+        else _referring(one, prefixes, param, depth - 1)
+        for name, one in value.items()
+    }
+
+
+def _reference(given: str, prefixes: Mapping[str, str], param: str) -> str:
+    for old, new in prefixes.items():
+        if given.startswith(old):
+            return new + given[len(old) :]
+    raise InvalidRequestError(
+        f"{param} has the unsupported $ref {given[:64]!r}; it must begin with #/$defs/.",
+        param=param,
+    )

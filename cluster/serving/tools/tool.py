@@ -1,0 +1,64 @@
+"""The tools of a request, each of them a function that the model may call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from pagedray.errors import InvalidRequestError
+
+__all__ = ["MAX_TOOLS", "Tool", "json_text"]
+
+MAX_TOOLS = 128
+_MAX_BYTES = 2**16
+"""Bytes of a tool's description and parameters as JSON."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, object] | None = None
+    """The JSON schema of its arguments; None for no arguments."""
+
+    def check_limits(self, param: str) -> None:
+        """Raise InvalidRequestError for an invalid name or a tool that is too large."""
+        if _NAME.fullmatch(self.name) is None:
+            raise InvalidRequestError(
+                f"{param}.name must be 1 to 64 letters, digits, underscores or dashes.",
+                param=f"{param}.name",
+            )
+        # Much faster than `json_text`, for which a large tool would hold the event loop.
+        size = len(msgspec.json.encode(self.for_template()))
+        if size > _MAX_BYTES:
+            raise InvalidRequestError(
+                f"{param} may have at most {_MAX_BYTES} bytes of JSON, not {size}.", param=param
+            )
+        json_text(self.for_template(), param)
+
+    def for_template(self) -> dict[str, object]:
+        """Return the tool in the form that chat templates expect."""
+        function: dict[str, object] = {"name": self.name, "description": self.description or ""}
+        function["parameters"] = self.schema()
+        return {"type": "function", "function": function}
+
+    def schema(self) -> Mapping[str, object]:
+        """Return the JSON schema of its arguments."""
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+
+def json_text(value: object, param: str) -> str:
+    """Return a value in JSON. Raises InvalidRequestError if that is impossible."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{param} contains a number that JSON cannot represent.", param=param
+        ) from error
