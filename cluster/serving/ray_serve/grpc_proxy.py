@@ -17,11 +17,17 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.intake.limits import MAX_REQUEST_BYTES
-from cluster.serving.ray_serve.routing.affinity import prefix_key
+from cluster.serving.intake.limits import LARGEST, MAX_REQUEST_BYTES
+from cluster.serving.intake.steps import finish
+from cluster.serving.ray_serve.routing.affinity import (
+    MOST_KEY_MESSAGES,
+    MOST_KEY_TOKENS,
+    prefix_key,
+)
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
 from cluster.serving.rpc.context import Context, abort_call
+from cluster.serving.rpc.field_count import check_fields
 from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.rpc.status import DETAILS_KEY
 from pagedray.errors import InvalidRequestError
@@ -38,6 +44,10 @@ __all__ = ["TIMEOUT_KEY", "ProxiedRequest", "add_services"]
 TIMEOUT_KEY = "pagedray-timeout-ms"
 """The metadata key of a call's remaining time, which Serve does not pass to replicas."""
 _SESSION_KEY = "session_id"
+_GENERATING: dict[str, type[pb.GenerateRequest | pb.ChatRequest]] = {
+    "Generate": pb.GenerateRequest,
+    "Chat": pb.ChatRequest,
+}
 _UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -318,15 +328,16 @@ async def _cancel(messages: AsyncGenerator[Any]) -> None:  # Any: see above.
 
 def _parsed(body: bytes, method: str) -> pb.GenerateRequest | pb.ChatRequest | None:
     """Return the message of a call that generates; None for others and for invalid messages."""
+    kind = _GENERATING.get(method.rpartition("/")[2])
+    if kind is None:
+        return None
     try:
-        if method.endswith("/Generate"):
-            return pb.GenerateRequest.FromString(body)
-        if method.endswith("/Chat"):
-            return pb.ChatRequest.FromString(body)
-    except DecodeError:
+        # A proxy has no keys, so anyone could hold its event loop by parsing millions of fields.
+        finish(check_fields(kind, body, LARGEST))
+        return kind.FromString(body)
+    except (DecodeError, InvalidRequestError):
         # The replica rejects it with the same error as every frontend.
         return None
-    return None
 
 
 def _routing_key(message: pb.GenerateRequest | pb.ChatRequest | None) -> str | None:
@@ -334,8 +345,8 @@ def _routing_key(message: pb.GenerateRequest | pb.ChatRequest | None) -> str | N
     if message is None:
         return None
     if isinstance(message, pb.ChatRequest):
-        return prefix_key(tuple(message.messages))  # type: ignore[arg-type]  # the stubs are narrower than the library
-    return prefix_key(tuple(message.token_ids.ids[:1024]) or message.text)
+        return prefix_key(message.messages[:MOST_KEY_MESSAGES])  # type: ignore[arg-type]  # the stubs are narrower than the library
+    return prefix_key(message.token_ids.ids[:MOST_KEY_TOKENS] or message.text)
 
 
 def _unserved(body: bytes, context: Context) -> None:

@@ -19,7 +19,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-METHOD = "/pagedray.v1.GenerationService/Generate"
+SERVICE = "/pagedray.v1.GenerationService"
 BODY = pb.GenerateRequest(text="x").SerializeToString()
 MESSAGE = pb.GenerateResponse(request_id="x").SerializeToString()
 LAST = pb.GenerateResponse(usage=pb.Usage(num_generated_tokens=1)).SerializeToString()
@@ -30,6 +30,8 @@ class Serve:
 
     def __init__(self, num_messages: int) -> None:
         self._num_messages = num_messages
+        self.metadata: dict[str, str] = {}
+        """Of the last call, as the replica gets it."""
         self.is_cancelled = asyncio.Event()
         self._has_used_freed = False
         self._handlers: list[Any] = []  # Any: grpc's handlers
@@ -43,6 +45,7 @@ class Serve:
 
     # Any: the context is a stand-in for grpc's.
     async def _answer(self, body: bytes, context: Any) -> AsyncGenerator[bytes]:
+        self.metadata = dict(context.invocation_metadata())
         try:
             async for message in self._messages():
                 yield message
@@ -70,13 +73,15 @@ class Serve:
             await asyncio.sleep(0)
         assert not self._has_used_freed
 
-    def call(self, context: Context) -> asyncio.Task[None]:
-        """Start a call of Generate."""
-        handler = self._handlers[0].service(SimpleNamespace(method=METHOD))
+    def call(
+        self, context: Context, body: bytes = BODY, *, method: str = "Generate"
+    ) -> asyncio.Task[None]:
+        """Start a call."""
+        handler = self._handlers[0].service(SimpleNamespace(method=f"{SERVICE}/{method}"))
 
         async def run() -> None:
             try:
-                await handler.unary_stream(BODY, context)
+                await handler.unary_stream(body, context)
             finally:
                 context.is_freed = True
 
@@ -116,6 +121,31 @@ async def test_a_complete_stream_is_passed_on_and_nothing_is_cancelled() -> None
     await serve.call(context)
     assert context.written == [MESSAGE] * 4 + [LAST]
     assert not serve.is_cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("message", "method"),
+    [
+        (pb.ChatRequest(messages=[pb.ChatMessage(content="x")]), "Chat"),
+        (pb.GenerateRequest(text="x"), "Generate"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])), "Generate"),
+    ],
+    ids=["chat", "text", "ids"],
+)
+async def test_prompts_have_a_routing_key(
+    message: pb.ChatRequest | pb.GenerateRequest, method: str
+) -> None:
+    serve = Serve(1)
+    await serve.call(Context(1), message.SerializeToString(), method=method)
+    assert serve.metadata["session_id"].startswith("prefix-")
+
+
+async def test_a_message_of_too_many_fields_is_left_to_the_replica() -> None:
+    serve, context = Serve(1), Context(1)
+    body = pb.ChatRequest(messages=[pb.ChatMessage(content="x")] * 100_000).SerializeToString()
+    await serve.call(context, body, method="Chat")
+    assert "session_id" not in serve.metadata
+    assert context.written == [LAST]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.0015, 0.01])
