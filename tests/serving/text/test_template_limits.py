@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -82,6 +83,42 @@ LIMITS = (
 def test_a_template_cannot_run_for_ever(source: str) -> None:
     with pytest.raises((InvalidRequestError, CheckpointError), match=LIMITS):
         ChatTemplate(source, {}, origin="here", cpu_s=0.1).render([ChatMessage("user", "x")])
+
+
+BIG = "{% set big = 'x' * 262144 %}{% set ns = namespace(a=[big]) %}"
+
+
+# Each would make a text of almost 300 million characters at once.
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('%(a)s' * 1100) % {'a': big} }}",
+        "{{ ('%(a)s' * 1100) % {'a': [big]} }}",
+        "{{ ('%(a)s' * 1100) | format(a=big) }}",
+        "{{ ('{a}' * 1100).format(a=[big]) }}",
+        "{{ ('{a}' * 1100).format_map({'a': big}) }}",
+        "{{ ('{0[a]}' * 1100).format({'a': big}) }}",
+        "{% for one in [big, 1] %}{{ ('{0.previtem}' * 1100).format(loop) }}{% endfor %}",
+        "{{ 'x'.encode() * 300000000 }}",
+        "{{ [ns] * 1100 }}",
+        "{{ ([ns] * 1100) | string }}",
+        "{{ ([ns] * 1100) | upper }}",
+        "{{ 'a' | replace('a', [ns] * 1100) }}",
+        "{{ ([ns] * 1100) | map(attribute='a') | join }}",
+        "{{ [{'a': big}.items()] * 1100 }}",
+        "{{ [{'a': big}.values()] * 1100 ~ 'x' }}",
+        "{{ [10 ** 4000] * 75000 }}",
+    ],
+)
+def test_a_refused_operation_takes_no_memory(source: str) -> None:
+    template = ChatTemplate(BIG + source, {}, origin="here")
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            template.render([ChatMessage("user", "x")])
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

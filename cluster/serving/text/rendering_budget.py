@@ -1,0 +1,60 @@
+"""The time and the size that one rendering of a template may take."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from jinja2 import TemplateError
+
+__all__ = ["MAX_CPU_S", "MAX_TOTAL", "RenderingBudget", "TemplateLimitError"]
+
+MAX_CPU_S = 2.0
+"""CPU time of one rendering."""
+MAX_TOTAL = 2**27
+"""Characters of all texts, and elements of all lists, that one rendering makes."""
+_CHECK_INTERVAL = 64
+"""Steps between two looks at the clock, which takes as long as a step."""
+_WORK_S = 0.001
+"""CPU time between two pauses on a thread beside the main one."""
+_PAUSE_S = 0.0001
+
+
+class TemplateLimitError(TemplateError):
+    """A template takes too long, or makes something too large."""
+
+
+class RenderingBudget(threading.local):
+    """What the rendering on the current thread has used; each thread has its own."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s = cpu_s
+        self.start_rendering()
+
+    def start_rendering(self) -> None:
+        """Count from zero on this thread."""
+        now_s = time.thread_time()
+        self._num_steps = self._size = 0
+        self._end_s = now_s + self._cpu_s
+        # The event loop of a server would wait five milliseconds for the interpreter's lock.
+        self._gives_way = threading.current_thread() is not threading.main_thread()
+        self._pause_s = now_s + _WORK_S
+
+    def count_steps(self, num_steps: int = 1) -> None:
+        """Count steps of a template. Raises TemplateLimitError if they took too long."""
+        before = self._num_steps
+        self._num_steps = after = before + num_steps
+        if before // _CHECK_INTERVAL == after // _CHECK_INTERVAL:
+            return
+        now_s = time.thread_time()
+        if now_s > self._end_s:
+            raise TemplateLimitError(f"the template takes more than {self._cpu_s:g} s of CPU time")
+        if self._gives_way and now_s > self._pause_s:
+            self._pause_s = now_s + _WORK_S
+            time.sleep(_PAUSE_S)
+
+    def count_size(self, size: int) -> None:
+        """Count characters or elements. Raises TemplateLimitError if there are too many."""
+        self._size += size
+        if self._size > MAX_TOTAL:
+            raise TemplateLimitError("the template makes too much text")
