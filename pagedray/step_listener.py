@@ -34,6 +34,7 @@ __all__ = ["StepListener", "connect"]
 
 _CREDENTIALS = struct.Struct("iII")
 """A peer's process, user and group."""
+_TIMEVAL = struct.Struct("@ll")
 _POLL_S = 0.1
 _MAX_HELLO_BYTES = 256
 _HELLO_TIMEOUT_S = 1.0
@@ -201,15 +202,28 @@ def connect(endpoint: str, rank: int, secret: bytes, timeout_s: float) -> Worker
     """Return the worker's end of the channel of `rank`."""
     kind, _, address = endpoint.partition(":")
     if kind == "unix":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
-        connection.connect(f"\0{address}")
+        connection = _connect_unix(address, timeout_s)
     else:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     hello: StepChannel[_Hello, object] = StepChannel(connection, object)
     hello.send(_Hello(rank, secret))
     return StepChannel(connection, ControllerMessage)
+
+
+def _connect_unix(address: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # While the listener's queue is full of other connections, a connection with Python's timeout
+    # would fail at once. The kernel's makes it wait, behind those that began to wait before.
+    seconds, rest_s = divmod(timeout_s, 1.0)
+    limit = _TIMEVAL.pack(int(seconds), int(rest_s * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    try:
+        connection.connect(f"\0{address}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _listen(endpoint: str) -> tuple[socket.socket, str]:

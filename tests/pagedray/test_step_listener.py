@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -125,3 +126,41 @@ def test_a_flood_of_connections_keeps_no_rank_out(tcp_listener: StepListener) ->
         connection.close()
     friend.close()
     controller.close()
+
+
+def test_a_full_queue_of_connections_keeps_no_rank_out() -> None:
+    with closing(StepListener("unix:")) as listening, ThreadPoolExecutor(1) as threads:
+        strangers = fill_queue(listening)
+        connecting = threads.submit(connect, listening.endpoint, 0, SECRET, 5.0)
+        (controller,) = listening.accept(1, SECRET, 5.0)
+        controller.send(Shutdown())
+        friend = connecting.result()
+        assert friend.receive(5.0) == Shutdown()
+        for connection in strangers:
+            connection.close()
+        friend.close()
+        controller.close()
+
+
+def test_a_rank_does_not_wait_for_ever_to_connect() -> None:
+    with closing(StepListener("unix:")) as listening:
+        strangers = fill_queue(listening)
+        with pytest.raises(BlockingIOError):
+            connect(listening.endpoint, 0, SECRET, 0.05)
+        for connection in strangers:
+            connection.close()
+
+
+def fill_queue(listener: StepListener) -> list[socket.socket]:
+    """Connect until the listener's queue takes no more."""
+    _, _, address = listener.endpoint.partition(":")
+    connections: list[socket.socket] = []
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            connection.connect(f"\0{address}")
+        except BlockingIOError:
+            connection.close()
+            return connections
+        connections.append(connection)
