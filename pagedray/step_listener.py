@@ -236,7 +236,8 @@ def _listen(endpoint: str) -> tuple[socket.socket, str]:
         return listener, f"unix:{listener.getsockname()[1:].decode()}"
     if kind == "tcp":
         host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family)
         bound_host, bound_port = listener.getsockname()[:2]
         return listener, f"tcp:{bound_host}:{bound_port}"
     raise ValueError(f"The endpoint must be unix: or tcp:HOST:PORT, not {endpoint!r}.")

@@ -164,3 +164,12 @@ def fill_queue(listener: StepListener) -> list[socket.socket]:
             connection.close()
             return connections
         connections.append(connection)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_ranks_connect_over_ipv6() -> None:
+    with closing(StepListener("tcp:::1:0")) as listening:
+        friend = connect(listening.endpoint, 0, SECRET, 5.0)
+        (controller,) = listening.accept(1, SECRET, 5.0)
+        friend.close()
+        controller.close()
