@@ -94,5 +94,6 @@ class Turns:
         return min(allowed, key=lambda line: line.used_s, default=None)
 
     def _drop_idle(self, tenant: str, line: _Line) -> None:
-        if not line.waiting and not line.num_running:
-            self._lines.pop(tenant, None)
+        # A call that leaves late may have had a line that was dropped before.
+        if not line.waiting and not line.num_running and self._lines.get(tenant) is line:
+            del self._lines[tenant]

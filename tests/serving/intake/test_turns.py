@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from cluster.serving.intake.turns import Turns
 
 
@@ -42,6 +44,29 @@ async def test_a_cancelled_call_keeps_no_place() -> None:
     assert not waiting[2].cancelled()
     turns.end_turn("eve", 0.0)
     assert turns.num_tenants == 0
+
+
+async def test_a_call_that_leaves_late_takes_no_other_place() -> None:
+    turns = Turns(1, num_per_tenant=1)
+    await turns.wait_turn("ben")
+    leaving = asyncio.create_task(turns.wait_turn("ann"))
+    await settle()
+    leaving.cancel()
+    turns.end_turn("ben", 0.0)
+    # Before Ann's first call has left, her second has its turn and ends, and her third has one.
+    take_turn(turns, "ann")
+    turns.end_turn("ann", 0.0)
+    take_turn(turns, "ann")
+    await settle()
+    assert turns.num_tenants == 1
+    turns.end_turn("ann", 0.0)
+    take_turn(turns, "ben")
+
+
+def take_turn(turns: Turns, tenant: str) -> None:
+    """Take a free place at once."""
+    with pytest.raises(StopIteration):
+        turns.wait_turn(tenant).send(None)
 
 
 async def test_places_are_never_lost_nor_given_twice() -> None:
