@@ -95,7 +95,8 @@ class Health:
         if len(waiting) > _MAX_WAITING_CALLS:
             oldest = next(iter(waiting))
             del waiting[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
         try:
             yield
         finally:

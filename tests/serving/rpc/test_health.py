@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -122,6 +124,32 @@ async def test_checks_are_answered_beside_all_watches_of_a_host(
         watch.cancel()
     await wait_until(lambda: not health._num_watches)
     assert await status(call(channel, "Watch", asking_for(""))) == STATUS.NOT_SERVING
+
+
+async def test_one_more_call_may_come_when_the_oldest_ones_expire(health: Health) -> None:
+    async def wait_for_message() -> None:
+        async with asyncio.timeout(0.05) as timeout:
+            with health._counted_as_waiting(timeout, "host"):
+                await asyncio.sleep(60.0)
+
+    waiting = [asyncio.create_task(wait_for_message()) for _ in range(256)]
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    came = loop.create_future()
+
+    def come() -> None:
+        try:
+            with health._counted_as_waiting(asyncio.timeout(None), "host"):
+                came.set_result(None)
+        except RuntimeError as error:
+            came.set_exception(error)
+
+    loop.call_later(0.06, come)
+    # The event loop is late, so that all of them are due together.
+    time.sleep(0.1)
+    await came
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(answer, TimeoutError) for answer in answers)
 
 
 async def test_checks_are_answered_beside_calls_without_a_message() -> None:
