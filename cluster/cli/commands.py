@@ -52,9 +52,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.reader_limits import BufferLimits, ReaderLimits
+    from cluster.serving.reader_limits import ReaderLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
+    from cluster.serving.tenant_bytes import BufferLimits
     from cluster.serving.tls import certificate_store
 
     # Before anything is started that inherits it.

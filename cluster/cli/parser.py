@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.reader_limits import BufferLimits
+from cluster.serving.tenant_bytes import BufferLimits
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 

@@ -21,8 +21,9 @@ from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint, HttpCall
 from cluster.serving.http.server import HttpServer
 from cluster.serving.output_buffer import OutputBuffers
-from cluster.serving.reader_limits import BufferLimits, ReaderLimits
+from cluster.serving.reader_limits import ReaderLimits
 from cluster.serving.servicer import Servicer
+from cluster.serving.tenant_bytes import BufferLimits
 from cluster.serving.tls import certificate_store
 from pagedray.errors import OverloadedError, UnreadError
 from pagedray.v1 import pagedray_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.serving.reader_limits import BufferLimits
+from cluster.serving.tenant_bytes import BufferLimits
 from pagedray.errors import ContextLengthError
 from pagedray.request import MAX_N
 

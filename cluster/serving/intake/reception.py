@@ -1,4 +1,4 @@
-"""Accounts of the requests that are being received: their bytes, of each tenant and in total."""
+"""The requests that are being received: their bytes, and who waits for room for them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+from cluster.serving.tenant_bytes import TenantBytes
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from cluster.serving.reader_limits import BufferLimits
+    from cluster.serving.tenant_bytes import BufferLimits
 
 __all__ = ["IncomingMessage", "Reception"]
 
@@ -71,13 +72,15 @@ class Reception:
 
     def __init__(self, limits: BufferLimits, *, wait_s: float) -> None:
         """A message waits for room for up to `wait_s`."""
-        self._limits = limits
+        self._bytes = TenantBytes(limits)
         self._wait_s = wait_s
-        self._by_tenant: dict[str, int] = {}
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         """The sizes that tenants wait for; the tenant whose turn it is comes first."""
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
         """Bytes of all requests."""
+        return self._bytes.num_bytes
 
     def open_message(self, tenant: str) -> IncomingMessage:
         """Return the empty message of a tenant's request."""
@@ -85,13 +88,14 @@ class Reception:
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
         """Raise OverloadedError if so many more bytes of a tenant exceed a limit."""
-        limits = self._limits
-        if self._by_tenant.get(tenant, 0) + num_bytes > limits.tenant_bytes:
+        limits = self._bytes.limits
+        scope = self._bytes.full_scope(tenant, num_bytes)
+        if scope == "tenant":
             raise OverloadedError(
                 "The server is receiving other requests of this API key's tenant, which may take "
                 f"{limits.tenant_bytes} bytes together (a quarter of --receive-buffer-mib)."
             )
-        if self.num_bytes + num_bytes > limits.total_bytes:
+        if scope == "server":
             raise OverloadedError(
                 f"The server is receiving other requests, which may take {limits.total_bytes} "
                 "bytes together (--receive-buffer-mib)."
@@ -124,12 +128,7 @@ class Reception:
 
     def count(self, tenant: str, num_bytes: int) -> None:
         """Add bytes to the counts, or subtract them."""
-        self.num_bytes += num_bytes
-        held = self._by_tenant.get(tenant, 0) + num_bytes
-        if held:
-            self._by_tenant[tenant] = held
-        else:
-            self._by_tenant.pop(tenant, None)
+        self._bytes.count(tenant, num_bytes)
         if num_bytes < 0 and self._waiting:
             self._admit_waiting()
 
@@ -138,11 +137,7 @@ class Reception:
         return tenant not in self._waiting and self._fits(tenant, num_bytes)
 
     def _fits(self, tenant: str, num_bytes: int) -> bool:
-        limits = self._limits
-        return (
-            self._by_tenant.get(tenant, 0) + num_bytes <= limits.tenant_bytes
-            and self.num_bytes + num_bytes <= limits.total_bytes
-        )
+        return self._bytes.full_scope(tenant, num_bytes) is None
 
     def _admit_waiting(self) -> None:
         """Give room to those that wait for it, one of each tenant after another."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.output_buffer import OutputBuffer, OutputBuffers
+from cluster.serving.output_buffer import OutputBuffer
 from cluster.serving.resume.stream import ResumableStream, StreamReader
+from cluster.serving.tenant_bytes import TenantBytes
 from pagedray.errors import (
     DuplicateIdError,
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
     UnknownStreamError,
-    UnreadError,
     UnsupportedError,
 )
 
@@ -67,7 +67,7 @@ class ResumableStreams:
     def __init__(self, limits: ReaderLimits) -> None:
         self._grace_s = limits.resume_grace_s
         self._allows_anonymous = limits.resumes_anonymous
-        self._buffers = OutputBuffers(limits.resume_buffer)
+        self._bytes = TenantBytes(limits.resume_buffer)
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._num_by_tenant: dict[str, int] = {}
 
@@ -77,7 +77,7 @@ class ResumableStreams:
     @property
     def num_bytes(self) -> int:
         """Memory of all streams."""
-        return self._buffers.num_bytes
+        return self._bytes.num_bytes
 
     @property
     def num_awaited(self) -> int:
@@ -112,14 +112,12 @@ class ResumableStreams:
     def check_room(self, tenant: str) -> None:
         """Raise OverloadedError if there is no room for another stream of the tenant."""
         self._make_room(tenant, _STREAM_BYTES)
-        try:
-            self._buffers.check(tenant, 0, _STREAM_BYTES)
-        except UnreadError as error:
+        if self._bytes.full_scope(tenant, _STREAM_BYTES) is not None:
             raise OverloadedError(
                 "The memory for resumable streams is in use by streams that are not read; resume "
                 "or abort them first.",
                 retry_after_s=_RETRY_S,
-            ) from error
+            )
 
     def open_stream(
         self,
@@ -131,7 +129,7 @@ class ResumableStreams:
         tenant = generation.tenant
         key = tenant, generation.id
         assert key not in self._entries
-        buffer = self._buffers.open_buffer(tenant)
+        buffer = OutputBuffer(self._bytes, tenant)
         buffer.hold(_STREAM_BYTES)
         entry = _Entry(tenant, form, buffer)
         entry.stream = ResumableStream(
@@ -221,7 +219,7 @@ class ResumableStreams:
 
     def _make_room_in(self, entry: _Entry, num_bytes: int) -> None:
         """Drop delivered messages until `num_bytes` more fit in the stream's buffer."""
-        stream, most = entry.stream, self._buffers.limits.call_bytes
+        stream, most = entry.stream, self._bytes.limits.call_bytes
         excess = entry.buffer.num_bytes + num_bytes - most
         # What was on its way when the connection was cut did not reach the client.
         num_lost = 0 if stream.has_reader else most // 2
@@ -234,7 +232,7 @@ class ResumableStreams:
     def _make_room(self, tenant: str, num_bytes: int) -> None:
         """Drop delivered messages of the largest streams until `num_bytes` more fit."""
         while True:
-            scope = self._buffers.full_scope(tenant, num_bytes)
+            scope = self._bytes.full_scope(tenant, num_bytes)
             if scope is None:
                 return
             streams = [

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cluster.serving.intake.reception import Reception
-from cluster.serving.reader_limits import BufferLimits
+from cluster.serving.tenant_bytes import BufferLimits
 from pagedray.errors import OverloadedError
 
 

@@ -10,7 +10,8 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.reader_limits import BufferLimits, ReaderLimits
+from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.tenant_bytes import BufferLimits
 from pagedray.errors import WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
