@@ -120,6 +120,8 @@ class Reception:
                 line.remove(entry)
             if not line:
                 self._waiting.pop(tenant, None)
+            # Those behind it may need less room.
+            self._admit_waiting()
             if isinstance(error, TimeoutError):
                 self.check_room(tenant, num_bytes)
                 text = "The server is receiving other requests (--receive-buffer-mib)."

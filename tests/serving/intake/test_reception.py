@@ -68,6 +68,25 @@ async def test_a_message_that_waits_long_is_refused(reception: Reception) -> Non
         await reception.open_message("ben").wait_room(80)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["refused", "left"])
+async def test_a_message_does_not_wait_for_one_that_has_left(is_cancelled: bool) -> None:
+    reception = Reception(BufferLimits(400), wait_s=60.0 if is_cancelled else 0.05)
+    with reception.open_message("ann") as first:
+        await first.wait_room(80)
+        large = asyncio.create_task(reception.open_message("ann").wait_room(90))
+        await asyncio.sleep(0.02)
+        small = asyncio.create_task(reception.open_message("ann").wait_room(10))
+        await settle()
+        assert not small.done()
+        if is_cancelled:
+            large.cancel()
+        await asyncio.wait((large,))
+        await settle()
+        assert small.done()
+        assert small.exception() is None
+        assert reception.num_bytes == 90
+
+
 async def test_counts_stay_exact_when_messages_are_cancelled() -> None:
     reception = Reception(BufferLimits(400), wait_s=60.0)
     chance = random.Random(0)
