@@ -51,6 +51,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[_OneLineParser]
+    _Group = argparse._ArgumentGroup
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,6 +81,16 @@ def _add_serve(commands: _Commands) -> None:
     what = "Start a server with an OpenAI-compatible HTTP API and gRPC."
     serve = _model_command(commands, "serve", what)
     group = serve.add_argument_group("frontends")
+    _add_ports(group)
+    _add_request_limits(group)
+    _add_reader_limits(group)
+    _add_model_names(group)
+    _add_logging(serve.add_argument_group("logging and tracing"))
+    add_engine_flags(serve, executor="ray")
+
+
+def _add_ports(group: _Group) -> None:
+    """Add where the frontends listen, for whom, and how long they drain."""
     group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
     for name, port in (("gRPC", 9000), ("HTTP", 8000)):
         what = f"Port for {name}; 0 selects a free one."
@@ -103,6 +114,10 @@ def _add_serve(commands: _Commands) -> None:
         metavar="SECONDS",
         help="Time for running requests to finish after SIGTERM.",
     )
+
+
+def _add_request_limits(group: _Group) -> None:
+    """Add how large and how slow requests may be."""
     group.add_argument(
         "--read-timeout-s",
         type=_seconds(1.0, 3600.0),
@@ -125,6 +140,10 @@ def _add_serve(commands: _Commands) -> None:
         help="Memory for requests that are being received. A tenant's requests may use a quarter "
         "of it.",
     )
+
+
+def _add_reader_limits(group: _Group) -> None:
+    """Add how long the server waits for readers of streams, and how much it keeps for them."""
     group.add_argument(
         "--write-timeout-s",
         type=_seconds(1.0, 86400.0),
@@ -160,6 +179,10 @@ def _add_serve(commands: _Commands) -> None:
         action="store_true",
         help="Allow resumable streams without --api-keys: anyone who knows its id can read one.",
     )
+
+
+def _add_model_names(group: _Group) -> None:
+    """Add how clients call the model, and how the model writes tool calls."""
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
@@ -170,7 +193,9 @@ def _add_serve(commands: _Commands) -> None:
         choices=TOOL_CALL_FORMATS,
         help="Format of the model's tool calls. (default: detected from the chat template)",
     )
-    group = serve.add_argument_group("logging and tracing")
+
+
+def _add_logging(group: _Group) -> None:
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="Format of log lines."
     )
@@ -185,7 +210,6 @@ def _add_serve(commands: _Commands) -> None:
         metavar="URL",
         help="OpenTelemetry collector for traces. (default: OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
     )
-    add_engine_flags(serve, executor="ray")
 
 
 def _add_generate(commands: _Commands) -> None:
