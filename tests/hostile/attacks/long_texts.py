@@ -15,7 +15,7 @@ class LongTexts(PostFlood):
     name = "90 long texts"
     path = "/tokenize"
     num_connections = 90
-    allowed = frozenset((200, 429))
+    allowed = frozenset(("200", "429"))
 
     def body(self) -> bytes:
         """Return a request for the tokens of 35 kB."""
