@@ -145,9 +145,9 @@ class ResumableStream:
         self._first = self._last + 1
         self._buffer.clear()
         self.is_finished = True
-        if self._reader is not None:
-            self._error = self._error or StreamTakenError()
-            self._reader.wake()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.wake()
 
     async def _keep_all(self, batches: AsyncGenerator[Sequence[bytes]]) -> None:
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,14 +13,17 @@ import httpx
 import pytest
 
 from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.resume.registry import ResumableStreams, StreamFormat
 from cluster.serving.tenant_bytes import BufferLimits
-from pagedray.errors import WorkerError
+from pagedray.errors import StreamTakenError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
 from tests.load.tenant_keys import write_keys
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
     import openai
@@ -385,3 +390,17 @@ def test_resuming_is_counted(http: httpx.Client, stub: Stub, server: Server) -> 
     list(stub.Generate(messages("counted-too")))
     list(stub.Generate(resumption("counted-too", 1)))
     assert {front: count(front) - was for front, was in before.items()} == {"http": 1, "grpc": 1}
+
+
+async def test_reader_of_a_closed_stream_gets_an_error() -> None:
+    async def batches() -> AsyncGenerator[list[bytes]]:
+        yield [b"one"]
+        await asyncio.sleep(60.0)
+
+    streams = ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True))
+    generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
+    reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
+    await wait_until(lambda: streams.num_bytes > 4096)
+    streams.close()
+    with pytest.raises(StreamTakenError):
+        await anext(reader)
