@@ -11,7 +11,6 @@ import ctypes
 import logging
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +64,7 @@ class ConnectionWatch:
         """Connections that had sent too much at the last look, by their inodes."""
         self._excess_lines = LineLimit()
         self._unproven_lines = LineLimit()
+        self._defect_lines = LineLimit()
         self._has_garbage = False
         self._next_trim_s = 0.0
 
@@ -74,9 +74,15 @@ class ConnectionWatch:
         while True:
             await asyncio.sleep(interval_s)
             started_s = time.monotonic()
-            # Listing descriptors takes one; without any, the next turn may find one.
-            with suppress(OSError):
+            try:
                 await asyncio.to_thread(self.close_excess)
+            except OSError:
+                # Listing descriptors takes one; the next turn may find one.
+                pass
+            except Exception as error:
+                # Without the watch, connections would have no limits.
+                if self._defect_lines.count_event():
+                    logger.error("gRPC connections could not be checked.", exc_info=error)
             wanted_s = _SUSPECT_INTERVAL_S if self._suspects else _INTERVAL_S
             interval_s = max(wanted_s, (time.monotonic() - started_s) / _MAX_SHARE)
 

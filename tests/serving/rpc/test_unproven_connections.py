@@ -11,6 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.auth.authenticator import Authenticator
+from cluster.serving.connection_limits import ConnectionLimits
+from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.proven_connections import ProvenConnections, peer_name
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -26,6 +28,7 @@ from tests.hostile.http2 import (
 )
 from tests.load.tenant_keys import write_keys
 from tests.serving.grpc_frontend import grpc_frontend
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,3 +137,20 @@ async def test_peers_have_the_names_that_grpc_gives_them(host: str) -> None:
     await server.stop(0)
     client_port = int(names[0].rpartition(":")[2])
     assert names == [peer_name(host.strip("[]"), client_port)]
+
+
+async def test_a_defect_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    class Defective(ConnectionWatch):
+        num_looks = 0
+
+        def close_excess(self) -> None:
+            self.num_looks += 1
+            raise RuntimeError("can't start new thread")
+
+    watch = Defective(1, ConnectionLimits(), ProvenConnections())
+    watching = asyncio.create_task(watch.watch())
+    await wait_until(lambda: watch.num_looks >= 2)
+    watching.cancel()
+    assert [record.message for record in caplog.records] == [
+        "gRPC connections could not be checked."
+    ]
