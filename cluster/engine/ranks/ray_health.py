@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
@@ -76,11 +76,9 @@ class RayHealth:
         """
         future = _in_thread(call)
         while True:
-            try:
-                return future.result(_POLL_S)
-            except TimeoutError:
-                if future.done():
-                    raise
+            # Not `result`, whose time may be over just before the call returns.
+            if wait((future,), _POLL_S).done:
+                return future.result()
             outage = self._outage
             if outage is None:
                 continue
