@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import grpc
 import pytest
 
+from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.resume.registry import ResumableStreams
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.ray_serve.failing_replicas import FailingReplicas, Replica
 from tests.serving.ray_serve.test_continuations import over_grpc, over_http
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import httpx
 
     from cluster.serving.engine_client import EngineClient, EngineStream
+    from cluster.serving.generation_call import GenerationOutput
     from pagedray.v1 import pagedray_pb2_grpc
     from tests.serving.conftest import Server
 
@@ -124,6 +130,30 @@ def test_http_ends_with_an_error(
     assert '"error":{' in text
     assert '"finish_reason":"' not in text
     assert http.post(path, json=body).status_code in (500, 503)
+
+
+@pytest.mark.parametrize("is_resumable", [False, True])
+def test_http_ends_with_an_error_if_an_event_cannot_be_written(
+    server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_resumable: bool
+) -> None:
+    events = GenerationResponse._events
+
+    def fail(self: GenerationResponse, output: GenerationOutput) -> Iterator[bytes]:
+        yield from events(self, output)
+        if output.usage.num_generated_tokens > 3:
+            raise KeyError("a defect")
+
+    monkeypatch.setattr(GenerationResponse, "_events", fail)
+    monkeypatch.setattr(
+        server.frontends.servicer,
+        "resumables",
+        ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True)),
+    )
+    options = {"stream_options": {"resumable": True}} if is_resumable else {}
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    text = http.post("/v1/completions", json=body | {"stream": True} | options).text
+    assert "Internal server error" in text
+    assert text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

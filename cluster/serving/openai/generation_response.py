@@ -5,6 +5,7 @@ Chunks of a stream differ mostly in their text; their common parts are encoded o
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import msgspec
 from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turn_reader import TurnReader
-from pagedray.errors import PagedRayError
+from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ __all__ = [
     "error_event",
     "finite",
 ]
+
+logger = logging.getLogger(__name__)
 
 DONE_EVENT = b"data: [DONE]\n\n"
 """The last event of every stream."""
@@ -127,9 +130,8 @@ class GenerationResponse(ABC):
                         yield written
                     if self._error is not None:
                         raise self._error
-        except PagedRayError as error:
-            self._generation.close(error)
-            yield error_event(error)
+        except Exception as error:
+            yield error_event(self._ended_by(error))
         yield DONE_EVENT
 
     async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
@@ -143,11 +145,18 @@ class GenerationResponse(ABC):
                     yield [_numbered(event, first + place) for place, event in enumerate(written)]
                     if self._error is not None:
                         raise self._error
-        except PagedRayError as error:
-            self._generation.close(error)
+        except Exception as error:
             number += 1
-            yield [_numbered(error_event(error), number)]
+            yield [_numbered(error_event(self._ended_by(error)), number)]
         yield [_numbered(DONE_EVENT, number + 1)]
+
+    def _ended_by(self, error: Exception) -> PagedRayError:
+        """End the call, and return the error for its client, who sees no details of a defect."""
+        if not isinstance(error, PagedRayError):
+            logger.error("Call %s failed.", self._generation.id, exc_info=error)
+            error = InternalError()
+        self._generation.close(error)
+        return error
 
     def _head(self, kind: str) -> Json:
         return {
