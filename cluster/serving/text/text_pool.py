@@ -53,7 +53,12 @@ class TextPool:
             turns.end_turn(tenant, 0.0)
             raise ShuttingDownError
         started_s = time.monotonic()
-        future = self._threads.submit(work, *args, **kwargs)
+        try:
+            future = self._threads.submit(work, *args, **kwargs)
+        except RuntimeError:
+            # The system has no more threads.
+            turns.end_turn(tenant, 0.0)
+            raise
         self._end_turn_after(future, tenant, started_s)
         return await asyncio.wrap_future(future)
 

@@ -53,6 +53,16 @@ async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:
         await pool.run_in_thread("ann", lambda: 1 // 0)
 
 
+async def test_a_thread_that_cannot_start_keeps_no_place() -> None:
+    pool = TextPool(num_threads=1)
+    # As when the system has no more threads.
+    pool._threads.shutdown()
+    for _ in range(3):
+        async with asyncio.timeout(5.0):
+            with pytest.raises(RuntimeError, match="cannot schedule"):
+                await pool.run_in_thread("ann", int)
+
+
 async def test_waiting_work_is_bounded(pool: TextPool, gate: threading.Event) -> None:
     works = [asyncio.create_task(pool.run_in_thread("ann", gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
