@@ -1,4 +1,4 @@
-"""Closes gRPC connections that gRPC itself cannot limit.
+"""Stops gRPC connections that gRPC itself cannot limit.
 
 These are the ones that a host has too many of, and those that send much without one valid call:
 gRPC decodes any number of headers, pings and settings of a client without a key.
@@ -20,6 +20,7 @@ from cluster.serving.rpc.open_sockets import (
     num_received_bytes,
     open_sockets,
     peer_address,
+    stall_connection,
 )
 from cluster.serving.rpc.proven_connections import peer_name
 from cluster.serving.telemetry.line_limit import LineLimit
@@ -37,9 +38,15 @@ _SUSPECT_INTERVAL_S = 0.05
 """While a connection is suspected, whose next look is the last."""
 _MAX_SHARE = 0.02
 """Of the time that may be spent on watching."""
+_MAX_BUSY_SHARE = 0.2
+"""The same while a host has too many connections, or one is suspected."""
 _UNPROVEN_BYTES = 2**16
 _UNPROVEN_BYTES_PER_S = 2**12
 """Health checks need less, at several a second."""
+_MAX_STALLED = 64
+_MAX_STALLED_PER_HOST = 8
+"""A client that opens further ones sees them end, and the memory for stalled ones is bounded."""
+_STALL_S = 60.0
 _TRIM_INTERVAL_S = 5.0
 
 
@@ -62,6 +69,10 @@ class ConnectionWatch:
         """Open sockets by their inodes, oldest first; None if one is no connection of the port."""
         self._suspects: set[int] = set()
         """Connections that had sent too much at the last look, by their inodes."""
+        self._stalled: dict[int, float] = {}
+        """When each stalled connection ends, by their inodes."""
+        self._has_excess = False
+        """Whether a host had too many connections at the last look."""
         self._excess_lines = LineLimit()
         self._unproven_lines = LineLimit()
         self._defect_lines = LineLimit()
@@ -83,8 +94,10 @@ class ConnectionWatch:
                 # Without the watch, connections would have no limits.
                 if self._defect_lines.count_event():
                     logger.error("gRPC connections could not be checked.", exc_info=error)
-            wanted_s = _SUSPECT_INTERVAL_S if self._suspects else _INTERVAL_S
-            interval_s = max(wanted_s, (time.monotonic() - started_s) / _MAX_SHARE)
+            is_busy = self._has_excess or bool(self._suspects)
+            wanted_s = _SUSPECT_INTERVAL_S if is_busy else _INTERVAL_S
+            share = _MAX_BUSY_SHARE if is_busy else _MAX_SHARE
+            interval_s = max(wanted_s, (time.monotonic() - started_s) / share)
 
     def close_excess(self) -> None:
         """Close what exceeds a limit, of a host's connections the newest."""
@@ -92,19 +105,24 @@ class ConnectionWatch:
         self._update_known(sockets)
         num_open: Counter[str] = Counter()
         suspects: set[int] = set()
+        self._has_excess = False
         for inode, connection in self._known.items():
             if connection is None:
                 continue
             num_open[connection.host] += 1
             if num_open[connection.host] > self._limit:
                 end_connection(sockets[inode], inode)
+                self._has_excess = True
                 self._log_excess(connection.host)
+            elif inode in self._stalled:
+                if time.monotonic() > self._stalled[inode]:
+                    end_connection(sockets[inode], inode)
             elif self._sends_too_much(connection, sockets[inode]):
                 # A message may arrive shortly before the handler of its call has started.
                 if inode not in self._suspects:
                     suspects.add(inode)
                     continue
-                end_connection(sockets[inode], inode)
+                self._stop(sockets[inode], inode, connection.host)
                 self._log_unproven(connection.host)
                 self._has_garbage = True
         self._suspects = suspects
@@ -121,6 +139,7 @@ class ConnectionWatch:
                     else _Connection(client_host(address[0]), peer_name(*address), time.monotonic())
                 )
         self._known = known
+        self._stalled = {one: end_s for one, end_s in self._stalled.items() if one in known}
         self._proven.forget_closed({one.peer for one in known.values() if one is not None})
 
     def _sends_too_much(self, connection: _Connection, descriptor: int) -> bool:
@@ -129,6 +148,15 @@ class ConnectionWatch:
         age_s = time.monotonic() - connection.seen_s
         allowed = _UNPROVEN_BYTES + age_s * _UNPROVEN_BYTES_PER_S
         return num_received_bytes(descriptor) > allowed
+
+    def _stop(self, descriptor: int, inode: int, host: str) -> None:
+        """Stall a connection, so that its client waits; end it if its host has several of these."""
+        hosts = [one.host for inode in self._stalled if (one := self._known[inode]) is not None]
+        may_stall = len(hosts) < _MAX_STALLED and hosts.count(host) < _MAX_STALLED_PER_HOST
+        if may_stall and stall_connection(descriptor, inode):
+            self._stalled[inode] = time.monotonic() + _STALL_S
+        else:
+            end_connection(descriptor, inode)
 
     def _trim(self) -> None:
         """Return the memory of ended connections, which the allocator keeps, to the system."""
@@ -153,8 +181,8 @@ class ConnectionWatch:
     def _log_unproven(self, host: str) -> None:
         if num_closed := self._unproven_lines.count_event():
             logger.warning(
-                "Closed %d gRPC connections that sent more than %d bytes without a valid call, the "
-                "last of %s.",
+                "Stopped %d gRPC connections that sent more than %d bytes without a valid call, "
+                "the last of %s.",
                 num_closed,
                 _UNPROVEN_BYTES,
                 host,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
 import struct
 from contextlib import suppress
 
-__all__ = ["end_connection", "num_received_bytes", "open_sockets", "peer_address"]
+__all__ = [
+    "end_connection",
+    "num_received_bytes",
+    "open_sockets",
+    "peer_address",
+    "stall_connection",
+]
 
 _DESCRIPTORS = "/proc/self/fd"
 _INFO_BYTES = 136
@@ -16,6 +23,10 @@ _RECEIVED_OFFSET = 128
 """Of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 _DISCARDED_BYTES = 2**20
 _MAPPED = "::ffff:"
+_ATTACH_FILTER = 26
+"""Linux's SO_ATTACH_FILTER."""
+_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""A socket filter of one instruction: return 0, the number of bytes to keep."""
 
 
 def open_sockets() -> dict[int, int]:
@@ -72,6 +83,27 @@ def end_connection(descriptor: int, inode: int) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)
-            flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
-            while connection.recv(_DISCARDED_BYTES, flags):
-                pass
+            _discard_received(connection)
+
+
+def stall_connection(descriptor: int, inode: int) -> bool:
+    """Let the system drop all that a client sends from now on, and what has not been read.
+
+    The client is not told and waits, where it would connect again after `end_connection`. Returns
+    whether that is possible: it needs Linux.
+    """
+    instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+    program = struct.pack("@HP", 1, ctypes.addressof(instructions))
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+            with suppress(OSError):
+                _discard_received(connection)
+            return True
+    return False
+
+
+def _discard_received(connection: socket.socket) -> None:
+    flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+    while connection.recv(_DISCARDED_BYTES, flags):
+        pass

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from pagedray.errors import OverloadedError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.fakes import wait_for
 from tests.serving.checkpoint import TEXT
 from tests.serving.conftest import CONTEXT
 from tests.serving.failing_sequence import failing_sequence
@@ -154,7 +155,7 @@ def test_slow_client_gets_several_tokens_a_message(server: Server) -> None:
     with grpc.insecure_channel(server.grpc_target, options) as channel:
         call = Stub(channel).Generate(_call("h", max_tokens=100, n=32, logprobs=20))
         next(call)
-        time.sleep(0.5)
+        wait_for(lambda: server.engine.num_sequences == 0)
         messages = list(call)
     assert len(messages) < 90
     assert messages[-1].usage.num_generated_tokens == 3200

@@ -1,4 +1,4 @@
-"""Connections that send much without a valid call are closed, and no others."""
+"""Connections that send much without a valid call are stopped, and no others."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.hostile.http2 import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
+    PING,
     PREFACE,
     SETTINGS,
     call_headers,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cluster.serving.text.tokenizer import Tokenizer
 
 GENERATE = "/pagedray.v1.GenerationService/Generate"
+PINGS = frame(PING, ACK, 0, bytes(8)) * 4096
+_STALLED_AFTER_S = 2.0
 START = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0)
 
 
@@ -48,8 +51,7 @@ def calls(number: int) -> bytes:
 
 async def is_closed(target: str, sent: bytes, within_s: float) -> bool:
     """Return whether the server closes a connection that sends this."""
-    host, _, port = target.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connected(target)
     try:
         writer.write(START + sent)
         async with asyncio.timeout(within_s):
@@ -64,16 +66,43 @@ async def is_closed(target: str, sent: bytes, within_s: float) -> bool:
     return True
 
 
-async def test_connection_that_sends_much_without_a_key_is_closed(
+async def is_stalled(writer: asyncio.StreamWriter, within_s: float) -> bool:
+    """Return whether the server takes no more of a connection that it does not close."""
+    end_s = asyncio.get_running_loop().time() + within_s
+    num_sent = 0
+    while asyncio.get_running_loop().time() < end_s:
+        writer.write(PINGS)
+        num_sent += len(PINGS)
+        try:
+            async with asyncio.timeout(_STALLED_AFTER_S):
+                await writer.drain()
+        except TimeoutError:
+            return True
+    return False
+
+
+async def connected(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = target.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def test_first_connections_that_send_much_without_a_key_are_stalled_and_others_closed(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.toml"
     write_keys(path, "ann")
     with caplog.at_level(logging.WARNING):
         async with grpc_frontend(tokenizer, authenticator=Authenticator(path)) as frontend:
-            assert await is_closed(frontend.target, calls(400), 20.0)
+            writers = [(await connected(frontend.target))[1] for _ in range(8)]
+            for writer in writers:
+                writer.write(START)
+            assert all(await asyncio.gather(*(is_stalled(one, 20.0) for one in writers)))
             assert await is_closed(frontend.target, calls(400), 20.0)
             assert not await is_closed(frontend.target, calls(20), 0.5)
+            for writer in writers:
+                # What waits to be sent never will be.
+                writer.transport.abort()
+            await asyncio.sleep(0.1)
     assert len([record for record in caplog.records if "valid call" in record.message]) == 1
 
 
