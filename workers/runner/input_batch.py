@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["InputBatch", "StepInputs"]
 
+_ALIGNMENT = 2
+"""In elements: kernels are compiled for addresses that are multiples of 16 bytes."""
 _Ints: TypeAlias = "NDArray[np.int64]"
 _Parts: TypeAlias = "tuple[_Ints, _Ints, _Ints]"
 """Of each part, the index of its sequence, its first position and its number of tokens."""
@@ -42,6 +44,8 @@ class StepInputs:
     """The rows of the batch that sample a token."""
     sampled_positions: list[int]
     """Positions of the sampled tokens."""
+    sampled_places: tuple[torch.Tensor, torch.Tensor]
+    """The same rows and positions on the device, `[num_sampled]` int64 each."""
 
 
 class InputBatch:
@@ -96,15 +100,18 @@ class InputBatch:
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_tokens, num_tokens)
         positions = np.repeat(first_positions, num_tokens) + offsets
         seq_lens = first_positions + num_tokens
-        device_positions = self._to_device(positions)
+        device_rows, device_positions, logits_indices, *sampled_places = self._to_device(
+            token_rows,
+            positions,
+            ends[last_parts[is_sampled]] - 1,
+            sampled_rows,
+            sampled_positions,
+        )
+        selects_all = is_sampled.all() and ends[-1] == size
         return StepInputs(
-            token_ids=self._tokens[self._to_device(token_rows), device_positions],
+            token_ids=self._tokens[device_rows, device_positions],
             positions=device_positions,
-            logits_indices=(
-                None
-                if is_sampled.all() and ends[-1] == size
-                else self._to_device(ends[last_parts[is_sampled]] - 1)
-            ),
+            logits_indices=None if selects_all else logits_indices,
             attention=AttentionBatch(
                 num_prefills=int((num_tokens > 1).sum()),
                 query_lens=num_tokens.astype(np.int32),
@@ -116,18 +123,17 @@ class InputBatch:
             ),
             sampled_rows=sampled_rows.tolist(),
             sampled_positions=sampled_positions.tolist(),
+            sampled_places=(sampled_places[0], sampled_places[1]),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Append the sampled tokens, `[num_sampled]` int64, to their rows of the token table."""
-        rows = self._to_device(np.asarray(inputs.sampled_rows, dtype=np.int64))
-        positions = self._to_device(np.asarray(inputs.sampled_positions, dtype=np.int64))
         # A row whose logits were not finite has -1; 0 keeps its extra step in range.
-        self._tokens[rows, positions] = token_ids.clamp(min=0)
+        self._tokens[inputs.sampled_places] = token_ids.clamp(min=0)
 
     def _start(self, start: SequenceStart) -> None:
         tokens = np.asarray(start.token_ids, dtype=np.int64)
-        self._tokens[start.row, : len(tokens)] = self._to_device(tokens)
+        self._tokens[start.row, : len(tokens)] = self._to_device(tokens)[0]
         self._num_prompt_tokens[start.row] = start.num_prompt_tokens
         self._num_blocks[start.row] = 0
         self._append_blocks(start.row, start.block_ids)
@@ -162,8 +168,14 @@ class InputBatch:
         blocks = self._block_tables[token_rows, positions // self._block_size]
         return blocks.astype(np.int64) * self._block_size + positions % self._block_size
 
-    def _to_device(self, values: NDArray[np.int64]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
+    def _to_device(self, *arrays: _Ints) -> list[torch.Tensor]:
+        """Return arrays of one dimension on the device, by one copy."""
         if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+            return [torch.from_numpy(array) for array in arrays]
+        sizes = [-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+        for part, array in zip(host.split(sizes), arrays, strict=True):
+            part.numpy()[: len(array)] = array
+        # Torch does not reuse pinned memory before the copy from it is done.
+        device = host.to(self._device, non_blocking=True)
+        return [part[: len(array)] for part, array in zip(device.split(sizes), arrays, strict=True)]
