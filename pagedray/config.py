@@ -283,6 +283,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     """Whether CUDA graphs are disabled: slower decoding, less memory."""
+    max_graph_tokens: int = 1024
+    """The most tokens of a step with prompts that runs as CUDA graphs; 0 disables these graphs."""
     load_seed: int = 0
     """Random seed of dummy weights."""
     structure_compile_s: float = 10.0
@@ -291,6 +293,7 @@ class EngineConfig:
     """Whether special tokens that clients write in messages are text, or parsed as such."""
 
     def __post_init__(self) -> None:
+        _check_at_least("max_graph_tokens", self.max_graph_tokens, 0)
         if not 0.0 < self.structure_compile_s <= 60.0:
             raise StartupError(
                 f"structure_compile_s must be above 0 and at most 60, "

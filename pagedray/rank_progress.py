@@ -68,7 +68,7 @@ _TEXTS = {
     Phase.JOINING: "joining its group",
     Phase.LOADING: "loading weights ({} tensors loaded)",
     Phase.PROFILING: "measuring the memory that steps need",
-    Phase.CAPTURING: "capturing the CUDA graph of {} rows",
+    Phase.CAPTURING: "capturing CUDA graphs of size {}",
     Phase.WARMING_UP: "compiling kernels",
     Phase.IDLE: "waiting for a plan",
     Phase.PREPARING: "preparing a step",

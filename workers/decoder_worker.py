@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from workers.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from workers.runner.input_batch import InputBatch
 from workers.runner.kv_cache import KVCache, block_bytes
 from workers.runner.model_runner import ModelRunner, PendingTokens
+from workers.runner.piece_graphs import PieceGraphs, piece_sizes
 from workers.sampler import Sampler
 from workers.weights.load_weights import load_weights
 from workers.worker import Worker, release_gpu_memory
@@ -37,6 +38,18 @@ if TYPE_CHECKING:
 __all__ = ["DecoderWorker"]
 
 logger = logging.getLogger(__name__)
+
+
+class _GraphSizes(NamedTuple):
+    """The sizes of the captured graphs, ascending."""
+
+    decodes: list[int]
+    """In rows."""
+    pieces: list[int]
+    """In tokens."""
+
+
+_NO_GRAPHS = _GraphSizes([], [])
 
 
 class DecoderWorker(Worker):
@@ -136,9 +149,7 @@ class DecoderWorker(Worker):
             release_gpu_memory()
         self._group.close()
 
-    def _make_runner(
-        self, num_blocks: int, num_cpu_blocks: int, graph_sizes: list[int]
-    ) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, num_cpu_blocks: int, sizes: _GraphSizes) -> ModelRunner:
         assert self._model is not None
         scheduler = self._config.scheduler
         try:
@@ -151,22 +162,29 @@ class DecoderWorker(Worker):
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
                 "--num-blocks or --num-cpu-blocks."
             ) from error
-        graphs = None
-        if graph_sizes:
-            graphs = DecodeGraphs(
+        decode_graphs = piece_graphs = None
+        pool = torch.cuda.graph_pool_handle() if sizes.decodes or sizes.pieces else None
+        if sizes.decodes:
+            decode_graphs = DecodeGraphs(
                 self._model,
                 self._backend,
                 self._spec,
                 cache.device_pool,
-                sizes=graph_sizes,
+                sizes=sizes.decodes,
+                pool=pool,
                 progress=self._group.progress,
+            )
+        if sizes.pieces:
+            piece_graphs = PieceGraphs(
+                self._model, sizes=sizes.pieces, pool=pool, progress=self._group.progress
             )
         return ModelRunner(
             model=self._model,
             cache=cache,
             builder=self._backend.make_metadata_builder(self._spec),
             state=self._backend.get_state_cls()(self._spec),
-            graphs=graphs,
+            decode_graphs=decode_graphs,
+            piece_graphs=piece_graphs,
             progress=self._group.progress,
             batch=InputBatch(
                 max_num_rows=scheduler.max_num_seqs,
@@ -182,12 +200,15 @@ class DecoderWorker(Worker):
         )
 
     @property
-    def _graph_sizes(self) -> list[int]:
-        """The batch sizes of the captured decode steps."""
-        can_capture = self._device.type == "cuda" and self._backend.supports_graph_capture
-        if not can_capture or self._config.enforce_eager:
-            return []
-        return graph_batch_sizes(self._config.scheduler.max_num_seqs)
+    def _graph_sizes(self) -> _GraphSizes:
+        if self._device.type != "cuda" or self._config.enforce_eager:
+            return _NO_GRAPHS
+        scheduler = self._config.scheduler
+        decodes = []
+        if self._backend.supports_graph_capture:
+            decodes = graph_batch_sizes(scheduler.max_num_seqs)
+        max_tokens = min(self._config.max_graph_tokens, scheduler.max_num_batched_tokens)
+        return _GraphSizes(decodes, piece_sizes(max_tokens))
 
     def _cache_bytes(self) -> int:
         """Return the bytes that the device pool may take."""
@@ -207,7 +228,7 @@ class DecoderWorker(Worker):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
-        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=[])
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, sizes=_NO_GRAPHS)
         for plan in largest_steps(self._config):
             pending = runner.launch(plan)
             pending.take_masks(allow_all_tokens(plan, self._config.model.vocab_size))
@@ -222,16 +243,21 @@ class DecoderWorker(Worker):
 
         The largest holds the memory pool that all share; each of the others adds its own nodes.
         """
-        sizes = self._graph_sizes
-        if not sizes:
-            return 0
-        shared = self._bytes_of_graphs(sizes[-1:])
-        per_graph = max(0, self._bytes_of_graphs(sizes[-2:]) - shared)
-        return shared + per_graph * (len(sizes) - 1)
+        decodes, pieces = self._graph_sizes
+        num_bytes = 0
+        for first, second, count in (
+            (_GraphSizes(decodes[-1:], []), _GraphSizes(decodes[-2:], []), len(decodes)),
+            (_GraphSizes([], pieces[-1:]), _GraphSizes([], pieces[-2:]), len(pieces)),
+        ):
+            if count:
+                shared = self._bytes_of_graphs(first)
+                per_size = max(0, self._bytes_of_graphs(second) - shared)
+                num_bytes += shared + per_size * (count - 1)
+        return num_bytes
 
-    def _bytes_of_graphs(self, sizes: list[int]) -> int:
+    def _bytes_of_graphs(self, sizes: _GraphSizes) -> int:
         before, _ = torch.cuda.mem_get_info(self._device)
-        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, graph_sizes=sizes)
+        runner = self._make_runner(num_blocks=1, num_cpu_blocks=0, sizes=sizes)
         runner.capture_graphs()
         after, _ = torch.cuda.mem_get_info(self._device)
         del runner

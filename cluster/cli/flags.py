@@ -59,6 +59,12 @@ _GROUPS = {
         _Flag("max_model_len", "Context length in tokens. (default: the model's)", int),
         _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
+        _Flag(
+            "max_graph_tokens",
+            "Largest step with prompts, in tokens, that runs as CUDA graphs; 0 disables them for "
+            "such steps.",
+            int,
+        ),
     ),
     "ranks": (
         _Flag("tensor_parallel_size", "Ranks, one per device, that share the model.", int),

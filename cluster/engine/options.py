@@ -66,6 +66,7 @@ class EngineOptions:
     load_format: LoadFormat = _DEFAULTS["load_format"]
     attention_backend: str = _DEFAULTS["attention_backend"]
     enforce_eager: bool = _DEFAULTS["enforce_eager"]
+    max_graph_tokens: int = _DEFAULTS["max_graph_tokens"]
     load_seed: int = _DEFAULTS["load_seed"]
     structure_compile_s: float = _DEFAULTS["structure_compile_s"]
     message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
@@ -97,6 +98,7 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         load_format=options.load_format,
         attention_backend=options.attention_backend,
         enforce_eager=options.enforce_eager,
+        max_graph_tokens=options.max_graph_tokens,
         load_seed=options.load_seed,
         structure_compile_s=options.structure_compile_s,
         message_special_tokens=options.message_special_tokens,

@@ -72,11 +72,13 @@ def test_flags_are_read() -> None:
             "--preemption=swap",
             "--load-seed=7",
             "--enforce-eager",
+            "--max-graph-tokens=0",
         )
     )
     assert (options.tensor_parallel_size, options.enable_prefix_cache) == (2, False)
     assert (options.memory_fraction, options.preemption) == (0.5, "swap")
     assert (options.load_seed, options.enforce_eager) == (7, True)
+    assert options.max_graph_tokens == 0
 
 
 def test_serve_accepts_a_tool_call_format() -> None:

@@ -15,6 +15,7 @@ from pagedray.config import Dtype, EngineConfig
 from workers.models.decoder import Decoder
 from workers.models.registry import read_model_config
 from workers.models.self_attention import attention_spec
+from workers.models.step_attention import CachedAttention
 from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
@@ -259,8 +260,7 @@ def run(
         hidden = model.forward(
             ids[first : first + size],
             torch.from_numpy(positions),
-            cache,
-            builder.build(batch),
+            CachedAttention(cache, builder.build(batch)),
             logits_indices,
         )
         first += size

@@ -20,9 +20,10 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.abstract import AttentionBackend, AttentionMetadata
+    from attention.abstract import AttentionBackend
     from pagedray.config import ModelConfig
     from workers.layers.weight import Layer
+    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["Decoder"]
@@ -87,14 +88,23 @@ class Decoder(CompositeLayer):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        attention: StepAttention,
         logits_indices: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the normed hidden states of some tokens, `[num_sampled, hidden_size]`.
 
         `token_ids` and `positions` are `[num_tokens]` int64. `logits_indices`, `[num_sampled]`
         int64, selects the tokens whose logits are computed; None selects all.
+        """
+        residual, delta = self.run_layers(token_ids, positions, attention)
+        return self.normed(residual, delta, logits_indices)
+
+    def run_layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream before the last layer's output is added, and that output.
+
+        Both are `[num_tokens, hidden_size]`.
         """
         residual = self._embedding(token_ids)
         if self._embedding_norm is not None:
@@ -103,8 +113,14 @@ class Decoder(CompositeLayer):
         rotations = self._rotations.rotations(positions)
         for index, (layer, rotation) in enumerate(zip(self._layers, rotations, strict=True)):
             self._progress.enter(Phase.LAYER, index)
-            delta = layer(residual, delta, rotation, kv_cache, metadata)
+            delta = layer(residual, delta, rotation, attention)
         assert delta is not None
+        return residual, delta
+
+    def normed(
+        self, residual: torch.Tensor, delta: torch.Tensor, logits_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what `forward` does, from what `run_layers` returns; may change it in place."""
         if logits_indices is not None:
             if not len(logits_indices):
                 return delta.narrow(0, 0, 0)

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attention.abstract import AttentionBackend, AttentionMetadata
+    from attention.abstract import AttentionBackend
     from pagedray.config import ModelConfig
     from workers.layers.norm import ResidualNorm
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
+    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["DecoderLayer", "summed_by_norm"]
@@ -88,8 +89,7 @@ class DecoderLayer(CompositeLayer):
         residual: torch.Tensor,
         delta: torch.Tensor | None,
         rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        attention: StepAttention,
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `residual`; return this layer's output.
 
@@ -97,7 +97,7 @@ class DecoderLayer(CompositeLayer):
         `[num_tokens, hidden_size]`; `residual` changes in place.
         """
         hidden = self._attention_norm(residual, delta)
-        delta = self._attention(hidden, rotation, kv_cache, metadata)
+        delta = self._attention(hidden, rotation, attention)
         if self._attention_post_norm is not None:
             delta = self._attention_post_norm(delta)
         delta = self._mlp(self._mlp_norm(residual, delta))

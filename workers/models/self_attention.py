@@ -17,10 +17,11 @@ from workers.models.qkv_columns import qkv_columns
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.abstract import AttentionBackend, AttentionMetadata
+    from attention.abstract import AttentionBackend
     from pagedray.config import ModelConfig
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
+    from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["DecoderSelfAttention", "attention_params", "attention_spec"]
@@ -109,7 +110,7 @@ class DecoderSelfAttention(CompositeLayer):
                 dtype=dtype,
                 device=device,
             )
-        self._attend = Attention(params, layer_index=layer_index, backend=backend).forward
+        self._attention = Attention(params, layer_index=layer_index, backend=backend)
         self._output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
@@ -125,10 +126,9 @@ class DecoderSelfAttention(CompositeLayer):
         self,
         hidden: torch.Tensor,
         rotation: Rotation,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        attention: StepAttention,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`, and write keys and values to the cache."""
+        """Return `[num_tokens, hidden_size]`."""
         qkv = self._qkv(hidden)
         if self._limit is not None:
             qkv = qkv.clamp_(-self._limit, self._limit)
@@ -139,12 +139,11 @@ class DecoderSelfAttention(CompositeLayer):
         if self._head_norm is not None:
             heads = self._head_norm(heads)
         rotated = rotation(heads).flatten(1)
-        attended = self._attend(
+        attended = attention.attend(
+            self._attention,
             rotated.narrow(1, 0, self._query_size),
             rotated.narrow(1, self._query_size, self._kv_size),
             qkv.narrow(1, self._rotated_size, self._kv_size),
-            kv_cache,
-            metadata,
         )
         return self._output(attended)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
+from workers.models.step_attention import CachedAttention
 
 if TYPE_CHECKING:
     from attention.abstract import (
@@ -54,6 +55,7 @@ class DecodeGraphs:
         kv_cache: torch.Tensor,
         *,
         sizes: list[int],
+        pool: Any,  # Any: torch does not export the type
         progress: ProgressWord,
     ) -> None:
         """`sizes` are the batch sizes to capture, ascending."""
@@ -65,7 +67,7 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=spec.device)
         self._positions = torch.zeros_like(self._token_ids)
         self._graphs: dict[int, _Graph] = {}
-        self._pool: Any = None  # Any: torch does not export the type
+        self._pool = pool
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         """Capture every size, or only the largest; a replay captures a size that is missing.
@@ -105,24 +107,23 @@ class DecodeGraphs:
     def _capture(self, size: int) -> None:
         self._progress.enter(Phase.CAPTURING, size)
         with self._state.graph_capture(size):
-            captured = self._captured(size)
-        self._pool = captured.graph.pool()
-        self._graphs[size] = captured
+            self._graphs[size] = self._captured(size)
 
     def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
+        attention = CachedAttention(self._kv_cache, metadata)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Libraries select and compile kernels at the first call with a shape.
             for _ in range(_NUM_WARM_UPS):
-                self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
+                self._model.forward(token_ids, positions, attention, None)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata, None)
+            hidden = self._model.forward(token_ids, positions, attention, None)
         return _Graph(
             graph=graph,
             state=self._state.graph_clone(size),

@@ -14,6 +14,7 @@ import torch
 from pagedray.batch import StepMasks, StepOutput, StepPlan
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import DeviceEvent, record_event
+from workers.models.step_attention import CachedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from workers.runner.cuda_graphs import DecodeGraphs
     from workers.runner.input_batch import InputBatch, StepInputs
     from workers.runner.kv_cache import KVCache
+    from workers.runner.piece_graphs import PieceGraphs
     from workers.sampler import Sampled, Sampler
 
 __all__ = ["ModelRunner", "PendingTokens"]
@@ -101,15 +103,17 @@ class ModelRunner:
         batch: InputBatch,
         sampler: Sampler,
         progress: ProgressWord,
-        graphs: DecodeGraphs | None = None,
+        decode_graphs: DecodeGraphs | None = None,
+        piece_graphs: PieceGraphs | None = None,
     ) -> None:
-        """Without `graphs` every step runs eagerly."""
+        """A step that no graphs can replay runs eagerly."""
         self._progress = progress
         self._model = model
         self._cache = cache
         self._builder = builder
         self._state = state
-        self._graphs = graphs
+        self._decode_graphs = decode_graphs
+        self._piece_graphs = piece_graphs
         self._batch = batch
         self._sampler = sampler
 
@@ -130,9 +134,10 @@ class ModelRunner:
         self._sampler.warm_up(dtype)
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture the graphs of decodes. All ranks of a group must do this at the same time."""
-        if self._graphs is not None:
-            self._graphs.capture_graphs(only_largest=only_largest)
+        """Capture all graphs. All ranks of a group must do this at the same time."""
+        for graphs in (self._decode_graphs, self._piece_graphs):
+            if graphs is not None:
+                graphs.capture_graphs(only_largest=only_largest)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
@@ -166,15 +171,14 @@ class ModelRunner:
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Return the normed hidden states, `[num_sampled, hidden_size]`."""
         metadata = self._builder.build(inputs.attention)
-        if self._graphs is not None and self._graphs.can_replay(inputs):
-            return self._graphs.replay(inputs, metadata)
+        if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
+            return self._decode_graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)
+        attention = CachedAttention(self._cache.device_pool, metadata)
+        if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
+            return self._piece_graphs.replay(inputs, attention)
         return self._model.forward(
-            inputs.token_ids,
-            inputs.positions,
-            self._cache.device_pool,
-            metadata,
-            inputs.logits_indices,
+            inputs.token_ids, inputs.positions, attention, inputs.logits_indices
         )
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: bytes) -> Sampled:

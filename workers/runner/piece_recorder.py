@@ -1,0 +1,120 @@
+"""Records a forward pass as CUDA graphs, one for each piece between two attentions.
+
+A piece holds no tensor: its memory belongs to the graphs' pool, in which later pieces and other
+recordings reuse it. Replays must therefore be in the order of the recording, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from workers.models.step_attention import StepAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attention.layer import Attention
+
+__all__ = ["Piece", "PieceRecorder", "Recording"]
+
+
+class Piece(NamedTuple):
+    """A graph, and the attention behind it."""
+
+    graph: torch.cuda.CUDAGraph
+    layer: Attention
+    query: torch.Tensor
+    """`[num_padded, num_heads * head_size]`, written by the graph, and so are the next two."""
+    key: torch.Tensor
+    value: torch.Tensor
+    attended: torch.Tensor
+    """What the next graph reads, of the query's shape."""
+
+    def attend(self, attention: StepAttention, num_tokens: int) -> None:
+        """Compute the attention of the first `num_tokens` tokens; the others are padding."""
+        attention.attend(
+            self.layer,
+            self.query.narrow(0, 0, num_tokens),
+            self.key.narrow(0, 0, num_tokens),
+            self.value.narrow(0, 0, num_tokens),
+            out=self.attended.narrow(0, 0, num_tokens),
+        )
+
+
+class Recording(NamedTuple):
+    """The graphs of one forward pass."""
+
+    pieces: tuple[Piece, ...]
+    last: torch.cuda.CUDAGraph
+    residual: torch.Tensor
+    """`[num_padded, hidden_size]`, as `Decoder.run_layers` returns it, and so is `delta`."""
+    delta: torch.Tensor
+
+
+class PieceRecorder(StepAttention):
+    """Ends a graph where a layer attends, and begins the next one behind it.
+
+    Use it for one recording, on a stream of its own.
+    """
+
+    def __init__(self, pool: Any) -> None:  # Any: torch does not export the type
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+        self._pieces: list[Piece] = []
+
+    def record(
+        self, run_layers: Callable[[StepAttention], tuple[torch.Tensor, torch.Tensor]]
+    ) -> Recording:
+        """Record what `run_layers` launches when it is given this recorder."""
+        self._begin()
+        try:
+            residual, delta = run_layers(self)
+        finally:
+            self._graph.capture_end()
+        return Recording(tuple(self._pieces), self._graph, _unowned(residual), _unowned(delta))
+
+    def attend(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert out is None
+        self._graph.capture_end()
+        ended, self._graph = self._graph, torch.cuda.CUDAGraph()
+        self._begin()
+        # The pool has this memory, since it is allocated while the next graph is captured. All
+        # that the attention reads is still in use and lies elsewhere.
+        attended = query.new_empty(query.shape)
+        tensors = (_unowned(tensor) for tensor in (query, key, value, attended))
+        self._pieces.append(Piece(ended, layer, *tensors))
+        return attended
+
+    def _begin(self) -> None:
+        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+
+class _Memory:
+    """Device memory by address, for libraries that support CUDA's array interface."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor again, but such that its memory is free when the original is gone."""
+    storage = tensor.untyped_storage()
+    memory = _Memory(storage.data_ptr(), storage.nbytes())
+    elements = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
