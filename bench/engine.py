@@ -5,7 +5,8 @@
 Weights are random, which does not change the speed; requests are token ids, submitted at once, and
 outputs have a fixed length. Each combination of backend and executor runs in a process of its own
 and starts with free memory. `latency` is the time of one request over its tokens; `throughput` is
-the generated tokens of all requests over the time of the call; `prefill` is prompt tokens over the
+the generated tokens of all requests over the time of the call; `mixed` is the same for prompts and
+outputs of many lengths, so that prompts join a running batch; `prefill` is prompt tokens over the
 time of a call for one token each.
 """
 
@@ -70,21 +71,49 @@ SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lengths from a lognormal distribution, cut off at both ends."""
+
+    log_mean: float
+    log_deviation: float
+    lowest: int
+    highest: int
+
+    def draw(self, chance: random.Random) -> int:
+        """Return a random length."""
+        length = round(chance.lognormvariate(self.log_mean, self.log_deviation))
+        return min(max(length, self.lowest), self.highest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Equal requests, submitted at once."""
+    """Requests that are submitted at once."""
 
     name: str
     num_requests: int
-    num_prompt_tokens: int
-    num_new_tokens: int
+    num_prompt_tokens: int | Lengths
+    num_new_tokens: int | Lengths
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Return prompt tokens and new tokens of each request, the same in every call."""
+        chance = random.Random(4)
+        return [
+            (_length(self.num_prompt_tokens, chance), _length(self.num_new_tokens, chance))
+            for _ in range(self.num_requests)
+        ]
 
     def figure(self, seconds: float) -> float:
         """Return milliseconds per token for `latency`, otherwise tokens per second."""
+        num_new_tokens = sum(new for _, new in self.lengths())
         if self.name == "latency":
-            return seconds / self.num_new_tokens * 1e3
-        is_prefill = self.name == "prefill"
-        length = self.num_prompt_tokens if is_prefill else self.num_new_tokens
-        return self.num_requests * length / seconds
+            return seconds / num_new_tokens * 1e3
+        if self.name == "prefill":
+            return sum(prompt for prompt, _ in self.lengths()) / seconds
+        return num_new_tokens / seconds
+
+
+def _length(length: int | Lengths, chance: random.Random) -> int:
+    return length if isinstance(length, int) else length.draw(chance)
 
 
 WORKLOADS = {
@@ -92,11 +121,23 @@ WORKLOADS = {
         Workload(name="latency", num_requests=1, num_prompt_tokens=128, num_new_tokens=256),
         Workload(name="throughput", num_requests=64, num_prompt_tokens=128, num_new_tokens=256),
         Workload(name="throughput", num_requests=256, num_prompt_tokens=128, num_new_tokens=512),
+        Workload(
+            name="mixed",
+            num_requests=1000,
+            num_prompt_tokens=Lengths(log_mean=5.0, log_deviation=1.1, lowest=4, highest=2048),
+            num_new_tokens=Lengths(log_mean=5.2, log_deviation=0.9, lowest=4, highest=1024),
+        ),
         Workload(name="prefill", num_requests=32, num_prompt_tokens=4096, num_new_tokens=1),
     ),
     "small": (
         Workload(name="latency", num_requests=1, num_prompt_tokens=32, num_new_tokens=32),
         Workload(name="throughput", num_requests=16, num_prompt_tokens=32, num_new_tokens=32),
+        Workload(
+            name="mixed",
+            num_requests=32,
+            num_prompt_tokens=Lengths(log_mean=3.0, log_deviation=1.1, lowest=4, highest=256),
+            num_new_tokens=Lengths(log_mean=3.0, log_deviation=0.9, lowest=4, highest=64),
+        ),
         Workload(name="prefill", num_requests=4, num_prompt_tokens=512, num_new_tokens=1),
     ),
 }
@@ -126,6 +167,19 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--all-reduce", default="auto", help="auto or nccl (auto)")
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=["latency", "throughput", "mixed", "prefill"],
+        help="repeatable (all)",
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument(
+        "--max-graph-tokens",
+        type=int,
+        default=1024,
+        help="largest step with prompts that runs as CUDA graphs (1024)",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -135,8 +189,7 @@ def main() -> int:
         options.backend or ["auto"], options.executor or ["local"]
     ):
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (backend, executor, options.shape, options.num_ranks, options.all_reduce)
-        process = context.Process(target=_run, args=(*arguments, options.rounds, sender.send))
+        process = context.Process(target=_run, args=(options, backend, executor, sender.send))
         process.start()
         sender.close()
         try:
@@ -152,41 +205,38 @@ def main() -> int:
 
 
 def _run(
-    backend: str,
-    executor: str,
-    shape: str,
-    num_ranks: int,
-    all_reduce: str,
-    rounds: int,
-    send: Callable[[list[Row]], None],
+    options: argparse.Namespace, backend: str, executor: str, send: Callable[[list[Row]], None]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), SHAPES[shape])
+        save_model(Path(folder), SHAPES[options.shape])
         started_s = time.perf_counter()
         with LLM(
             folder,
             executor=executor,
             load_format="dummy",
             attention_backend=backend,
-            tensor_parallel_size=num_ranks,
-            all_reduce=all_reduce,
-            max_num_seqs=256,
+            tensor_parallel_size=options.num_ranks,
+            all_reduce=options.all_reduce,
+            max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=8192,
             max_model_len=8192,
             enable_prefix_cache=False,
             show_progress=False,
+            max_graph_tokens=options.max_graph_tokens,
         ) as llm:
             start_s = time.perf_counter() - started_s
             rows = []
-            for workload in WORKLOADS[shape]:
+            for workload in WORKLOADS[options.shape]:
+                if options.workload and workload.name not in options.workload:
+                    continue
                 # The first call compiles kernels and allocates buffers.
-                _seconds(llm, workload, num_new_tokens=min(16, workload.num_new_tokens))
-                times = [_seconds(llm, workload) for _ in range(rounds)]
+                _seconds(llm, workload, max_new_tokens=16)
+                times = [_seconds(llm, workload) for _ in range(options.rounds)]
                 rows.append(
                     Row(
                         backend=backend,
                         executor=executor,
-                        num_ranks=num_ranks,
+                        num_ranks=options.num_ranks,
                         workload=workload,
                         unit="ms/token" if workload.name == "latency" else "tokens/s",
                         figure=round(workload.figure(min(times)), 3),
@@ -198,18 +248,16 @@ def _run(
     send(rows)
 
 
-def _seconds(llm: LLM, workload: Workload, num_new_tokens: int | None = None) -> float:
+def _seconds(llm: LLM, workload: Workload, max_new_tokens: int | None = None) -> float:
     chance = random.Random(0)
-    prompts = [
-        [chance.randrange(2, MAX_TOKEN_ID) for _ in range(workload.num_prompt_tokens)]
-        for _ in range(workload.num_requests)
-    ]
-    length = workload.num_new_tokens if num_new_tokens is None else num_new_tokens
-    sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+    lengths = workload.lengths()
+    prompts = [[chance.randrange(2, MAX_TOKEN_ID) for _ in range(size)] for size, _ in lengths]
+    sizes = [min(size, max_new_tokens or size) for _, size in lengths]
+    sampling = [SamplingParams(max_tokens=size, temperature=0.0, ignore_eos=True) for size in sizes]
     started_s = time.perf_counter()
     generations = llm.generate(prompts, sampling, show_progress=False)
     seconds = time.perf_counter() - started_s
-    assert all(len(one.completions[0].token_ids) == length for one in generations)
+    assert [len(one.completions[0].token_ids) for one in generations] == sizes
     return seconds
 
 
@@ -221,9 +269,11 @@ def save_model(folder: Path, shape: dict[str, Any]) -> None:  # Any: JSON values
 
 def _print(row: Row) -> None:
     load = row.workload
+    prompt = statistics.mean(prompt for prompt, _ in load.lengths())
+    new = statistics.mean(new for _, new in load.lengths())
     print(
         f"{row.backend:12} {row.executor:6} {load.name:10} {load.num_requests:4} x "
-        f"{load.num_prompt_tokens:5} -> {load.num_new_tokens:4}  {row.figure:12,.2f} {row.unit}",
+        f"{prompt:5.0f} -> {new:4.0f}  {row.figure:12,.2f} {row.unit}",
         flush=True,
     )
 
