@@ -20,6 +20,7 @@ from cluster.serving.rpc.open_sockets import (
     num_received_bytes,
     open_sockets,
     peer_address,
+    resume_connection,
     stall_connection,
 )
 from cluster.serving.rpc.proven_connections import peer_name
@@ -115,8 +116,7 @@ class ConnectionWatch:
                 self._has_excess = True
                 self._log_excess(connection.host)
             elif inode in self._stalled:
-                if time.monotonic() > self._stalled[inode]:
-                    end_connection(sockets[inode], inode)
+                self._reconsider(connection, sockets[inode], inode)
             elif self._sends_too_much(connection, sockets[inode]):
                 # A message may arrive shortly before the handler of its call has started.
                 if inode not in self._suspects:
@@ -156,6 +156,15 @@ class ConnectionWatch:
         if may_stall and stall_connection(descriptor, inode):
             self._stalled[inode] = time.monotonic() + _STALL_S
         else:
+            end_connection(descriptor, inode)
+
+    def _reconsider(self, connection: _Connection, descriptor: int, inode: int) -> None:
+        """Resume a stalled connection if a valid call has begun meanwhile; end an old one."""
+        if connection.peer in self._proven:
+            # A busy server begins a call some time after it has received it.
+            del self._stalled[inode]
+            resume_connection(descriptor, inode)
+        elif time.monotonic() > self._stalled[inode]:
             end_connection(descriptor, inode)
 
     def _trim(self) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "num_received_bytes",
     "open_sockets",
     "peer_address",
+    "resume_connection",
     "stall_connection",
 ]
 
@@ -24,7 +25,8 @@ _RECEIVED_OFFSET = 128
 _DISCARDED_BYTES = 2**20
 _MAPPED = "::ffff:"
 _ATTACH_FILTER = 26
-"""Linux's SO_ATTACH_FILTER."""
+_DETACH_FILTER = 27
+"""Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER."""
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A socket filter of one instruction: return 0, the number of bytes to keep."""
 
@@ -83,27 +85,28 @@ def end_connection(descriptor: int, inode: int) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)
-            _discard_received(connection)
+            flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+            while connection.recv(_DISCARDED_BYTES, flags):
+                pass
 
 
 def stall_connection(descriptor: int, inode: int) -> bool:
-    """Let the system drop all that a client sends from now on, and what has not been read.
+    """Let the system drop all that a client sends from now on; return whether it can (Linux).
 
-    The client is not told and waits, where it would connect again after `end_connection`. Returns
-    whether that is possible: it needs Linux.
+    The client is not told and waits, where it would connect again after `end_connection`. What is
+    dropped it sends again, so that nothing is lost if the connection is resumed.
     """
     instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     program = struct.pack("@HP", 1, ctypes.addressof(instructions))
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
-            with suppress(OSError):
-                _discard_received(connection)
             return True
     return False
 
 
-def _discard_received(connection: socket.socket) -> None:
-    flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
-    while connection.recv(_DISCARDED_BYTES, flags):
-        pass
+def resume_connection(descriptor: int, inode: int) -> None:
+    """Receive again what the client of a stalled connection sends."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,9 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.connection_limits import ConnectionLimits
 from cluster.serving.rpc.connection_watch import ConnectionWatch
+from cluster.serving.rpc.open_sockets import num_received_bytes
 from cluster.serving.rpc.proven_connections import ProvenConnections, peer_name
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
+from tests.fakes import wait_for
 from tests.hostile.http2 import (
     ACK,
     END_HEADERS,
@@ -104,6 +108,31 @@ async def test_first_connections_that_send_much_without_a_key_are_stalled_and_ot
                 writer.transport.abort()
             await asyncio.sleep(0.1)
     assert len([record for record in caplog.records if "valid call" in record.message]) == 1
+
+
+def test_stalled_connection_loses_nothing_if_a_valid_call_begins_late() -> None:
+    proven, sent = ProvenConnections(), b"a" * 200_000
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        watch = ConnectionWatch(port, ConnectionLimits(), proven)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(sent)
+            server, peer = listener.accept()
+            with server:
+                wait_for(lambda: num_received_bytes(server.fileno()) > 2**16)
+                watch.close_excess()
+                watch.close_excess()
+                num_before = num_received_bytes(server.fileno())
+                client.sendall(b"b")
+                time.sleep(0.1)
+                assert num_received_bytes(server.fileno()) == num_before
+                proven.add(peer_name(*peer))
+                watch.close_excess()
+                server.settimeout(10.0)
+                received = b""
+                while len(received) <= len(sent):
+                    received += server.recv(2**16)
+                assert received == sent + b"b"
 
 
 async def test_connection_with_a_valid_call_may_send_much(
