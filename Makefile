@@ -29,8 +29,9 @@ demo: setup
 check: setup
 	@scripts/check
 
+# Two processes, each of which runs whole files: tests wait for servers half of their time.
 test: check
-	@scripts/test
+	@scripts/test --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup

@@ -125,7 +125,11 @@ class ServeCluster:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
-            num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
         )
         callback = "cluster.serving.ray_serve.http_proxy:middlewares"
         serve.start(

@@ -1,4 +1,4 @@
-"""What all tests share: one Ray cluster for the whole run."""
+"""What all tests share: one Ray cluster for each process that runs tests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray cluster that every test of the run shares."""
+    """A local Ray cluster that every test of the process shares."""
     import logging
 
     import ray
 
     ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
     )
     yield
     ray.shutdown()

@@ -291,7 +291,13 @@ def main() -> None:
     os.environ.pop("RAY_AUTH_MODE", None)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     for part in given.parts:
         with ServeCluster(is_guarded=part != "lost") as cluster:
             cluster.deploy(lease_s=_LEASE_S, dtype="float32")

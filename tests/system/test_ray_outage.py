@@ -32,7 +32,7 @@ from cluster.engine.ranks.ray_health import RayHealth
 def show_threads():
     print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True)
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 health = RayHealth(reconnect_s=60.0, can_return=False)
 show_threads()
 for process in psutil.Process().children():

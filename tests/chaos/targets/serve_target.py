@@ -47,6 +47,7 @@ class ServeTarget(Target):
     def start(self) -> None:
         # Placement wants a CPU for each replica and each of its ranks, however busy they are.
         ray.init(
+            address="local",
             num_cpus=self.num_servers + self.num_ranks + 2,
             num_gpus=self._num_gpus,
             include_dashboard=False,
