@@ -46,12 +46,15 @@ class Terminal:
         self.written = b""
         self._master, slave = pty.openpty()
         self._set_size(columns, lines)
+        # These would take precedence over the terminal's size.
+        fixed = ("COLUMNS", "LINES")
+        environment = {name: value for name, value in os.environ.items() if name not in fixed}
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**environment, "TERM": "xterm-256color"},
             start_new_session=True,
         )
         os.close(slave)

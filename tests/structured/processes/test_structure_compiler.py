@@ -298,9 +298,8 @@ def test_a_tenant_that_fills_the_cache_evicts_its_own_grammars(
 def test_a_structure_that_takes_too_much_memory_is_rejected_and_harms_no_other(
     tokenizer: Tokenizer,
 ) -> None:
-    compiler = StructureCompiler(
-        lambda: vocabulary(tokenizer), limits=CompileLimits(wait_s=120.0, memory_bytes=64 * 2**20)
-    )
+    limits = CompileLimits(compile_s=60.0, wait_s=120.0, memory_bytes=64 * 2**20)
+    compiler = StructureCompiler(lambda: vocabulary(tokenizer), limits=limits)
     refused, grammar = asyncio.run(compile_all(compiler, LARGE, SMALL))
     compiler.close()
     assert isinstance(refused, InvalidRequestError)
