@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from pydantic import Field
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.json_text import json_text
+from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure, StructureKind
 
@@ -80,13 +81,12 @@ class RequestedStructure:
         """Request JSON of a schema, which is an object or a string."""
         if not isinstance(given, str | dict):
             raise InvalidRequestError(f"{param} must be a JSON Schema.", param=param)
-        self.add_structure(
-            "json_schema", given if isinstance(given, str) else _to_json(given, param), param
-        )
+        text = given if isinstance(given, str) else _text_of(given, param)
+        self.add_structure("json_schema", text, param)
 
     def add_choices(self, given: object, param: str) -> None:
         """Request one of several strings."""
-        self.add_structure("choice", _to_json(given, param), param)
+        self.add_structure("choice", _text_of(given, param), param)
 
     def add_outputs(self, given: StructuredOutputs, param: str) -> None:
         """Request the structure that vLLM's `structured_outputs` describes."""
@@ -123,10 +123,5 @@ def read_response_format(given: object, requested: RequestedStructure) -> None:
         requested.add_structure("json_object", "", param)
 
 
-def _to_json(value: object, param: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"{param} contains a number that JSON cannot represent.", param=param
-        ) from error
+def _text_of(given: object, param: str) -> str:
+    return json_text(given, param, most_bytes=MAX_TEXT_BYTES)

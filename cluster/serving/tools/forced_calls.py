@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cluster.serving.tools.tool import json_text
-from cluster.structured.grammar.grammar_text import MAX_TEXT_LENGTH
+from cluster.serving.json_text import json_text
+from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
@@ -38,7 +38,7 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
     for position, tool in enumerate(tools):
         yield
         parameters = _hoisted(tool, definitions, f"{param}.{position}.function.parameters")
-        num_characters += len(json_text(tool.schema(), param))
+        num_characters += len(json_text(tool.schema(), param, most_bytes=MAX_TEXT_BYTES))
         if num_characters > MAX_TEXT_LENGTH:
             raise InvalidRequestError(
                 f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
@@ -62,7 +62,8 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
 
 
 def _structure(schema: Mapping[str, object], param: str) -> Structure:
-    return Structure(kind="json_schema", text=json_text(schema, param))
+    text = json_text(schema, param, most_bytes=MAX_TEXT_BYTES)
+    return Structure(kind="json_schema", text=text)
 
 
 def _hoisted(tool: Tool, definitions: dict[str, object], param: str) -> object:

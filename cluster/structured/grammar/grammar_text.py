@@ -9,9 +9,12 @@ from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
 from pagedray.request import Structure
 
-__all__ = ["MAX_TEXT_LENGTH", "grammar_text"]
+__all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
 
 MAX_TEXT_LENGTH = 65_536
+"""Characters of a structure."""
+MAX_TEXT_BYTES = 4 * MAX_TEXT_LENGTH
+"""The most bytes that so many characters take."""
 _MAX_CHOICES = 1024
 
 

@@ -93,6 +93,7 @@ def test_structure_reaches_the_engine(
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_regex": "a" * 1_000_000}, "guided_regex"),
+        ({"guided_choice": ["a" * 1_000_000]}, "guided_choice"),
         (
             {
                 "response_format": {
