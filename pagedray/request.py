@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from pagedray.errors import InvalidRequestError
+from pagedray.shown_value import shown_value
 
 __all__ = [
     "MAX_LOGIT_BIAS",
@@ -205,11 +206,11 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
     for one in token_ids:
         if isinstance(one, bool) or not isinstance(one, int):
             raise InvalidRequestError(
-                f"{param} must contain integer token ids, not {_shown(one)}.", param=param
+                f"{param} must contain integer token ids, not {shown_value(one)}.", param=param
             )
         if not 0 <= one < vocab_size:
             raise InvalidRequestError(
-                f"{param} contains token id {_shown(one)}, but ids are 0 to {vocab_size - 1}.",
+                f"{param} contains token id {shown_value(one)}, but ids are 0 to {vocab_size - 1}.",
                 param=param,
             )
 
@@ -217,23 +218,27 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, not {_shown(value)}.", param=name)
+        raise InvalidRequestError(
+            f"{name} must be an integer, not {shown_value(value)}.", param=name
+        )
     if not low <= value <= high:
         is_only_too_low = high == MAX_COUNT and value < low
         allowed = f"{low} or more" if is_only_too_low else f"from {low} to {high}"
-        raise InvalidRequestError(f"{name} must be {allowed}, not {_shown(value)}.", param=name)
+        raise InvalidRequestError(
+            f"{name} must be {allowed}, not {shown_value(value)}.", param=name
+        )
 
 
 def _check_float(
     name: str, value: object, low: float, high: float, *, is_low_open: bool = False
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(f"{name} must be a number, not {_shown(value)}.", param=name)
+        raise InvalidRequestError(f"{name} must be a number, not {shown_value(value)}.", param=name)
     # An integer may be too large for a float.
     if -1e300 < value < 1e300 and low <= value <= high and not (is_low_open and value == low):
         return
     allowed = f"more than {low:g} and at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
-    raise InvalidRequestError(f"{name} must be {allowed}, not {_shown(value)}.", param=name)
+    raise InvalidRequestError(f"{name} must be {allowed}, not {shown_value(value)}.", param=name)
 
 
 def _check_size(name: str, size: int, most: int) -> None:
@@ -259,11 +264,3 @@ def _check_logit_bias(bias: Mapping[int, float]) -> None:
     for token_id, value in bias.items():
         _check_int("logit_bias", token_id, 0, 2**31 - 1)
         _check_float("logit_bias", value, -100.0, 100.0)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and abs(value) > 10**30:
-        # Python refuses to format very long integers.
-        return "a number of more than 30 digits"
-    text = f"{value:g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

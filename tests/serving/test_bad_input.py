@@ -229,9 +229,12 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"max_tokens": "5"}, "max_tokens must be an integer, not '5'.", "max_tokens"),
     ({"max_tokens": 5.5}, "max_tokens must be an integer, not 5.5.", "max_tokens"),
     ({"max_tokens": True}, "max_tokens must be an integer, not True.", "max_tokens"),
+    ({"max_tokens": 5.0}, "max_tokens must be an integer, not 5.0.", "max_tokens"),
+    ({"max_tokens": [5]}, "max_tokens must be an integer, not a list.", "max_tokens"),
+    ({"max_tokens": {"a": 5}}, "max_tokens must be an integer, not an object.", "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be from 0 to 8, not 9.", "min_tokens"),
     ({"temperature": "hot"}, "temperature must be a number, not 'hot'.", "temperature"),
-    ({"temperature": [1] * 9}, "temperature must be a number, not [1, 1, 1, 1, 1, 1, 1, 1, 1].",
+    ({"temperature": [1] * 9}, "temperature must be a number, not a list.",
      "temperature"),
     ({"top_k": -1}, "top_k must be 0 or more, not -1.", "top_k"),
     ({"seed": 2**64}, "seed must be from -9223372036854775808 to 9223372036854775807, not "

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from cluster.serving.intake.limits import LARGEST, RequestSize, check_num_messages
 from cluster.serving.json_body import read_json
 from pagedray.errors import ContextLengthError, InvalidRequestError
+from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -158,18 +159,13 @@ def _refusal(details: ErrorDetails, prefix: str) -> InvalidRequestError:
     if kind == "missing":
         return InvalidRequestError(f"{where} is required.", param=where)
     expected = _EXPECTED.get(kind, "a valid value").format(**details.get("ctx", {}))
-    return InvalidRequestError(
-        f"{where} must be {expected}, not {_shown(details['input'])}.", param=where
-    )
+    given = details["input"]
+    # 5.0 is no integer.
+    shown = repr(given) if isinstance(given, float) else shown_value(given)
+    return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
 
 
 def _unsupported(name: str) -> InvalidRequestError:
     is_plain = _PLAIN_NAME.fullmatch(name) is not None
-    shown = name if is_plain else _shown(name)
+    shown = name if is_plain else shown_value(name)
     return InvalidRequestError(f"{shown} is not supported.", param=name if is_plain else None)
-
-
-def _shown(value: object) -> str:
-    # Only the start of a large value is formatted.
-    text = repr(value[:40] if isinstance(value, str | list) else value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

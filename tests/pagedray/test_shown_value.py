@@ -1,0 +1,28 @@
+"""Values of clients in error messages are short."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedray.shown_value import shown_value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a", "'a'"),
+        ("a" * 1_000_000, f"'{'a' * 36}..."),
+        (True, "True"),
+        (None, "None"),
+        (5, "5"),
+        (-(10**5000), "a number of more than 30 digits"),
+        (0.5, "0.5"),
+        ([1] * 1_000_000, "a list"),
+        ((), "a list"),
+        ({"a": [1] * 1_000_000}, "an object"),
+    ],
+    # Pytest would format the numbers.
+    ids=map(str, range(10)),
+)
+def test_text_is_short(value: object, text: str) -> None:
+    assert shown_value(value) == text
