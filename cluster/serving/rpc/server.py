@@ -39,8 +39,6 @@ _OPTIONS = (
     # Metadata may be rejected above the first limit and always is above the second.
     ("grpc.max_metadata_size", 8 * 2**10),
     ("grpc.absolute_max_metadata_size", 16 * 2**10),
-    # Threads of gRPC decode what they have read at once, and others wait for them meanwhile.
-    ("grpc.experimental.tcp_max_read_chunk_size", 16 * 2**10),
     # Otherwise a second server could bind the same port and receive half of the calls.
     ("grpc.so_reuseport", 0),
     # Only identity: a compressed message may be small on the wire and huge in memory.
