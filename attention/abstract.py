@@ -83,6 +83,27 @@ class AttentionMetadata(ABC):
     def advance_step(self) -> "AttentionMetadata":
         """Return the metadata of the next step of a decode-only batch; this one ends."""
 
+    @property
+    def device_slot_mapping(self) -> torch.Tensor:
+        """Return `slot_mapping` on the device; valid until the next step is prepared."""
+        raise _no_capture(self)
+
+    def attend_layer(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend for a layer whose keys and values are in the cache, between captured graphs.
+
+        Query and `out` are `[>= num_tokens, num_heads, head_size]`, keys and values `[>=
+        num_tokens, num_kv_heads, head_size]`, and none of them is checked.
+        """
+        raise _no_capture(self)
+
 
 class AttentionMetadataBuilder(ABC):
     """Builds the metadata of each step in buffers that it reuses."""
@@ -102,6 +123,20 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def providers(self) -> dict[str, dict[str, int]]:
         """Return how many layers each provider of kernels computes, by part of a step."""
+
+    def write_layer(
+        self,
+        layer_index: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write a layer's keys and values to the cache; can be captured.
+
+        `slot_mapping` is on the device, int64 `[num_tokens]`, -1 for tokens that are not written.
+        """
+        raise _no_capture(self)
 
     def provider_sentences(self) -> list[str]:
         """Return a sentence for each part of a step and provider, for the log."""
@@ -161,28 +196,25 @@ class AttentionState(ABC):
 class EagerAttentionState(AttentionState):
     """The state of a backend that does not support graph capture."""
 
-    def _refuse(self) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not capture graphs.")
-
     def _allocate_capture_buffers(self, max_batch_size: int) -> None:
-        raise self._refuse()
+        raise _no_capture(self)
 
     def _release_capture_buffers(self) -> None:
         """Release nothing, since nothing is allocated."""
 
     def graph_capture_get_metadata_for_batch(self, batch_size: int) -> AttentionMetadata:
-        raise self._refuse()
+        raise _no_capture(self)
 
     def graph_clone(self, batch_size: int) -> AttentionState:
-        raise self._refuse()
+        raise _no_capture(self)
 
     def get_graph_input_buffers(self, metadata: AttentionMetadata) -> dict[str, torch.Tensor]:
-        raise self._refuse()
+        raise _no_capture(self)
 
     def prepare_graph_input_buffers(
         self, input_buffers: Mapping[str, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
-        raise self._refuse()
+        raise _no_capture(self)
 
     def begin_forward(self, metadata: AttentionMetadata) -> None:
         """Return at once, since the builder has planned everything."""
@@ -297,3 +329,7 @@ class AttentionBackend(ABC):
 
     swap_blocks = staticmethod(cache.swap_blocks)
     copy_blocks = staticmethod(cache.copy_blocks)
+
+
+def _no_capture(part: object) -> NotImplementedError:
+    return NotImplementedError(f"{type(part).__name__} does not capture graphs.")

@@ -162,6 +162,7 @@ class DecoderWorker(Worker):
                 f"{num_cpu_blocks}, of {block_bytes(self._spec)} bytes each; use a lower "
                 "--num-blocks or --num-cpu-blocks."
             ) from error
+        builder = self._backend.make_metadata_builder(self._spec)
         decode_graphs = piece_graphs = None
         pool = torch.cuda.graph_pool_handle() if sizes.decodes or sizes.pieces else None
         if sizes.decodes:
@@ -176,12 +177,17 @@ class DecoderWorker(Worker):
             )
         if sizes.pieces:
             piece_graphs = PieceGraphs(
-                self._model, sizes=sizes.pieces, pool=pool, progress=self._group.progress
+                self._model,
+                builder,
+                cache.device_pool,
+                sizes=sizes.pieces,
+                pool=pool,
+                progress=self._group.progress,
             )
         return ModelRunner(
             model=self._model,
             cache=cache,
-            builder=self._backend.make_metadata_builder(self._spec),
+            builder=builder,
             state=self._backend.get_state_cls()(self._spec),
             decode_graphs=decode_graphs,
             piece_graphs=piece_graphs,

@@ -90,7 +90,9 @@ class GpuMetadata(AttentionMetadata):
             cache = self._builder.layer_cache(layer_index, kv_cache)
         if key is not None and value is not None:
             if cache is not None:
-                self._write(params, batch, key, value, cache)
+                self._builder.write_layer(
+                    layer_index, key, value, kv_cache, batch.slots_of(params.attention_type)
+                )
             key, value = key.view(kv_heads), value.view(kv_heads)
         if cache is not None:
             self._attend_cached(params, kernels, batch, query, key, value, cache, out)
@@ -101,19 +103,23 @@ class GpuMetadata(AttentionMetadata):
         if batch.num_padding and params.attention_type is not AttentionType.ENCODER:
             out[-batch.num_padding :].zero_()
 
-    def _write(
+    def attend_layer(
         self,
-        params: AttentionParams,
-        batch: GpuBatch,
+        layer_index: int,
+        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: LayerCache,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        # Imported here so that this module can be imported without Triton.
-        from attention.kernels.triton.cache_write import cache_write
+        params, kernels = self._builder.layer(layer_index)
+        cache = self._builder.layer_cache(layer_index, kv_cache)
+        batch = self.prepare_step()
+        self._attend_cached(params, kernels, batch, query, key, value, cache, out)
 
-        slots = batch.slots_of(params.attention_type)
-        cache_write(key, value, cache.blocks, slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
+    @property
+    def device_slot_mapping(self) -> torch.Tensor:
+        return self.prepare_step().slot_mapping
 
     def _attend_cached(
         self,
@@ -185,6 +191,8 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
         self._kernels = tuple(kernels.values())
         self._layers = [(params, kernels[params.plan_key]) for params in spec.layers]
         self._places = spec.cache_layers
+        self._kv_cache: torch.Tensor | None = None
+        self._layer_caches: dict[int, LayerCache] = {}
 
     @abstractmethod
     def _make_kernels(self, params: AttentionParams, *, is_graph: bool) -> LayerKernels:
@@ -194,6 +202,22 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
     def kernels(self) -> tuple[LayerKernels, ...]:
         """Return the kernels of each set of layers with equal parameters."""
         return self._kernels
+
+    def write_layer(
+        self,
+        layer_index: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        # Imported here so that this module can be imported without Triton.
+        from attention.kernels.triton.cache_write import cache_write
+
+        cache = self.layer_cache(layer_index, kv_cache)
+        cache_write(
+            key, value, cache.blocks, slot_mapping, k_scale=cache.k_scale, v_scale=cache.v_scale
+        )
 
     def build(self, batch: AttentionBatch) -> GpuMetadata:
         """Return the metadata of one step; the one built before is no longer valid."""
@@ -263,6 +287,15 @@ class GpuMetadataBuilder(AttentionMetadataBuilder):
 
     def layer_cache(self, layer_index: int, kv_cache: torch.Tensor) -> LayerCache:
         """Return a layer's part of the cache of all layers."""
+        if self._kv_cache is not kv_cache:
+            self._kv_cache = kv_cache
+            self._layer_caches.clear()
+        cache = self._layer_caches.get(layer_index)
+        if cache is None:
+            cache = self._layer_caches[layer_index] = self._make_layer_cache(layer_index, kv_cache)
+        return cache
+
+    def _make_layer_cache(self, layer_index: int, kv_cache: torch.Tensor) -> LayerCache:
         place = self._places[layer_index]
         assert place is not None
         if kv_cache.dtype != self._spec.cache_dtype:

@@ -199,3 +199,32 @@ def test_builder_names_the_providers_of_its_layers() -> None:
     spec = Rig.spec_of(*layers, dtype=torch.float32, block_size=4, device="cpu")
     providers = SharedBackend.make_metadata_builder(spec).providers()
     assert providers == {part: {"shared": 3} for part in ("prefill", "prefill_ragged", "decode")}
+
+
+def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
+    rig = rig_of(params_of(), params_of(sliding_window=5), params_of())
+    a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 5), (c, 3)])
+    batch = rig.batch([(b, 4)], [a, c])
+    inputs = [one.to(rig.spec.device).split([64, 32, 32], 1) for one in rig.tokens(9)]
+    before = rig.cache.clone()
+    whole = rig.builder.build(batch)
+    expected = [
+        layer(*(tensor[:6] for tensor in one), rig.cache, whole)
+        for layer, one in zip(rig.layers, inputs, strict=True)
+    ]
+    expected_cache = rig.cache.clone()
+    rig.cache.copy_(before)
+
+    metadata = rig.builder.build(batch)
+    slots = torch.full((9,), -1, dtype=torch.int64, device=rig.spec.device)
+    slots[:6] = metadata.device_slot_mapping
+    for layer_index, (query, key, value) in enumerate(inputs):
+        rig.builder.write_layer(layer_index, key, value, rig.cache, slots)
+        heads = [tensor.unflatten(1, (-1, 16)) for tensor in (query, key, value)]
+        out = torch.full((9, 64), -7.0, device=rig.spec.device)
+        metadata.attend_layer(layer_index, *heads, rig.cache, out.unflatten(1, (-1, 16)))
+        assert torch.equal(out[:6], expected[layer_index])
+        # Nothing is computed for padding.
+        assert (out[6:] == -7.0).all()
+    assert torch.equal(rig.cache.nan_to_num(9.0), expected_cache.nan_to_num(9.0))

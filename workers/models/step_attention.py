@@ -24,10 +24,8 @@ class StepAttention(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer's attention, `[num_tokens, num_heads * head_size]`, in `out` if given.
+        """Return the layer's attention, `[num_tokens, num_heads * head_size]`.
 
         Shapes are those of `Attention.forward`.
         """
@@ -46,7 +44,5 @@ class CachedAttention(StepAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return layer.forward(query, key, value, self._kv_cache, self._metadata, out=out)
+        return layer.forward(query, key, value, self._kv_cache, self._metadata)

@@ -174,9 +174,9 @@ class ModelRunner:
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
             return self._decode_graphs.replay(inputs, metadata)
         self._state.begin_forward(metadata)
-        attention = CachedAttention(self._cache.device_pool, metadata)
         if self._piece_graphs is not None and self._piece_graphs.can_replay(inputs):
-            return self._piece_graphs.replay(inputs, attention)
+            return self._piece_graphs.replay(inputs, metadata)
+        attention = CachedAttention(self._cache.device_pool, metadata)
         return self._model.forward(
             inputs.token_ids, inputs.positions, attention, inputs.logits_indices
         )

@@ -21,26 +21,18 @@ __all__ = ["Piece", "PieceRecorder", "Recording"]
 
 
 class Piece(NamedTuple):
-    """A graph, and the attention behind it."""
+    """A graph, and the tensors of the attention behind it."""
 
     graph: torch.cuda.CUDAGraph
-    layer: Attention
+    """Ends with the write of keys and values to the cache."""
+    layer_index: int
     query: torch.Tensor
-    """`[num_padded, num_heads * head_size]`, written by the graph, and so are the next two."""
+    """`[num_padded, num_heads, head_size]`, written by the graph, and so are the next two."""
     key: torch.Tensor
+    """`[num_padded, num_kv_heads, head_size]`, and so is `value`."""
     value: torch.Tensor
     attended: torch.Tensor
     """What the next graph reads, of the query's shape."""
-
-    def attend(self, attention: StepAttention, num_tokens: int) -> None:
-        """Compute the attention of the first `num_tokens` tokens; the others are padding."""
-        attention.attend(
-            self.layer,
-            self.query.narrow(0, 0, num_tokens),
-            self.key.narrow(0, 0, num_tokens),
-            self.value.narrow(0, 0, num_tokens),
-            out=self.attended.narrow(0, 0, num_tokens),
-        )
 
 
 class Recording(NamedTuple):
@@ -59,8 +51,14 @@ class PieceRecorder(StepAttention):
     Use it for one recording, on a stream of its own.
     """
 
-    def __init__(self, pool: Any) -> None:  # Any: torch does not export the type
+    def __init__(
+        self,
+        pool: Any,  # Any: torch does not export the type
+        write: Callable[[Attention, torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """`write` writes a layer's keys and values to the cache."""
         self._pool = pool
+        self._write = write
         self._graph = torch.cuda.CUDAGraph()
         self._pieces: list[Piece] = []
 
@@ -81,18 +79,19 @@ class PieceRecorder(StepAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert out is None
+        self._write(layer, key, value)
         self._graph.capture_end()
         ended, self._graph = self._graph, torch.cuda.CUDAGraph()
         self._begin()
         # The pool has this memory, since it is allocated while the next graph is captured. All
         # that the attention reads is still in use and lies elsewhere.
         attended = query.new_empty(query.shape)
-        tensors = (_unowned(tensor) for tensor in (query, key, value, attended))
-        self._pieces.append(Piece(ended, layer, *tensors))
+        heads = (
+            _unowned(tensor).unflatten(1, (-1, layer.params.head_size))
+            for tensor in (query, key, value, attended)
+        )
+        self._pieces.append(Piece(ended, layer.layer_index, *heads))
         return attended
 
     def _begin(self) -> None:
