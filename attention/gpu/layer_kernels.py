@@ -1,7 +1,8 @@
 """The kernels of layers with equal parameters on a GPU: planned once a step, run for each layer."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,7 +12,8 @@ from attention.params import AttentionParams, AttentionSpec
 __all__ = ["LayerCache", "LayerKernels"]
 
 
-class LayerCache(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerCache:
     """One layer's part of the cache and its scales."""
 
     blocks: torch.Tensor
@@ -22,6 +24,16 @@ class LayerCache(NamedTuple):
     """The layer's place on the cache's layer axis."""
     k_scale: float
     v_scale: float
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """Return the keys, `[num_blocks, block_size, num_kv_heads, head_size]`, strided."""
+        return self.blocks[:, 0]
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """Return the values, of the same shape."""
+        return self.blocks[:, 1]
 
 
 class LayerKernels(ABC):

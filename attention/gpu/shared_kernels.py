@@ -8,7 +8,7 @@ from attention.gpu.batch import GpuBatch, SubBatch
 from attention.gpu.layer_kernels import LayerCache, LayerKernels
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.paged_decode import PagedDecode, num_scratch_elements
 from attention.kernels.triton.ragged_attention import ragged_attention
 from attention.kernels.triton.tuning import (
     PagedAttentionTuning,
@@ -40,6 +40,7 @@ class SharedKernels(LayerKernels):
         self._num_multiprocessors = _num_multiprocessors(spec.device)
         self._tuning: PagedAttentionTuning | None = None
         self._planned: SubBatch | None = None
+        self._decode: PagedDecode | None = None
         self._scratch = torch.empty(0, dtype=torch.float32, device=spec.device)
 
     @property
@@ -95,16 +96,19 @@ class SharedKernels(LayerKernels):
         if self._planned is not sub_batch:
             self._plan_decode(sub_batch)
         assert self._tuning is not None
-        paged_decode(
-            query,
-            cache.blocks,
-            seq_lens=sub_batch.seq_lens,
-            block_tables=sub_batch.block_tables,
-            options=self._options_of(cache),
-            tuning=self._tuning,
-            scratch=self._scratch,
-            out=out,
-        )
+        options = self._options_of(cache)
+        if self._decode is None or not self._decode.fits(query, cache.blocks, out, options):
+            self._decode = PagedDecode(
+                query,
+                cache.blocks,
+                out,
+                seq_lens=sub_batch.seq_lens,
+                block_tables=sub_batch.block_tables,
+                options=options,
+                tuning=self._tuning,
+                scratch=self._scratch,
+            )
+        self._decode.launch(query, cache.keys, cache.values, out)
 
     def _plan_decode(self, sub_batch: SubBatch) -> None:
         params = self.params
@@ -134,6 +138,7 @@ class SharedKernels(LayerKernels):
             size = needed if self.is_graph else next_power_of_two(needed)
             self._scratch = torch.empty(size, dtype=torch.float32, device=self.spec.device)
         self._planned = sub_batch
+        self._decode = None
 
     def _options_of(self, cache: LayerCache) -> AttentionOptions:
         scales = cache.k_scale, cache.v_scale

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tiles import (
     attend,
     dot_type,
@@ -27,7 +28,7 @@ from attention.kernels.triton.tuning import PagedAttentionTuning, next_power_of_
 if TYPE_CHECKING:
     from attention.kernels.triton.options import AttentionOptions
 
-__all__ = ["num_scratch_elements", "paged_decode"]
+__all__ = ["PagedDecode", "num_scratch_elements", "paged_decode"]
 
 _MERGED_SPLITS = 8
 """Splits that `_merge_splits` has in registers at a time."""
@@ -215,6 +216,134 @@ def num_scratch_elements(
     return num_parts * (head_size + 1) if num_splits > 1 else 0
 
 
+class PagedDecode:
+    """The decodes of one step, for layers whose tensors have the same layouts.
+
+    Attends for one query per sequence, `[B, num_heads, head_size]`; else as `paged_attention`. A
+    query is at the position of its last key, so `window_right` has no effect.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        layer_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        options: AttentionOptions,
+        tuning: PagedAttentionTuning,
+        scratch: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """`query`, `layer_cache` and `out` are those of any of the layers.
+
+        `scratch` is float32 of at least `num_scratch_elements`; launches on one stream may share
+        it.
+        """
+        num_sequences, num_heads, head_size = query.shape
+        num_kv_heads = layer_cache.shape[3]
+        num_queries_per_kv = num_heads // num_kv_heads
+        num_splits = tuning.num_splits
+        num_parts = num_sequences * num_splits * num_heads
+        assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_vectors * num_kv_heads
+        assert seq_lens.dtype == block_tables.dtype == torch.int32
+        assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
+        assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
+        self._layouts = query.stride(), layer_cache.stride(), out.stride()
+        self._options = options
+        self._attend: RepeatedLaunch | None = None
+        self._merge: RepeatedLaunch | None = None
+        self._lse = lse
+        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
+        if not num_sequences:
+            return
+        padded_size = max(16, next_power_of_two(head_size))
+        lse_stride = 0 if lse is None else lse.stride(0)
+        part_strides = out.stride(0), out.stride(1), lse_stride
+        if num_splits > 1:
+            assert scratch.dtype == torch.float32
+            assert scratch.is_contiguous()
+            assert scratch.numel() >= num_parts * (head_size + 1)
+            self._parts = scratch, scratch[num_parts * head_size :]
+            part_strides = num_heads * head_size, head_size, num_heads
+            self._merge = RepeatedLaunch(
+                _merge_splits,
+                (num_heads, num_sequences, 1),
+                (
+                    out.stride(0),
+                    out.stride(1),
+                    lse_stride,
+                    lse is not None,
+                    num_splits,
+                    next_power_of_two(num_splits),
+                    min(_MERGED_SPLITS, next_power_of_two(num_splits)),
+                    head_size,
+                    padded_size,
+                ),
+                num_warps=2,
+            )
+        slopes = options.alibi_slopes
+        unit = stride_unit(layer_cache)
+        self._step = seq_lens if slopes is None else slopes, seq_lens, block_tables
+        self._attend = RepeatedLaunch(
+            _attend_split,
+            (num_kv_heads, num_splits, num_sequences),
+            (
+                query.stride(0),
+                query.stride(1),
+                *part_strides,
+                layer_cache.stride(0) // unit,
+                layer_cache.stride(2) // unit,
+                layer_cache.stride(3) // unit,
+                block_tables.stride(0),
+                options.window_left,
+                options.dot_scale,
+                options.cap,
+                options.v_scale,
+                options.window_left >= 0,
+                options.soft_cap is not None,
+                slopes is not None,
+                lse is not None or num_splits > 1,
+                dot_type(query),
+                unit,
+                num_queries_per_kv,
+                layer_cache.shape[2],
+                head_size,
+                padded_size,
+                tuning.tile_vectors,
+                tuning.tile_keys,
+                -(-tuning.min_split_keys // tuning.tile_keys),
+            ),
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+        )
+
+    def fits(
+        self,
+        query: torch.Tensor,
+        layer_cache: torch.Tensor,
+        out: torch.Tensor,
+        options: AttentionOptions,
+    ) -> bool:
+        """Return whether a layer has the same layouts and options."""
+        layouts = query.stride(), layer_cache.stride(), out.stride()
+        return options is self._options and layouts == self._layouts
+
+    def launch(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend; keys and values are `layer_cache[:, 0]` and `layer_cache[:, 1]`."""
+        if self._attend is None:
+            return
+        # What a kernel does not use is any tensor.
+        lse = out if self._lse is None else self._lse
+        part_out, part_lse = self._parts or (out, lse)
+        self._attend.launch(query, keys, values, part_out, part_lse, *self._step)
+        if self._merge is not None:
+            self._merge.launch(part_out, part_lse, out, lse)
+
+
 def paged_decode(
     query: torch.Tensor,
     layer_cache: torch.Tensor,
@@ -227,84 +356,16 @@ def paged_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attend for one query per sequence, `[B, num_heads, head_size]`; else as `paged_attention`.
-
-    A query is at the position of its last key, so `window_right` has no effect. `scratch` is
-    float32 of at least `num_scratch_elements`; launches on one stream may share it.
-    """
-    num_sequences, num_heads, head_size = query.shape
-    num_kv_heads = layer_cache.shape[3]
-    num_queries_per_kv = num_heads // num_kv_heads
-    num_splits = tuning.num_splits
-    num_parts = num_sequences * num_splits * num_heads
-    assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_vectors * num_kv_heads
-    assert seq_lens.dtype == block_tables.dtype == torch.int32
-    assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
-    assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
-    if not num_sequences:
-        return
-    padded_size = max(16, next_power_of_two(head_size))
-    part_out, part_lse = out, lse
-    part_strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-    if num_splits > 1:
-        assert scratch.dtype == torch.float32
-        assert scratch.is_contiguous()
-        assert scratch.numel() >= num_parts * (head_size + 1)
-        part_out, part_lse = scratch, scratch[num_parts * head_size :]
-        part_strides = num_heads * head_size, head_size, num_heads
-    slopes = options.alibi_slopes
-    unit = stride_unit(layer_cache)
-    _attend_split[(num_kv_heads, num_splits, num_sequences)](
+    """Attend as `PagedDecode` does, for one layer."""
+    decode = PagedDecode(
         query,
-        layer_cache[:, 0],
-        layer_cache[:, 1],
-        part_out,
-        part_out if part_lse is None else part_lse,
-        seq_lens if slopes is None else slopes,
-        seq_lens,
-        block_tables,
-        query.stride(0),
-        query.stride(1),
-        *part_strides,
-        layer_cache.stride(0) // unit,
-        layer_cache.stride(2) // unit,
-        layer_cache.stride(3) // unit,
-        block_tables.stride(0),
-        options.window_left,
-        options.dot_scale,
-        options.cap,
-        options.v_scale,
-        has_left=options.window_left >= 0,
-        has_cap=options.soft_cap is not None,
-        has_slopes=slopes is not None,
-        has_lse=part_lse is not None,
-        operand_type=dot_type(query),
-        stride_unit=unit,
-        num_queries_per_kv=num_queries_per_kv,
-        block_size=layer_cache.shape[2],
-        head_size=head_size,
-        padded_size=padded_size,
-        tile_vectors=tuning.tile_vectors,
-        tile_keys=tuning.tile_keys,
-        min_split_tiles=-(-tuning.min_split_keys // tuning.tile_keys),
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-    )
-    if num_splits == 1:
-        return
-    _merge_splits[(num_heads, num_sequences)](
-        scratch,
-        part_lse,
+        layer_cache,
         out,
-        out if lse is None else lse,
-        out.stride(0),
-        out.stride(1),
-        0 if lse is None else lse.stride(0),
-        has_lse=lse is not None,
-        num_splits=num_splits,
-        padded_splits=next_power_of_two(num_splits),
-        merged_splits=min(_MERGED_SPLITS, next_power_of_two(num_splits)),
-        head_size=head_size,
-        padded_size=padded_size,
-        num_warps=2,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        options=options,
+        tuning=tuning,
+        scratch=scratch,
+        lse=lse,
     )
+    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out)

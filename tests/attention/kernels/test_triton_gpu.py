@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from attention.kernels.triton.cache_write import cache_write
 from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.paged_decode import PagedDecode, num_scratch_elements, paged_decode
+from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tuning import default_decode_tuning
 from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
 
@@ -153,3 +156,73 @@ def test_offsets_of_blocks_may_exceed_32_bits() -> None:
             out=outs[-1],
         )
     assert torch.equal(*outs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _add(
+    numbers: tl.tensor, result: tl.tensor, stride: tl.tensor, size: tl.constexpr, tile: tl.constexpr
+) -> None:
+    elements = tl.arange(0, tile) * stride
+    mask = tl.arange(0, tile) < size
+    tl.store(result + elements, tl.load(numbers + elements, mask=mask) + 1.0, mask=mask)
+
+
+def test_repeated_launch_computes_on_the_tensors_of_each() -> None:
+    launch = RepeatedLaunch(_add, (1, 1, 1), (1, 30, 32), num_warps=1)
+    numbers = torch.rand(8, 64, device="cuda")
+    results = torch.zeros_like(numbers)
+    # The third and the fourth are not aligned.
+    for row, first in enumerate((0, 0, 1, 3, 0, 4)):
+        launch.launch(numbers[row, first:], results[row, first:])
+        assert torch.equal(results[row, first : first + 30], numbers[row, first : first + 30] + 1.0)
+        assert not results[row, first + 30 :].any()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch.launch(numbers[6], results[6])
+    stream.synchronize()
+    assert torch.equal(results[6, :30], numbers[6, :30] + 1.0)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
+    shape = (33, 3, 2, 16, 2, 64)
+    cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    tuning = default_decode_tuning(
+        num_queries_per_kv=4, head_size=64, dtype=torch.bfloat16, num_splits=num_splits
+    )
+    step = {
+        "seq_lens": torch.tensor([250, 1, 70], dtype=torch.int32, device="cuda"),
+        "block_tables": torch.randperm(32, device="cuda").int().add(1).repeat(3, 1),
+    }
+    options = AttentionOptions(scale=0.1, window_right=0)
+    scratch = torch.empty(
+        num_scratch_elements(num_sequences=3, num_heads=8, head_size=64, num_splits=num_splits),
+        device="cuda",
+    )
+    queries = torch.randn(3, 5, 8, 64, device="cuda", dtype=torch.bfloat16)[:, 1:4]
+    outs, expected = torch.zeros_like(queries), torch.zeros_like(queries)
+    decode = PagedDecode(
+        queries[0],
+        cache[:, 0],
+        outs[0],
+        options=options,
+        tuning=tuning,
+        scratch=scratch,
+        **step,
+    )
+    for layer in range(3):
+        blocks = cache[:, layer]
+        assert decode.fits(queries[layer], blocks, outs[layer], options)
+        decode.launch(queries[layer], blocks[:, 0], blocks[:, 1], outs[layer])
+        paged_decode(
+            queries[layer],
+            blocks,
+            options=options,
+            tuning=tuning,
+            scratch=scratch,
+            out=expected[layer],
+            **step,
+        )
+    assert torch.equal(outs, expected)
+    assert outs.any()
+    assert not decode.fits(queries[0, :, :, ::2], cache[:, 0], outs[0], options)
