@@ -120,7 +120,7 @@ def release_gpu_memory() -> None:
     """Return unused memory to the GPU."""
     # Captured graphs hold memory and the group's collectives, and must not live on in a cycle.
     gc.collect()
-    # cuBLAS keeps 32 MiB for each stream that it was used on, and each capture warms up on another.
+    # cuBLAS keeps 32 MiB for each stream that it was used on, and graphs are captured on others.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 

@@ -68,6 +68,8 @@ class DecodeGraphs:
         self._positions = torch.zeros_like(self._token_ids)
         self._graphs: dict[int, _Graph] = {}
         self._pool = pool
+        # One for all captures, since cuBLAS keeps memory for each stream.
+        self._stream = torch.cuda.Stream(spec.device)
 
     def capture_graphs(self, *, only_largest: bool = False) -> None:
         """Capture every size, or only the largest; a replay captures a size that is missing.
@@ -113,16 +115,17 @@ class DecodeGraphs:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)
         attention = CachedAttention(self._kv_cache, metadata)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             # Libraries select and compile kernels at the first call with a shape.
             for _ in range(_NUM_WARM_UPS):
                 self._model.forward(token_ids, positions, attention, None)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             hidden = self._model.forward(token_ids, positions, attention, None)
         return _Graph(
             graph=graph,
