@@ -65,7 +65,7 @@ def server(log: Path) -> Iterator[ServerProcess]:
 def test_streams_finish_without_a_process_of_ray(
     server: ServerProcess, daemon: str, log: Path
 ) -> None:
-    ranks = server.ranks()
+    family = server.family()
     with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams:
         streams.start()
         server.named(daemon)[0].kill()
@@ -76,7 +76,7 @@ def test_streams_finish_without_a_process_of_ray(
     assert server.wait(60.0) == 1
     lines = [line for line in log.read_text().splitlines() if not line.endswith(" ...")]
     assert ["has ended" in line for line in lines] == [True], lines
-    assert_ended(ranks)
+    assert_ended(family)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import ray
 from cluster.engine.ranks.disk_reserve import DiskReserve
 from cluster.engine.ranks.ray_environment import RayEnvironment, warn_if_unauthenticated
 from cluster.engine.ranks.ray_health import RayHealth
+from cluster.engine.ranks.ray_processes import kill_processes, ray_processes
 from cluster.engine.ranks.ray_start import join_ray, ray_folder, reconnect_s, start_ray
 from pagedray.errors import DeviceError
 
@@ -36,6 +37,8 @@ class RayConnection:
         else:
             self._join_cluster(config, report_progress)
         owns_ray = self._environment is not None
+        # Those of a raylet that ends are nobody's children then.
+        self._processes = ray_processes() if owns_ray else frozenset()
         self.health = RayHealth(reconnect_s=reconnect_s(), can_return=not owns_ray)
         warn_if_unauthenticated()
         self.disk_reserve = DiskReserve(ray_folder())
@@ -45,6 +48,9 @@ class RayConnection:
         self.health.close()
         self.disk_reserve.close()
         if self._environment is not None:
+            if self.health.outage is not None:
+                # Ray cannot end them.
+                kill_processes(self._processes | ray_processes())
             ray.shutdown()
             self._environment.close()
         self._environment = None

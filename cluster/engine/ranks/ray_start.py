@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from cluster.engine.ranks.ray_environment import RECONNECT_VARIABLE
+from cluster.engine.ranks.ray_processes import kill_processes, ray_processes
 from cluster.engine.ranks.sigterm_handler import kept_sigterm_handler
 from pagedray.errors import StartupError
 from workers.parallel.rendezvous import LOOPBACK
@@ -47,8 +46,10 @@ def start_ray(*, num_cpus: int) -> None:
             return
         # Ray raises all kinds: of the disk, of its processes, of time limits.
         except Exception as error:
+            # Ray leaves running what it started before it failed.
+            leftovers = ray_processes()
             ray.shutdown()
-            _kill_leftovers()
+            kill_processes(leftovers)
             if is_last or _TIMED_OUT not in str(error):
                 raise StartupError(f"Could not start Ray: {_report(error)}") from error
             # A busy machine may take longer than the time limits of Ray.
@@ -97,13 +98,3 @@ def _disk_hint(error: Exception) -> str:
         return ""
     space = f"{free >> 20} MiB free"
     return f" Ray writes to {folder}, with {space}; RAY_TMPDIR selects another folder."
-
-
-def _kill_leftovers() -> None:
-    """Kill the processes of a failed start, which Ray leaves running."""
-    programs = str(Path(ray.__file__).parent).encode()
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            with suppress(OSError):
-                if programs in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)

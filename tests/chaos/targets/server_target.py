@@ -68,6 +68,8 @@ class ServerTarget(Target):
         ports = (f"--grpc-port={self._grpc_port}", f"--http-port={self._http_port}")
         self._command = [*command, *ports]
         self._process: subprocess.Popen[str] | None = None
+        self._started: list[psutil.Process] = []
+        """What each server had started when it was ready."""
         self._is_stopping = False
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._ready = threading.Event()
@@ -104,11 +106,9 @@ class ServerTarget(Target):
             return []
 
     def family(self) -> list[psutil.Process]:
-        found = self.servers()
-        for server in tuple(found):
-            with contextlib.suppress(psutil.Error):
-                found += server.children(recursive=True)
-        return found
+        # A process is equal to another object for the same one.
+        found = dict.fromkeys((*self._of_current_server(), *self._started))
+        return [process for process in found if process.is_running()]
 
     def tracebacks(self) -> list[str]:
         return tracebacks_in(self._log_path)
@@ -124,6 +124,13 @@ class ServerTarget(Target):
             num_blocks=loads.num_blocks,
             num_free_blocks=loads.num_free_blocks,
         )
+
+    def _of_current_server(self) -> list[psutil.Process]:
+        found = self.servers()
+        for server in tuple(found):
+            with contextlib.suppress(psutil.Error):
+                found += server.children(recursive=True)
+        return found
 
     def _launch(self) -> None:
         self._process = subprocess.Popen(
@@ -149,6 +156,7 @@ class ServerTarget(Target):
             with process.stdout:
                 for line in process.stdout:
                     if line.startswith("Ready:"):
+                        self._started += self._of_current_server()
                         self._ready.set()
             code = process.wait()
             self._history.add(ServerExited(at_s=self._history.now_s, code=code))
