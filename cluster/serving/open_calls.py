@@ -89,6 +89,8 @@ class OpenCall:
         self.started_s = time.monotonic()
         self.id = ""
         """The id that its client knows; empty until it is set."""
+        self.proxied_id = ""
+        """The id that a proxy gave the call; the same each time that the proxy sends it."""
         self.task: _Task | None = None
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0

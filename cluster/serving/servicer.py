@@ -351,9 +351,11 @@ class Servicer:
         if continuation is None:
             return requests[0].id if given.client_id is None else given.client_id
         call_id = continuation.call_id if given.client_id is None else given.client_id
-        if continuation.cause is not None:
-            earlier = self._calls.find_call(given.tenant, call_id)
-            if earlier is not None and earlier.task is not None:
+        earlier = self._calls.find_call(given.tenant, call_id)
+        if earlier is not None and earlier.task is not None:
+            # Serve's proxy may send a call again to a replica that was paused the first time.
+            is_same = earlier.proxied_id == continuation.call_id
+            if is_same or continuation.cause is not None:
                 earlier.task.fail(EngineError("The request continues in another call."))
                 earlier.release()
         return call_id
@@ -375,6 +377,8 @@ class Servicer:
         if given.client_id is not None:
             self.resumables.check_id(given.tenant, given.client_id)
         call.set_id(self._id_of(given, requests))
+        if given.continuation is not None:
+            call.proxied_id = given.continuation.call_id
         call.reserve_tokens(
             num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens + num_new_tokens
         )

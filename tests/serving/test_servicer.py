@@ -13,12 +13,14 @@ import pytest
 
 from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.auth.key_file import digest_of
+from cluster.serving.continuation import Continuation
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.inputs import EmbeddingInput, GenerationInput, TokenizeInput
 from cluster.serving.servicer import Servicer
 from pagedray.errors import (
     AuthenticationError,
     DeadlineError,
+    DuplicateIdError,
     EngineError,
     ForbiddenError,
     InvalidRequestError,
@@ -365,3 +367,29 @@ async def test_broken_texts_never_reach_the_encoder(
         await servicer.embed(wrong)
     assert caught.value.param == param
     assert not fake.requests
+
+
+SENT = Continuation(call_id="of the proxy", seed=1, created_s=0)
+
+
+async def test_call_that_a_proxy_sends_twice_goes_on_once(opened: Opened) -> None:
+    call = replace(given(client_id="mine"), continuation=SENT)
+    first = await opened.servicer.start_generation(call)
+    second = await opened.servicer.start_generation(call)
+    with pytest.raises(EngineError, match="continues in another call"):
+        await anext(first.outputs())
+    opened.engine.is_paused = False
+    outputs = [output async for output in second.outputs()]
+    assert outputs[-1].usage.num_generated_tokens == 10
+    first.close()
+    second.close()
+
+
+async def test_another_call_with_its_id_is_refused(servicer: Servicer) -> None:
+    call = replace(given(client_id="mine"), continuation=SENT)
+    first = await servicer.start_generation(call)
+    with pytest.raises(DuplicateIdError):
+        await servicer.start_generation(
+            replace(call, continuation=replace(SENT, call_id="of another call"))
+        )
+    first.close()
