@@ -37,7 +37,7 @@ class RayConnection:
         else:
             self._join_cluster(config, report_progress)
         owns_ray = self._environment is not None
-        # Those of a raylet that ends are nobody's children then.
+        # They are no longer descendants of this process once their raylet has ended.
         self._processes = ray_processes() if owns_ray else frozenset()
         self.health = RayHealth(reconnect_s=reconnect_s(), can_return=not owns_ray)
         warn_if_unauthenticated()

@@ -1,6 +1,6 @@
-"""The processes of a Ray that was started here. Some outlive it if it does not end by itself.
+"""The processes of a Ray cluster that this process started.
 
-Ray's agents end with the raylet if GCS tells them to, so that they remain without GCS.
+Some of them, such as Ray's agents, keep running after GCS or the raylet has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STARTED = 19
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """A process, told apart from later ones with its number."""
+    """A process, identified by more than its number, which the system uses again."""
 
     pid: int
     started: str

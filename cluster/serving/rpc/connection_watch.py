@@ -81,7 +81,7 @@ class ConnectionWatch:
         self._next_trim_s = 0.0
 
     async def watch(self) -> None:
-        """Close connections until it is cancelled."""
+        """Look at all connections several times a second until it is cancelled."""
         interval_s = _INTERVAL_S
         while True:
             await asyncio.sleep(interval_s)
@@ -101,7 +101,7 @@ class ConnectionWatch:
             interval_s = max(wanted_s, (time.monotonic() - started_s) / share)
 
     def close_excess(self) -> None:
-        """Close what exceeds a limit, of a host's connections the newest."""
+        """Stall or close what exceeds a limit, of a host's connections the newest."""
         sockets = open_sockets()
         self._update_known(sockets)
         num_open: Counter[str] = Counter()
@@ -124,7 +124,6 @@ class ConnectionWatch:
                     continue
                 self._stop(sockets[inode], inode, connection.host)
                 self._log_unproven(connection.host)
-                self._has_garbage = True
         self._suspects = suspects
         self._trim()
 
@@ -139,7 +138,10 @@ class ConnectionWatch:
                     else _Connection(client_host(address[0]), peer_name(*address), time.monotonic())
                 )
         self._known = known
-        self._stalled = {one: end_s for one, end_s in self._stalled.items() if one in known}
+        stalled = {one: end_s for one, end_s in self._stalled.items() if one in known}
+        # gRPC keeps what they have sent until they end.
+        self._has_garbage = self._has_garbage or len(stalled) < len(self._stalled)
+        self._stalled = stalled
         self._proven.forget_closed({one.peer for one in known.values() if one is not None})
 
     def _sends_too_much(self, connection: _Connection, descriptor: int) -> bool:
@@ -157,6 +159,7 @@ class ConnectionWatch:
             self._stalled[inode] = time.monotonic() + _STALL_S
         else:
             end_connection(descriptor, inode)
+            self._has_garbage = True
 
     def _reconsider(self, connection: _Connection, descriptor: int, inode: int) -> None:
         """Resume a stalled connection if a valid call has begun meanwhile; end an old one."""

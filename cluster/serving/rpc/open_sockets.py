@@ -61,7 +61,7 @@ def peer_address(descriptor: int, port: int) -> tuple[str, int] | None:
                 if connection.getsockname()[1] == port:
                     return peer_host.removeprefix(_MAPPED), peer_port
         finally:
-            # Somebody else owns it.
+            # gRPC owns it.
             connection.detach()
     return None
 
@@ -93,8 +93,8 @@ def end_connection(descriptor: int, inode: int) -> None:
 def stall_connection(descriptor: int, inode: int) -> bool:
     """Let the system drop all that a client sends from now on; return whether it can (Linux).
 
-    The client is not told and waits, where it would connect again after `end_connection`. What is
-    dropped it sends again, so that nothing is lost if the connection is resumed.
+    The client sends dropped packets again, more and more slowly, where it could connect again at
+    once after `end_connection`. Nothing is lost if the connection is resumed.
     """
     instructions = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     program = struct.pack("@HP", 1, ctypes.addressof(instructions))
