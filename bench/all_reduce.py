@@ -31,7 +31,7 @@ from workers.parallel.rendezvous import LOOPBACK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_IN_GRAPH = 64
 NUM_REPLAYS = 30
 EPS = 1e-5

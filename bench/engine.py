@@ -177,8 +177,8 @@ def main() -> int:
     parser.add_argument(
         "--max-graph-tokens",
         type=int,
-        default=1024,
-        help="largest step with prompts that runs as CUDA graphs (1024)",
+        default=2048,
+        help="largest step with prompts that runs as CUDA graphs (2048)",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)

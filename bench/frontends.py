@@ -9,6 +9,13 @@ reported alone. Ray Serve runs its proxy, its replica and the clients on all cor
 A step produces one token per stream. Steps run either as soon as clients have read so much that at
 most `lead` tokens per stream are unread, so that with a lead of 1 every message has one token, or
 at a fixed rate, as on ranks. All tokens that a stream has not sent yet go in one message.
+
+    python -m bench.frontends --beside FOLDER
+
+compares with another checkout instead, without Ray Serve. Its server and that of this checkout take
+turns on the core, so that both see what else the machine does; the table shows the median tokens
+per CPU second of each, and their ratio. Both run in this Python environment, and `FOLDER` must have
+a `bench.frontend_server` that is driven in the same way.
 """
 
 from __future__ import annotations
@@ -17,15 +24,17 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from statistics import median
+from typing import TYPE_CHECKING
 
+from bench.frontend_process import FrontendProcess
 from bench.frontend_server import MODEL_NAME, TOKEN_TEXT
 from bench.machine import cpu_and_cores
 from bench.ray_serve import ServeCluster
@@ -38,7 +47,7 @@ if TYPE_CHECKING:
 
     from bench.stream_clients import Counts, StreamClients
 
-SERVER_CORE, CLIENT_CORE = 0, 1
+CLIENT_CORE = 1
 MOST_TOKENS = 500_000
 NUM_STREAMS = 64
 LEADS = (1, 2, 8)
@@ -46,6 +55,11 @@ OFFERED_TOKENS_PER_S = 25_000
 MOST_LEAD = 64
 SERVE_STEPS_S = (0.008, 0.004)
 WARM_UP_S = 0.7
+SECONDS = 2.5
+TURN_LEADS = (1, 8)
+TURN_WARM_UP_S = 0.4
+TURN_S = 1.2
+NUM_ROUNDS = 5
 SERVE_WARM_UP_S = 2.0
 
 
@@ -82,6 +96,10 @@ class Kind:
     target: float
     shares_connection: bool = True
 
+    def connections(self, num_streams: int) -> int:
+        """Return how many connections so many streams have."""
+        return 1 if self.is_grpc and self.shares_connection else num_streams
+
 
 KINDS = (
     Kind(name="gRPC Generate", is_grpc=True, path="Generate", target=20_000),
@@ -102,58 +120,29 @@ SERVE_KINDS = (
 )
 
 
-class FrontendProcess:
-    """A process that runs `bench.frontend_server`."""
-
-    def __init__(self, counter_path: Path) -> None:
-        command = [sys.executable, "-m", "bench.frontend_server", "--core", str(SERVER_CORE)]
-        self._process = subprocess.Popen(
-            [*command, "--counter", str(counter_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        ports = self._hear()
-        self.grpc_port, self.http_port = int(ports["grpc_port"]), int(ports["http_port"])
-
-    def set_pace(self, *, step_s: float, lead: int) -> None:
-        """Wait until no request runs, then set the pace of the steps."""
-        self._ask({"step_s": step_s, "lead": lead})
-
-    def usage(self) -> tuple[float, float]:
-        """Return the CPU seconds of the process, and of its engine alone."""
-        used = self._ask({})
-        return used["cpu_s"], used["engine_cpu_s"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def _ask(self, what: dict[str, float]) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        heard: dict[str, float] = json.loads(self._process.stdout.readline())
-        return heard
-
-
 def main() -> int:
-    """Measure every frontend and print a table."""
+    """Measure every frontend, or compare it with another checkout, and print a table."""
     parser = argparse.ArgumentParser(description="Streamed tokens per second over each frontend.")
     parser.add_argument("--streams", type=int, default=NUM_STREAMS)
-    parser.add_argument("--seconds", type=float, default=2.5)
+    parser.add_argument("--seconds", type=float, help="of each measurement")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="compare with a checkout")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="of a comparison")
     options = parser.parse_args()
+    if options.beside is not None:
+        if options.output is not None:
+            parser.error("--beside only prints its table; omit --output.")
+        _compare(
+            options.beside.resolve(),
+            num_streams=options.streams,
+            num_rounds=options.rounds,
+            seconds=options.seconds or TURN_S,
+        )
+        return 0
     rows = []
     print("| frontend | connections | lead | offered | tokens/s | per CPU s | per message |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for row in _rows(options.streams, options.seconds):
+    for row in _rows(options.streams, options.seconds or SECONDS):
         offered = "" if row.offered is None else f"{row.offered:.0f}"
         print(
             f"| {row.frontend} | {row.connections} | {row.lead or ''} | {offered} "
@@ -167,11 +156,63 @@ def main() -> int:
     return 0
 
 
-def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
+def _compare(beside: Path, *, num_streams: int, num_rounds: int, seconds: float) -> None:
+    """Print the tokens per CPU second of this checkout and of another one."""
+    print("| frontend | connections | lead | beside | here | here / beside | in single rounds |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    with _counter_file() as path:
+        os.sched_setaffinity(0, {CLIENT_CORE})
+        with FrontendProcess(path, beside) as theirs, FrontendProcess(path) as ours:
+            for kind in KINDS:
+                for lead in TURN_LEADS:
+                    rates: dict[FrontendProcess, list[float]] = {theirs: [], ours: []}
+                    for turn in range(2 * num_rounds):
+                        # Each leads every other round.
+                        server = ours if turn % 4 in (1, 2) else theirs
+                        server.set_pace(step_s=0.0, lead=lead)
+                        used_s, counts = _measured(
+                            kind, server, path, num_streams, TURN_WARM_UP_S, seconds
+                        )
+                        rates[server].append(counts.num_tokens / used_s[0])
+                    ratios = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+                    medians = median(rates[theirs]), median(rates[ours])
+                    print(
+                        f"| {kind.name} | {kind.connections(num_streams)} | {lead} "
+                        f"| {medians[0]:.0f} | {medians[1]:.0f} | {medians[1] / medians[0]:.3f} "
+                        f"| {min(ratios):.2f} to {max(ratios):.2f} |",
+                        flush=True,
+                    )
+
+
+@contextmanager
+def _counter_file() -> Iterator[Path]:
+    """Yield the path of a file for a TokenCounter."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(TokenCounter.NUM_BYTES))
         file.flush()
-        path = Path(file.name)
+        yield Path(file.name)
+
+
+def _measured(
+    kind: Kind,
+    server: FrontendProcess,
+    counter_path: Path,
+    num_streams: int,
+    warm_up_s: float,
+    seconds: float,
+) -> tuple[tuple[float, float], Counts]:
+    """Return the CPU seconds of a server and of its engine, and what clients read meanwhile."""
+    port = server.grpc_port if kind.is_grpc else server.http_port
+    with open_clients(kind, port, num_streams, TokenCounter(counter_path)) as clients:
+        clients.read(warm_up_s)
+        cpu_s, engine_s = server.usage()
+        counts = clients.read(seconds)
+        after_s, engine_after_s = server.usage()
+    return (after_s - cpu_s, engine_after_s - engine_s), counts
+
+
+def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
+    with _counter_file() as path:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {CLIENT_CORE})
         with FrontendProcess(path) as server:
@@ -179,20 +220,17 @@ def _rows(num_streams: int, seconds: float) -> Iterator[Row]:
                 paces = [(0.0, lead) for lead in LEADS]
                 for step_s, lead in (*paces, (num_streams / OFFERED_TOKENS_PER_S, MOST_LEAD)):
                     server.set_pace(step_s=step_s, lead=lead)
-                    port = server.grpc_port if kind.is_grpc else server.http_port
-                    with open_clients(kind, port, num_streams, TokenCounter(path)) as clients:
-                        clients.read(WARM_UP_S)
-                        cpu_s, engine_s = server.usage()
-                        counts = clients.read(seconds)
-                        after_s, engine_after_s = server.usage()
+                    (cpu_s, engine_s), counts = _measured(
+                        kind, server, path, num_streams, WARM_UP_S, seconds
+                    )
                     yield _row(
                         kind,
                         counts,
                         num_streams=num_streams,
                         lead=lead,
                         step_s=step_s,
-                        cpu_s=after_s - cpu_s,
-                        engine_s=engine_after_s - engine_s,
+                        cpu_s=cpu_s,
+                        engine_s=engine_s,
                     )
         os.sched_setaffinity(0, cores)
         yield from _serve_rows(num_streams, seconds, TokenCounter(path))
@@ -234,7 +272,7 @@ def _row(
     seconds = counts.seconds
     return Row(
         frontend=kind.name,
-        connections=1 if kind.is_grpc and kind.shares_connection else num_streams,
+        connections=kind.connections(num_streams),
         lead=lead,
         offered=round(num_streams / step_s, 1) if step_s else None,
         tokens_per_s=counts.num_tokens / seconds,
@@ -263,7 +301,7 @@ def open_clients(
             port,
             counter,
             num_streams=num_streams,
-            num_connections=1 if kind.shares_connection else num_streams,
+            num_connections=kind.connections(num_streams),
             path=f"/pagedray.v1.GenerationService/{kind.path}",
             message=message.SerializeToString(),
             token_text=TOKEN_TEXT,

@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -289,7 +290,7 @@ def _masks(name: str, grammar: CompiledGrammar, num_steps: int) -> dict[str, Any
     times_s = []
     for _ in range(num_steps):
         started_s = time.perf_counter()
-        masks = grammar.masks(asked)
+        masks = grammar.masks(asked, num_awaited=len(asked), wait_s=math.inf)
         times_s.append(time.perf_counter() - started_s)
         for index, mask in enumerate(masks):
             assert isinstance(mask, bytes), mask
@@ -330,8 +331,13 @@ def _times(what: str, times_s: list[float]) -> dict[str, float]:
 
 
 def _pick(words: Any, generator: random.Random) -> int:
-    """Return a token that a mask allows; the end-of-sequence token only if there is no other."""
+    """Return a token that a mask allows; the end-of-sequence token only if there is no other.
+
+    It is -1 if the mask allows none.
+    """
     places = np.flatnonzero(words)
+    if not len(places):
+        return -1
     for _ in range(4):
         place = int(places[generator.randrange(len(places))])
         word = int(words[place])

@@ -27,7 +27,7 @@ from bench.engine import LLAMA_8B, write_results
 from bench.random_checkpoint import write_checkpoint
 from pagedray.config import Dtype
 from workers.models.decoder import Decoder
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.finite_tensors import FiniteTensors

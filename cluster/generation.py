@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import TokenLogprobs
 from pagedray.request import FinishReason
@@ -49,8 +50,10 @@ class Collector:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
+        stops = StopStrings(request.sampling.stop)
         self._streams = [
-            TextStream(request, index, tokenizer.token_bytes) for index in range(request.sampling.n)
+            TextStream(request, index, tokenizer.token_bytes, stops=stops)
+            for index in range(request.sampling.n)
         ]
         self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
         self._num_cached_tokens = 0

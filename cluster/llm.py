@@ -1,4 +1,4 @@
-"""The Python API: `LLM(folder).generate(prompts, params)`."""
+"""The Python API: `LLM(model).generate(prompts, params)`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventBuffer, EventDispatcher
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.options import EngineOptions, engine_config, refuse_remote_code
 from cluster.engine.progress import ProgressLine
 from cluster.generation import Collector, Completion, Generation
 from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
-from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput, Prompt
+from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput, Prompt, ScoreInput
+from cluster.serving.score_validator import MAX_PAIRS, ScoreValidator
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
@@ -36,14 +37,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling
+    from pagedray.config import EngineConfig, Task
 
 __all__ = ["LLM", "Completion", "Generation"]
 
 _HELD_POLL_S = 0.05
+
+_VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] = {
+    "generate": Validator,
+    "embed": EmbeddingValidator,
+    "score": ScoreValidator,
+}
 
 Result = TypeVar("Result")
 
@@ -51,8 +60,9 @@ Result = TypeVar("Result")
 class LLM:
     """A model and its engine, in this process or on Ray actors.
 
-    `options` are the fields of `cluster.engine.options.EngineOptions`, such as
-    `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`. Raises StartupError.
+    `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. `options` are the
+    fields of `cluster.engine.options.EngineOptions`, such as `tensor_parallel_size`, `executor`,
+    `num_blocks` and `dtype`. Raises StartupError.
     """
 
     def __init__(
@@ -63,22 +73,20 @@ class LLM:
         # Any: EngineOptions states the type of each option.
         **options: Any,
     ) -> None:
-        config = engine_config(model, EngineOptions(**options))
-        is_encoder = config.model.is_encoder
-        self._tokenizer = Tokenizer.from_folder(config.model.folder, is_encoder=is_encoder)
-        self._validator: Validator | EmbeddingValidator = (
-            EmbeddingValidator(config, self._tokenizer)
-            if is_encoder
-            else Validator(config, self._tokenizer)
-        )
-        self._sink = EventDispatcher()
+        refuse_remote_code(options)
         line = ProgressLine()
+        report = line.report if show_progress else _ignore_progress
         try:
-            self._engine = open_engine(
-                config, self._sink, line.report if show_progress else lambda what, fraction: None
-            )
+            self._open(engine_config(model, EngineOptions(**options), report), report)
         finally:
             line.close()
+
+    def _open(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+        self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=config.model.pools)
+        kind = _VALIDATORS[config.model.task]
+        self._validator = kind(config, self._tokenizer)
+        self._sink = EventDispatcher()
+        self._engine = open_engine(config, self._sink, report_progress)
 
     def generate(
         self,
@@ -139,11 +147,11 @@ class LLM:
 
         `pooling` is the mean of all tokens, the first one (`cls`) or the last; None is the model's
         own. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
-        prompt or if the model is not an encoder, and EngineError if the engine fails.
+        prompt or if the model generates text, and EngineError if the engine fails.
         """
-        engine, validator = self._engine, self._validator
-        if not (isinstance(engine, Embedder) and isinstance(validator, EmbeddingValidator)):
-            raise InvalidRequestError("The model is not an encoder; only encoders support embed().")
+        validator = self._validator
+        if not isinstance(validator, EmbeddingValidator):
+            raise InvalidRequestError('embed() requires task="embed".')
         given = [prompts] if isinstance(prompts, str) else prompts
         texts = [text if isinstance(text, str) else tuple(text) for text in given]
         vectors: list[list[float]] = []
@@ -154,8 +162,36 @@ class LLM:
                 is_normalized=normalize,
             )
             request = _run_apart(validator.validate(part))
-            vectors += _submitted(engine, request).result().tolist()
+            vectors += _submitted(self._embedder, request).result().tolist()
         return vectors
+
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
+        """Return the relevance of each document to its query, in order; higher is more relevant.
+
+        `queries` is one text for all documents, or a list of one per document. Raises
+        InvalidRequestError for an invalid text or if the model is not a cross-encoder, and
+        EngineError if the engine fails.
+        """
+        validator = self._validator
+        if not isinstance(validator, ScoreValidator):
+            raise InvalidRequestError("The model is not a cross-encoder, and score() requires one.")
+        others = [documents] if isinstance(documents, str) else list(documents)
+        firsts = [queries] * len(others) if isinstance(queries, str) else list(queries)
+        if len(firsts) != len(others):
+            raise InvalidRequestError(
+                f"queries must have one entry per document, {len(others)}, not {len(firsts)}.",
+                param="queries",
+            )
+        scores: list[float] = []
+        for first in range(0, len(others), MAX_PAIRS):
+            part = slice(first, first + MAX_PAIRS)
+            given = ScoreInput(
+                pairs=tuple(zip(firsts[part], others[part], strict=True)),
+                params=("queries", "documents"),
+            )
+            request = _run_apart(validator.validate(given))
+            scores += _submitted(self._embedder, request).result()[:, 0].tolist()
+        return scores
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters."""
@@ -180,8 +216,14 @@ class LLM:
 
     @property
     def _controller(self) -> Controller:
-        """The engine, which is a Controller if the model is not an encoder."""
+        """The engine, which is a Controller if the model generates text."""
         assert isinstance(self._engine, Controller)
+        return self._engine
+
+    @property
+    def _embedder(self) -> Embedder:
+        """The engine, which is an Embedder if the model does not generate text."""
+        assert isinstance(self._engine, Embedder)
         return self._engine
 
     def _run(
@@ -215,8 +257,8 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
         validator = self._validator
-        if isinstance(validator, EmbeddingValidator):
-            raise InvalidRequestError("The model is an encoder; use embed().")
+        if not isinstance(validator, Validator):
+            raise InvalidRequestError("The model does not generate text; use embed() or score().")
 
         async def validate() -> list[Request]:
             requests: list[Request] = []
@@ -268,6 +310,10 @@ class LLM:
             # A stop string ended it, which the engine does not see.
             self._controller.finish_sequence(event.request_id, event.index)
         return output
+
+
+def _ignore_progress(what: str, fraction: float) -> None:
+    pass
 
 
 def _run_apart(work: Coroutine[None, None, Result]) -> Result:

@@ -107,7 +107,8 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
     step: int
     words: bytes
     """int32 in native byte order, `[num_masked, ceil(vocab_size / 32)]`, in the plan's order:
-    bit `i % 32` of word `i // 32` is set if token `i` may be sampled."""
+    bit `i % 32` of word `i // 32` is set if token `i` may be sampled. A sequence whose mask was not
+    made in time has no bit set and samples -1; a later plan computes its last token again."""
 
 
 Pooling = Literal["mean", "cls", "last"]
@@ -115,7 +116,7 @@ Pooling = Literal["mean", "cls", "last"]
 
 
 class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
-    """The texts that an encoder embeds in one step."""
+    """The texts, or pairs of texts, that become vectors or scores in one step."""
 
     step: int
     """Increases by one within an epoch."""
@@ -131,7 +132,7 @@ class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):
 
     step: int
     vectors: bytes
-    """float32 in native byte order, `[num_texts, hidden_size]`."""
+    """float32 in native byte order, `[num_texts, ModelConfig.vector_size]`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +149,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
 
     step: int
     token_ids: list[int]
-    """By sampled sequence, in the plan's order; -1 if its logits were not finite."""
+    """By sampled sequence, in the plan's order; -1 if its logits were not finite, or if its mask
+    allowed no token."""
     logprobs: list[TokenLogprobs | None] = []
     """Empty, or by sampled sequence; None if not requested."""
     forward_s: float = 0.0

@@ -1,11 +1,11 @@
 """The configuration of an engine: frozen records, validated when they are created.
 
-Checkpoints are read in `workers.models.registry`, command lines in `cluster.cli.parser`.
+Checkpoints are read in `workers.models.families.registry`, command lines in `cluster.cli.parser`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,11 @@ __all__ = [
     "Device",
     "Dtype",
     "EngineConfig",
+    "HubFile",
+    "HubRevision",
     "KVCacheDtype",
     "LoadFormat",
+    "LongContext",
     "MessageSpecialTokens",
     "ModelConfig",
     "NormKind",
@@ -29,6 +32,8 @@ __all__ = [
     "Preemption",
     "RopeConfig",
     "SchedulerConfig",
+    "ScoreActivation",
+    "Task",
     "TensorNames",
 ]
 
@@ -44,13 +49,15 @@ NormKind = Literal["rms", "offset_rms", "layer"]
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
+ScoreActivation = Literal["sigmoid", "identity"]
+Task = Literal["generate", "embed", "score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embeddings (RoPE) and their scaling."""
 
-    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -62,6 +69,23 @@ class RopeConfig:
     """Multiplies rotated elements."""
     rotary_size: int | None = None
     """Number of leading elements of a head that are rotated; None is all."""
+    is_interleaved: bool = False
+    """Whether a checkpoint's pairs are neighbours; otherwise their distance is half a head."""
+    beta_fast: float = 32.0
+    """Yarn keeps pairs that turn more often than this in the original context."""
+    beta_slow: float = 1.0
+    """Yarn divides by the factor pairs that turn less often than this."""
+    is_range_rounded: bool = True
+    """Whether yarn rounds the first and the last pair between these two to whole ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """How a model runs sequences that are longer than its first context length."""
+
+    rope: RopeConfig
+    """The RoPE of all positions, also of short sequences."""
+    max_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +101,8 @@ class TensorNames:
     decoder_layer: str = "model.layers.{}"
     """A format string with the layer's index."""
     final_norm: str = "model.norm"
-    attention_norm: str = "input_layernorm"
+    attention_norm: str | None = "input_layernorm"
+    """The norm before attention, or None."""
     attention_post_norm: str | None = None
     """The norm after attention, or None."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -86,12 +111,38 @@ class TensorNames:
     """Whether the fused tensor interleaves queries, keys and values by head."""
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     attention_output: str = "self_attn.o_proj"
-    mlp_norm: str = "post_attention_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm before the MLP, or None."""
     mlp_post_norm: str | None = None
     """The norm after the MLP, or None."""
     mlp_input: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up projection, or the one tensor if they are fused or there is no gate."""
     mlp_output: str = "mlp.down_proj"
+    encoder: str = "bert"
+    """The prefix of all tensors of an encoder with a head; without a head they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """A file of a model on the Hub."""
+
+    name: str
+    """Its path in the repository."""
+    size: int | None
+    """Bytes, if the Hub says how many."""
+    sha256: str | None = None
+    """Its digest in hexadecimal, which the Hub has for large files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRevision:
+    """A model on the Hub at one commit, which every rank loads."""
+
+    id: str
+    """Such as `Qwen/Qwen3-0.6B`."""
+    commit: str
+    files: tuple[HubFile, ...]
+    """All files of the repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +152,9 @@ class ModelConfig:
     name: str
     """The model name in the API."""
     folder: Path
-    """The checkpoint's folder."""
+    """The checkpoint's folder; that of a model on the Hub is where this process found it."""
+    hub: HubRevision | None = None
+    """Where each node gets the weights; None is the folder, on every node."""
     architecture: str
     """The entry of `architectures` in `config.json`, such as `LlamaForCausalLM`."""
     vocab_size: int
@@ -121,10 +174,20 @@ class ModelConfig:
     has_tied_embeddings: bool = False
     logit_soft_cap: float | None = None
     """Logits become `cap * tanh(logit / cap)`, unless None."""
+    logit_scale: float = 1.0
+    """Multiplies logits."""
+    residual_scale: float = 1.0
+    """Multiplies the outputs of attention and MLP before they are added to the stream."""
+    has_parallel_mlp: bool = False
+    """Whether attention and MLP of a layer have the same input."""
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     """None is no RoPE."""
     window_rope: RopeConfig | None = None
     """RoPE of layers with a sliding window; None is the same as in other layers."""
+    rotated_layers: tuple[bool, ...] = ()
+    """Whether each layer has RoPE; empty is all."""
+    long_context: LongContext | None = None
+    """What replaces the RoPE if the engine runs longer sequences, or None."""
     alibi_slopes: tuple[float, ...] | None = None
     """ALiBi slopes by head, or None."""
     attention_scale: float | None = None
@@ -136,20 +199,30 @@ class ModelConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_qk_norm: bool = False
+    is_qk_norm_whole: bool = False
+    """Whether the norm is over all heads of queries, and all of keys, instead of one head."""
     sliding_windows: tuple[int | None, ...] = ()
     """Keys that a query attends to, itself included, by layer; None is all."""
     activation: Activation = "silu"
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
     is_encoder: bool = False
-    """Whether the model ends in hidden states, which are pooled, and generates nothing."""
+    """Whether tokens attend to all others of their text, as in BERT."""
+    task: Task = "generate"
+    """What the model is used for; an encoder embeds, or scores if it has a head for it."""
+    score_activation: ScoreActivation = "sigmoid"
+    """What is applied to scores."""
     num_token_types: int = 0
     """Size of an encoder's table of token types; a decoder has none."""
+    position_padding_id: int | None = None
+    """The padding token of a RoBERTa: positions count from the row behind its id, and it has none.
+    None is a model whose positions count from 0."""
     dtype: Dtype = "bfloat16"
     """The dtype of weights and activations."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        assert self.pools or not self.is_encoder
         if not self.sliding_windows:
             return
         if len(self.sliding_windows) != self.num_layers:
@@ -158,12 +231,31 @@ class ModelConfig:
                 f"for {self.num_layers} layers."
             )
 
+    @property
+    def pools(self) -> bool:
+        """Whether hidden states are pooled into vectors or scores, and nothing is generated."""
+        return self.task != "generate"
+
+    @property
+    def vector_size(self) -> int:
+        """The length of what becomes of a text: a vector, or one score."""
+        return 1 if self.task == "score" else self.hidden_size
+
+    def with_context(self, length: int) -> ModelConfig:
+        """Return the configuration for sequences of this length, if the model has a longer one."""
+        if self.long_context is None or length <= self.max_positions:
+            return self
+        long = self.long_context
+        return replace(self, rope=long.rope, max_positions=long.max_positions, long_context=None)
+
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` attends to, or None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the RoPE of `layer`, or None."""
+        if self.rotated_layers and not self.rotated_layers[layer]:
+            return None
         has_window = self.sliding_window(layer) is not None
         return self.window_rope if has_window and self.window_rope is not None else self.rope
 
@@ -249,7 +341,7 @@ class ParallelConfig:
     spare_ranks: int | None = None
     """Processes that wait on each node to replace a rank that dies; None is 1 on GPUs, else 0."""
     all_reduce: AllReduce = "auto"
-    """What sums a few rows over GPUs; auto is one kernel on a node where GPUs reach each other."""
+    """What sums rows over GPUs; auto is one kernel on a node where GPUs reach each other."""
     allow_unauthenticated_ray: bool = False
     """Whether RAY_AUTH_MODE=disabled may turn off the token of a Ray that is started for this."""
 
@@ -283,7 +375,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     """Whether CUDA graphs are disabled: slower decoding, less memory."""
-    max_graph_tokens: int = 1024
+    max_graph_tokens: int = 2048
     """The most tokens of a step with prompts that runs as CUDA graphs; 0 disables these graphs."""
     load_seed: int = 0
     """Random seed of dummy weights."""

@@ -51,11 +51,12 @@ class Phase(IntEnum):
     MASKS = 15
     SENDING = 16
     STARTED = 17
+    DOWNLOADING = 18
 
     @property
     def is_blameless(self) -> bool:
-        """Whether the rank waits for its controller, which knows what else it waits for."""
-        return self in (Phase.MASKS, Phase.STARTED)
+        """Whether the rank waits for what has limits of its own, such as its controller."""
+        return self in (Phase.MASKS, Phase.STARTED, Phase.DOWNLOADING)
 
     @property
     def is_collective(self) -> bool:
@@ -82,6 +83,7 @@ _TEXTS = {
     Phase.MASKS: "waiting for masks",
     Phase.SENDING: "sending an output",
     Phase.STARTED: "waiting for the other ranks to start",
+    Phase.DOWNLOADING: "downloading the model",
 }
 
 

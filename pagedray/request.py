@@ -142,6 +142,10 @@ class Matcher(Protocol):
     def error(self) -> str:
         """Why the structure ended the sequence with an error; empty for a defect."""
 
+    @property
+    def is_costly(self) -> bool:
+        """Whether its last mask took so long that no step should wait for the next one."""
+
 
 class Grammar(Protocol):
     """A compiled structure, shared by any number of sequences."""
@@ -153,9 +157,18 @@ class Grammar(Protocol):
     def matcher(self, request: Request) -> Matcher:
         """Return a matcher for a new completion of the request."""
 
-    # Any: the matchers are its own kind's.
-    def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
-        """Return the mask of allowed tokens, or the finish reason if none is; never raises.
+    def masks(
+        self,
+        # Any: the matchers are its own kind's.
+        asked: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[bytes | FinishReason | None]:
+        """Return the masks of allowed tokens, or the finish reason if none is; never raises.
+
+        It waits up to `wait_s` for the first `num_awaited` of them, and not for the others. A mask
+        that is not made by then is None; a later call that asks for it again returns it.
 
         `asked` pairs matchers with all tokens of their sequences, the prompt included. Matchers may
         belong to any grammar of the same model. Bit `i % 32` of int32 word `i // 32` is token `i`.

@@ -54,9 +54,6 @@ LONGROPE = {
     "short_factor": [1.0, 1.3, 2.0],
     "long_factor": [1.0, 3.0, 5.0],
 }
-# Keys of one family are ignored by the others.
-FAMILY_KEYS = {"max_seq_len": 256}
-
 CASES = (
     Case(
         name="llama-mqa",
@@ -195,10 +192,7 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
         "hidden_size": case.hidden_size,
         "num_hidden_layers": 3,
         "num_attention_heads": case.num_heads,
-        "num_key_value_heads": case.num_kv_heads,
-        "intermediate_size": 2 * case.hidden_size,
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 256,
         "tie_word_embeddings": case.has_tied_embeddings,
         # With the usual 0.02 such a small model would be nearly constant.
         "initializer_range": 0.25,
@@ -206,7 +200,13 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    config = getattr(transformers, config_class)(**shape | FAMILY_KEYS | case.more)
+    if case.family == "Mpt":
+        shape["max_seq_len"] = 256
+    elif case.family != "Bloom":
+        shape["num_key_value_heads"] = case.num_kv_heads
+        shape["intermediate_size"] = 2 * case.hidden_size
+        shape["max_position_embeddings"] = 256
+    config = getattr(transformers, config_class)(**shape | case.more)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

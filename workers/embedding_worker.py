@@ -1,4 +1,7 @@
-"""One rank of an encoder: its part of the model and its steps. It has no KV cache."""
+"""One rank of a model that embeds or scores: its part of the model and its steps.
+
+It has no KV cache.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepPlan
 from pagedray.config import CacheSize
 from pagedray.rank_progress import Phase
 from workers.models.bert import Bert, encoder_spec
+from workers.models.decoder import Decoder
+from workers.models.self_attention import attention_spec
+from workers.models.text_positions import text_positions
 from workers.pooling import pooled
 from workers.weights.load_weights import load_weights
 from workers.worker import Worker, release_gpu_memory
@@ -37,7 +43,7 @@ class PendingVectors:
 
     step: int
     vectors: torch.Tensor
-    """`[num_texts, hidden_size]` float32, on the device."""
+    """`[num_texts, vector_size]` float32, on the device."""
 
     @property
     def needs_masks(self) -> bool:
@@ -56,17 +62,19 @@ class PendingVectors:
 
 
 class EmbeddingWorker(Worker):
-    """One rank of an encoder."""
+    """One rank of a model that embeds or scores texts."""
 
     def __init__(
         self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
     ) -> None:
         super().__init__(config, group, device)
-        spec = encoder_spec(
-            config.model, group, block_size=config.cache.block_size, device=self._device
-        )
+        kind = Bert if config.model.is_encoder else Decoder
+        spec_of = encoder_spec if config.model.is_encoder else attention_spec
+        spec = spec_of(config.model, group, block_size=config.cache.block_size, device=self._device)
         backend = self._select_backend(spec)
-        self._model: Bert | None = Bert(config.model, group, backend=backend, device=self._device)
+        self._model: Bert | Decoder | None = kind(
+            config.model, group, backend=backend, device=self._device
+        )
         self._builder: AttentionMetadataBuilder | None = backend.make_metadata_builder(spec)
 
     def load_weights(self, report_progress: Callable[[int, int], None]) -> None:
@@ -104,7 +112,6 @@ class EmbeddingWorker(Worker):
         self._group.progress.enter(Phase.PREPARING)
         lengths = np.array([len(ids) for ids in plan.token_ids], dtype=np.int32)
         num_tokens = int(lengths.sum())
-        starts = np.cumsum(lengths) - lengths
         batch = AttentionBatch(
             num_prefills=len(lengths),
             query_lens=lengths,
@@ -113,9 +120,10 @@ class EmbeddingWorker(Worker):
             slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
         )
         flat = np.concatenate([np.array(ids, dtype=np.int64) for ids in plan.token_ids])
-        positions = np.arange(num_tokens) - np.repeat(starts, lengths)
+        padding_id = self._config.model.position_padding_id
+        positions = text_positions(flat, lengths, padding_id=padding_id)
         with torch.inference_mode():
-            hidden = self._model.forward(
+            hidden = self._model.encode_texts(
                 torch.from_numpy(flat).to(self._device),
                 torch.from_numpy(positions).to(self._device),
                 self._builder.build(batch),
@@ -127,6 +135,9 @@ class EmbeddingWorker(Worker):
                 plan.pooling,
                 normalize=plan.is_normalized,
             )
+            if self._config.model.task == "score":
+                assert isinstance(self._model, Bert)
+                vectors = self._model.scores(vectors)
         return PendingVectors(step=plan.step, vectors=vectors)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from pagedray.batch import Shutdown, StepAck, StepMasks, WorkerFailure
 from pagedray.channel import ChannelClosedError, WorkerChannel
 from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import StartupError
+from pagedray.load_progress import LoadProgress
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
 from pagedray.step_listener import connect
 from workers.heartbeat import start_heartbeat
@@ -69,7 +70,7 @@ class GpuWorker:
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedray-rank")
-        self._num_loaded = (0, 0)
+        self._load_progress = LoadProgress()
         self._progress = ProgressWord()
         start_heartbeat(self._progress)
         self._rendezvous: Rendezvous | None = None
@@ -101,9 +102,9 @@ class GpuWorker:
         self._rendezvous = FileRendezvous() if host == LOOPBACK else SocketRendezvous(host)
         return self._rendezvous.address
 
-    def load_progress(self) -> tuple[int, int]:
-        """Return the number of tensors loaded, and of all tensors."""
-        return self._num_loaded
+    def load_progress(self) -> LoadProgress:
+        """Return how far this rank is with its model."""
+        return self._load_progress
 
     def attach_board(self, path: str, rank: int) -> None:
         """Show the progress of an epoch as that of `rank` on the controller's board."""
@@ -199,6 +200,7 @@ class GpuWorker:
         self._import_libraries()
         try:
             self._rank = rank
+            self._fetch_weights()
             if cache is None:
                 self._load_weights(device_index)
             else:
@@ -209,6 +211,16 @@ class GpuWorker:
         except StartupError as error:
             return str(error)
         return None
+
+    def _fetch_weights(self) -> None:
+        from workers.weights.local_weights import with_local_weights
+
+        if self._config.model.hub is None:
+            return
+        self._progress.enter(Phase.DOWNLOADING)
+        with self._timed("download"):
+            self._config = with_local_weights(self._config, self._report_download)
+        self._progress.enter(Phase.STARTING)
 
     def _load_weights(self, device_index: int) -> None:
         import torch
@@ -337,8 +349,14 @@ class GpuWorker:
         yield
         self._durations[name] = time.perf_counter() - started_s
 
+    def _report_download(self, done: int, total: int) -> None:
+        hub = self._config.model.hub
+        assert hub is not None
+        what = f"Downloading {hub.id}"
+        self._load_progress = LoadProgress(what, done, total, is_download=True)
+
     def _report(self, done: int, total: int) -> None:
-        self._num_loaded = (done, total)
+        self._load_progress = LoadProgress(done=done, total=total)
         self._progress.enter(Phase.LOADING, min(done, MAX_INDEX))
 
 

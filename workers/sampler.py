@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedray.batch import SequenceStart, TokenLogprobs
+    from workers.layers.sharded_logits import ShardedLogits
     from workers.sampling.choice import Choice
 
 __all__ = ["Sampled", "Sampler"]
@@ -104,12 +105,23 @@ class Sampler:
         for scores_dtype in dict.fromkeys((dtype, torch.float32)):
             scores = torch.zeros((1, self._vocab_size), dtype=scores_dtype, device=self._device)
             self._choice.greedy(scores, indices)
+            self._choice.tokens_of(self._choice.leaders(scores, 0).unsqueeze(1))
             self._choice.unfiltered(scores, indices, draws)
             self._choice.filtered(scores, indices, draws)
 
     def has_masked(self, rows: Sequence[int]) -> bool:
         """Whether any of these rows samples under a mask."""
         return bool((self._rows.needs(np.array(rows, dtype=np.int64)) & Need.MASK).any())
+
+    def is_greedy(self, rows: Sequence[int]) -> bool:
+        """Whether all these rows take their likeliest token, and report no more than that."""
+        return not self._rows.needs(np.array(rows, dtype=np.int64)).any()
+
+    @torch.no_grad()
+    def take_likeliest(self, logits: ShardedLogits) -> Sampled:
+        """Return the likeliest token of every row; ranks exchange no logits but their largest."""
+        leaders = self._choice.leaders(logits.part, logits.first_id)
+        return Sampled(self._choice.tokens_of(logits.gather(leaders)))
 
     @torch.no_grad()
     def sample(

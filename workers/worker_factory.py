@@ -1,4 +1,4 @@
-"""Which worker runs a model: one that generates, or one that embeds."""
+"""Which worker runs a model: one that generates, or one that embeds or scores."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def make_worker(
     config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
 ) -> Worker:
     """Return the worker of one rank. Raises StartupError."""
-    kind = EmbeddingWorker if config.model.is_encoder else DecoderWorker
+    kind = EmbeddingWorker if config.model.pools else DecoderWorker
     return kind(config, group, device)

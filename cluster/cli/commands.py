@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from cluster.cli.flags import engine_options, sampling_params
 from cluster.cli.parser import USAGE_EXIT, make_parser
 from cluster.engine.options import engine_config
+from cluster.engine.progress import ProgressLine
 from pagedray.descriptor_limit import raise_descriptor_limit
 from pagedray.errors import InvalidRequestError, PagedRayError, StartupError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+    from pagedray.config import EngineConfig
 
 __all__ = ["main"]
 
@@ -43,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Each command imports what it runs, so that --help is quick.
 
 
+def _config(parsed: argparse.Namespace) -> EngineConfig:
+    line = ProgressLine()
+    try:
+        return engine_config(parsed.model, engine_options(parsed), line.report)
+    finally:
+        line.close()
+
+
 def _serve(parsed: argparse.Namespace) -> int:
     # Ray forks its daemons beside the running gRPC server; they never use its channels.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
@@ -51,16 +62,16 @@ def _serve(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.connections.tls import certificate_store
     from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.memory.reader_limits import ReaderLimits
+    from cluster.serving.memory.tenant_bytes import BufferLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
-    from cluster.serving.tenant_bytes import BufferLimits
-    from cluster.serving.tls import certificate_store
 
     # Before anything is started that inherits it.
     raise_descriptor_limit()
-    config = engine_config(parsed.model, engine_options(parsed))
+    config = _config(parsed)
     if parsed.served_model_name:
         config = replace(config, model=replace(config.model, name=parsed.served_model_name))
     with logging_to(form=parsed.log_format, level=parsed.log_level):

@@ -16,6 +16,7 @@ from pagedray.config import (
     MessageSpecialTokens,
     PlacementStrategy,
     Preemption,
+    Task,
 )
 from pagedray.request import SamplingParams
 
@@ -57,6 +58,13 @@ _GROUPS = {
             get_args(MessageSpecialTokens),
         ),
         _Flag("max_model_len", "Context length in tokens. (default: the model's)", int),
+        _Flag(
+            "task",
+            "generate; embed, which makes vectors of texts for Embed and /v1/embeddings; or score, "
+            "which compares texts for /v1/rerank and /score. (default: score for a cross-encoder, "
+            "embed for other encoders and with modules.json)",
+            get_args(Task),
+        ),
         _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
         _Flag(
@@ -93,7 +101,7 @@ _GROUPS = {
         ),
         _Flag(
             "all_reduce",
-            "What sums a few rows over the GPUs of a node: auto, a single kernel that also adds "
+            "What sums rows over the GPUs of a node: auto, a single kernel that also adds "
             "and norms, or nccl, to which auto falls back.",
             get_args(AllReduce),
         ),

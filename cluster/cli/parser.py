@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.engine.options import REMOTE_CODE_REFUSAL
 from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.tenant_bytes import BufferLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
@@ -186,7 +187,7 @@ def _add_model_names(group: _Group) -> None:
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="Model name in the API. (default: the name of the folder)",
+        help="Model name in the API. (default: the name of the folder, or the Hub id)",
     )
     group.add_argument(
         "--tool-call-format",
@@ -273,8 +274,23 @@ def _model_command(
     parser = commands.add_parser(
         name, help=what, description=what, usage=f"pagedray {name} {operands} [flags]"
     )
-    parser.add_argument("model", metavar="MODEL", help="Folder of a Hugging Face checkpoint.")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Folder of a Hugging Face checkpoint, or the id of one on the Hub: ORG/NAME or "
+        "ORG/NAME@REVISION.",
+    )
+    # vLLM's flag, which people bring along.
+    parser.add_argument(
+        "--trust-remote-code", action=_RefuseRemoteCode, nargs=0, help=argparse.SUPPRESS
+    )
     return parser
+
+
+class _RefuseRemoteCode(argparse.Action):
+    # Any: argparse's own arguments.
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(REMOTE_CODE_REFUSAL)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from cluster.cli.exit_guard import guard_exit
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from cluster.engine.embedder import Embedder
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
-    from cluster.serving.tls import CertificateStore
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
 
@@ -101,7 +102,7 @@ class Server:
             )
         client = EngineClient(loop)
         model = self._config.model
-        tokenizer = Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder)
+        tokenizer = Tokenizer.from_folder(model.folder, pools=model.pools)
         frontends = Frontends(
             client,
             tokenizer,
@@ -143,6 +144,7 @@ class Server:
         except _StoppedError:
             return 0
         client.attach_engine(engine)
+        guard_exit(engine, asyncio.get_running_loop())
         try:
             # What is loaded lives as long as the server; a collection that traverses it would block
             # the event loop for 70 ms.

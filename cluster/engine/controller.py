@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.engine.faults.death_inquiry import DeathInquiry
 from cluster.engine.faults.engine_request import client_events
 from cluster.engine.faults.output_watch import OutputWatch
+from cluster.engine.mask_patience import MaskPatience
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
@@ -75,6 +76,9 @@ class Controller(StepLoop):
         )
         self._inquiry = DeathInquiry(self._scheduler)
         self._output_watch = OutputWatch()
+        self._mask_patience = MaskPatience()
+        self._waits_for_masks = False
+        """Whether nothing else is to be done."""
         self._in_flight: deque[float] = deque()
         """Send times of the plans without an output yet."""
         self._step_ended_s = 0.0
@@ -130,7 +134,7 @@ class Controller(StepLoop):
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work and not self._waits_for_masks
 
     @property
     def _num_open(self) -> int:
@@ -154,64 +158,65 @@ class Controller(StepLoop):
     def _step(self) -> None:
         plan, ended = self._next_plan()
         self._outlet.publish(ended)
+        was_idle = not self._in_flight
         if plan is not None:
             self._executor.submit_plan(plan)
             self._in_flight.append(time.perf_counter())
-            self._send_masks()
+        if was_idle and self._scheduler.has_structures:
+            self._make_masks()
         if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
             output = self._executor.collect_output()
             # A step begins when its plan was sent and the step before has ended.
             began_s = max(self._in_flight.popleft(), self._step_ended_s)
             self._step_ended_s = time.perf_counter()
-            self._take(output, self._step_ended_s - began_s)
-            self._send_masks()
+            step_s = self._step_ended_s - began_s
+            self._take(output, step_s)
+            if self._scheduler.has_structures:
+                self._mask_patience.note_step(step_s)
+                self._make_masks()
 
-    def _send_masks(self) -> None:
-        """Send the masks of the plan in flight, if it is the only one and samples under masks.
+    def _make_masks(self) -> None:
+        """Send the masks of the plan in flight, if it samples under masks; ask for deferred ones.
 
         They are computed while the ranks run its forward pass, and without the lock, since a
-        grammar may be slow.
+        grammar may be slow. A sequence whose mask is late samples in a later step. At most one plan
+        is in flight, and its masks are not sent yet.
         """
-        if len(self._in_flight) != 1:
-            return
         # No lock: only this thread changes which plans are in flight.
         masked = self._scheduler.masked_step()
+        self._waits_for_masks = masked is not None and not self._in_flight
         if masked is None:
             return
-        masks, ends = masked.make_masks()
-        self._executor.send_masks(masks)
-        if not ends:
+        made = masked.make_masks(self._mask_patience.wait_s)
+        if made.masks is not None:
+            self._executor.send_masks(made.masks)
+        self._mask_patience.note_masks(are_late=bool(made.late))
+        if not (made.ends or made.late or made.deferred):
             return
         with self._wake:
-            events = self._scheduler.end_sequences(ends)
+            events = self._scheduler.apply_masks(made)
         self._outlet.publish(events)
 
     def _next_plan(self) -> tuple[StepPlan | None, list[TokenEvent]]:
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
         with self._wake:
-            self._acknowledge(acknowledged_step)
             now_s = time.monotonic()
             ended = self._scheduler.expire_requests(now_s)
             if self._inquiry.is_active:
                 ended += self._inquiry.examine()
             if self._scheduler.recovery.needs_repair:
                 ended += self._scheduler.repair()
-            plan = self._schedule(now_s)
+            plan = self._schedule(acknowledged_step, now_s)
             if plan is None and not ended and not self._in_flight:
                 # Idle, or every sequence is waiting for a block copy.
                 has_work = self._scheduler.has_work
                 self._wake.wait(_ACK_POLL_S if has_work else _DEADLINE_POLL_S)
             return plan, ended
 
-    def _acknowledge(self, step: int) -> None:
+    def _schedule(self, acknowledged_step: int, now_s: float) -> StepPlan | None:
         try:
-            self._scheduler.acknowledge(step)
-        except Exception as error:
-            self._scheduler.recovery.note_fault(error)
-
-    def _schedule(self, now_s: float) -> StepPlan | None:
-        try:
+            self._scheduler.acknowledge(acknowledged_step)
             return self._scheduler.schedule(now_s)
         except Exception as error:
             # A defect that concerns one request ends only that one.
@@ -220,16 +225,13 @@ class Controller(StepLoop):
 
     def _take(self, output: StepOutput, step_s: float) -> None:
         with self._wake:
-            has_engine_requests = self._inquiry.is_active or self._output_watch.is_suspicious
+            is_watched = self._inquiry.is_active or self._output_watch.is_suspicious
             num_bad = self._scheduler.num_nonfinite_sequences
             events = self._scheduler.update(output)
             self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
-            if self._scheduler.num_nonfinite_sequences != num_bad or (
-                self._output_watch.is_suspicious
-            ):
+            if is_watched or self._scheduler.num_nonfinite_sequences != num_bad:
                 self._output_watch.note_events(events, time.monotonic())
-            if has_engine_requests:
                 events = client_events(events)
         self._outlet.publish(events)
 

@@ -64,7 +64,7 @@ class Embedder(StepLoop):
         super().__init__(executor, _STEP_BOUNDS_S, death_budget)
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
-        self._hidden_size = config.model.hidden_size
+        self._vector_size = config.model.vector_size
         self._backlog = Backlog(
             max_requests=config.scheduler.max_queued_requests,
             max_tokens=config.scheduler.max_queued_tokens,
@@ -296,12 +296,12 @@ class Embedder(StepLoop):
         self._next_step += 1
         output = self._executor.embed_texts(plan)
         self._count_step(time.perf_counter() - began_s)
-        return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._hidden_size)
+        return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._vector_size)
 
     def _end_requests(self, error: EngineError) -> None:
-        with self._wake:
-            for job in tuple(self._jobs):
-                del self._jobs[job]
+        with self._wake_or_timeout():
+            jobs, self._jobs = self._jobs, {}
+            for job in jobs:
                 job.resolve(error)
 
 

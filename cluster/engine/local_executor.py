@@ -6,9 +6,9 @@ cache. What ends the process, such as a segmentation fault, ends the engine with
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import deque
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -20,9 +20,11 @@ from cluster.engine.rank_thread import RankThread
 from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
+from pagedray.thread_priority import let_others_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from cluster.engine.executor import ReportProgress
     from pagedray.batch import StepMasks, StepPlan
@@ -50,9 +52,7 @@ class LocalExecutor(Executor):
         # own, and two teams would be more threads than cores.
         self._thread = RankThread()
         self._progress = ProgressWord()
-        self._monitor = RankMonitor(
-            _OwnReports(self._progress), config.parallel.device, StartLimit()
-        )
+        self._monitor = self._new_monitor()
         self._running: deque[Future[PendingStep]] = deque()
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         self._acknowledged_step = -1
@@ -110,14 +110,15 @@ class LocalExecutor(Executor):
         """Give the rank new rows and a new cache; the model stays loaded."""
         for step in self._running:
             step.cancel()
+        self._running.clear()
+        self._acknowledged_step = -1
+        self._progress.finish_step(-1)
+        self._monitor = self._new_monitor()
         # A step may be waiting for masks.
         self._masks.put(None)
-        wait(self._running)
-        self._running.clear()
-        self._masks = SimpleQueue()
-        self._acknowledged_step = -1
-        _survived(self._thread.submit(self._begin_epoch).result)
-        self._progress.finish_step(-1)
+        # Behind the step that runs, which may hang too.
+        beginning = self._thread.submit(self._begin_epoch)
+        _survived(lambda: self._result(beginning))
         self._monitor.begin_steps()
 
     def close(self) -> None:
@@ -129,8 +130,15 @@ class LocalExecutor(Executor):
     def _started(self) -> Started:
         # torch is imported only in the process of a rank.
         from workers.parallel.group import SoloGroup
+        from workers.weights.local_weights import with_local_weights
         from workers.worker_factory import make_worker
 
+        if self._config.model.hub is not None:
+            self._progress.enter(Phase.DOWNLOADING)
+            self._config = with_local_weights(self._config, self._report_download)
+            self._progress.enter(Phase.STARTING)
+        if self._config.parallel.device == "cpu":
+            let_others_interrupt(threading.get_native_id())
         worker = make_worker(self._config, SoloGroup(self._progress))
         worker.load_weights(self._report_loading)
         cache_size = worker.available_cache()
@@ -139,7 +147,12 @@ class LocalExecutor(Executor):
         worker.capture_graphs()
         return worker, cache_size, providers
 
+    def _new_monitor(self) -> RankMonitor:
+        return RankMonitor(_OwnReports(self._progress), self._config.parallel.device, StartLimit())
+
     def _begin_epoch(self) -> None:
+        self._progress.enter(Phase.PREPARING)
+        self._masks = SimpleQueue()
         try:
             self._worker.end_epoch()
         except RuntimeError as error:
@@ -150,14 +163,19 @@ class LocalExecutor(Executor):
         self._worker.warm_up()
         self._worker.capture_graphs(only_largest=True)
 
+    def _report_download(self, done: int, total: int) -> None:
+        if self._is_given_up:
+            raise StartupError("The download was interrupted.")
+        self._report_progress(f"Downloading {self._config.model.name}", done / max(total, 1))
+
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:
             raise StartupError("Loading was interrupted.")
         self._progress.enter(Phase.LOADING, min(done, MAX_INDEX))
         self._report_progress("Loading weights", done / max(total, 1))
 
-    def _result(self, starting: Future[Started]) -> Started:
-        """Return the result of the start. Raises StartupError if it makes no progress."""
+    def _result(self, starting: Future[Result]) -> Result:
+        """Return the result of a start. Raises StartupError if it makes no progress."""
         while True:
             try:
                 return starting.result(_POLL_S)

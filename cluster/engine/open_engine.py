@@ -45,14 +45,14 @@ def open_engine(
     placement: PlacementGroup | None = None,
     make_executor: MakeExecutor = make_executor,
 ) -> Controller | Embedder:
-    """Return a running engine: a Controller, or an Embedder if the model is an encoder.
+    """Return a running engine: a Controller, or an Embedder if the model makes embeddings.
 
     The caller closes it. Raises StartupError.
     """
     executor = make_executor(config, report_progress, placement)
     try:
         engine: Controller | Embedder
-        if config.model.is_encoder:
+        if config.model.pools:
             engine = Embedder(config, executor)
         else:
             engine = Controller(config, executor, sink)

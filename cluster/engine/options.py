@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pagedray.config import (
     AllReduce,
@@ -19,11 +19,22 @@ from pagedray.config import (
     PlacementStrategy,
     Preemption,
     SchedulerConfig,
+    Task,
 )
 from pagedray.errors import CheckpointError, StartupError
-from workers.models.registry import check_parallel, read_model_config
+from workers.hub.locate import locate_model
+from workers.models.families.registry import check_parallel, read_model_config
+from workers.weights.local_weights import check_weights_listed
 
-__all__ = ["EngineOptions", "engine_config"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+__all__ = ["REMOTE_CODE_REFUSAL", "EngineOptions", "engine_config", "refuse_remote_code"]
+
+REMOTE_CODE_REFUSAL = (
+    "trust_remote_code is not supported: code from a checkpoint is never run, because it could do "
+    "whatever the server may do; models of the supported families need none."
+)
 
 Config = TypeVar("Config", CacheConfig, ParallelConfig, SchedulerConfig)
 
@@ -39,12 +50,13 @@ _DEFAULTS: dict[str, Any] = {
 class EngineOptions:
     """The options of an engine; `pagedray serve --help` explains each.
 
-    A device or dtype of None is chosen for the machine and the checkpoint.
+    A device, dtype or task of None is chosen for the machine and the checkpoint.
     """
 
     tensor_parallel_size: int = _DEFAULTS["tensor_parallel_size"]
     device: Device | None = None
     dtype: Dtype | None = None
+    task: Task | None = None
     executor: Literal["ray", "local"] = _DEFAULTS["executor"]
     num_threads: int | None = _DEFAULTS["num_threads"]
     placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
@@ -72,17 +84,29 @@ class EngineOptions:
     message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
 
 
-def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
-    """Return the configuration of an engine for the checkpoint in the folder `model`.
+def engine_config(
+    model: str | Path,
+    options: EngineOptions,
+    report_progress: Callable[[str, float], None] | None = None,
+) -> EngineConfig:
+    """Return the configuration of an engine for a model: a folder or a Hub id.
 
-    Reads no tensor of the checkpoint. Raises StartupError.
+    Reads no tensor of the checkpoint, and downloads none. `report_progress` is called with what is
+    downloaded, and the part that is done. Raises StartupError.
     """
     options = replace(options, device=options.device or _default_device())
-    model_config = read_model_config(Path(model), dtype=options.dtype)
+    located = locate_model(model, report_progress)
+    model_config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
+    if located.hub is not None:
+        if options.load_format != "dummy":
+            check_weights_listed(located.hub, located.folder)
+        model_config = replace(model_config, name=located.hub.id, hub=located.hub)
     if options.device == "cpu" and model_config.dtype == "float16":
         raise StartupError(
             "dtype float16 is not supported on the CPU; use --dtype bfloat16 or float32."
         )
+    if options.max_model_len is not None:
+        model_config = model_config.with_context(options.max_model_len)
     parallel = _config_from(ParallelConfig, options)
     check_parallel(model_config, parallel.tensor_parallel_size)
     if options.max_model_len is not None and options.max_model_len > model_config.max_positions:
@@ -103,6 +127,12 @@ def engine_config(model: str | Path, options: EngineOptions) -> EngineConfig:
         structure_compile_s=options.structure_compile_s,
         message_special_tokens=options.message_special_tokens,
     )
+
+
+def refuse_remote_code(options: Container[str]) -> None:
+    """Raise StartupError if one of the options' names is trust_remote_code."""
+    if "trust_remote_code" in options:
+        raise StartupError(REMOTE_CODE_REFUSAL)
 
 
 def _config_from(kind: type[Config], options: EngineOptions) -> Config:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.engine.duration_histogram import DurationHistogram
@@ -20,7 +21,7 @@ from pagedray.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cluster.engine.executor import Executor, Outage
 
@@ -149,7 +150,6 @@ class StepLoop(ABC):
 
     def _count_step(self, step_s: float) -> None:
         self._num_steps += 1
-        self._death_budget.note_step()
         self._last_step_s = step_s
         self._step_times.record(step_s)
 
@@ -189,7 +189,9 @@ class StepLoop(ABC):
         """
         if error.details:
             logger.warning("%s", error.details)
-        pause_s = self._death_budget.note_death(time.monotonic(), error, has_narrowed=has_narrowed)
+        pause_s = self._death_budget.note_death(
+            time.monotonic(), error, num_steps=self._num_steps, has_narrowed=has_narrowed
+        )
         logger.warning("%s %s", error, what)
         with self._wake:
             if self._wake.wait_for(lambda: self._is_stopping, pause_s):
@@ -244,11 +246,18 @@ class StepLoop(ABC):
 
     def _fail(self, error: EngineError) -> None:
         """End every request with an error, and reject others; only the first call counts."""
-        # A step thread that hangs may hold the lock.
+        with self._wake_or_timeout():
+            is_first = self._error is None
+            self._error = self._error or error
+        if is_first:
+            self._end_requests(error)
+
+    @contextmanager
+    def _wake_or_timeout(self) -> Iterator[None]:
+        """Hold `_wake`, or go on without it after a second: a thread that hangs may hold it."""
         has_lock = self._wake.acquire(timeout=_LOCK_TIMEOUT_S)
-        is_first = self._error is None
-        self._error = self._error or error
-        if has_lock:
-            self._wake.release()
-            if is_first:
-                self._end_requests(error)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self._wake.release()

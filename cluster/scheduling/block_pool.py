@@ -31,12 +31,15 @@ class BlockPool:
         "_on_evict",
         "num_blocks",
         "num_in_transit",
+        "num_revived",
     )
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None) -> None:
         self.num_blocks = num_blocks
         self.num_in_transit = 0
         """Blocks that a copy still uses and no sequence owns."""
+        self.num_revived = 0
+        """Times that an idle block was shared."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_references = [0] * num_blocks
@@ -84,6 +87,7 @@ class BlockPool:
                 self.num_in_transit -= 1
             elif block in self._idle:
                 del self._idle[block]
+                self.num_revived += 1
             else:
                 raise BlockError(f"Block {block} is free and cannot be shared.")
         self._num_references[block] += 1

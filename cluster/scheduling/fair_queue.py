@@ -1,15 +1,19 @@
 """A queue that is fair among tenants.
 
 Items of one tenant are sorted by `order`. The least served tenant comes first: each has a virtual
-clock that advances by cost over weight, and a tenant that becomes backlogged starts no earlier
-than the others. This is start-time fair queueing with costs charged as they arise, as in
-"Fairness in Serving Large Language Models" (Sheng et al., 2024).
+clock that advances by cost over weight. A new request advances its tenant's clock to that of the
+least served tenant that waits, or of the least served one with an open request if none waits. This
+is start-time fair queueing with costs charged as they arise, as in "Fairness in Serving Large
+Language Models" (Sheng et al., 2024).
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar
+
+from cluster.scheduling.least_first import LeastFirst
 
 __all__ = ["FairQueue", "Share"]
 
@@ -50,18 +54,23 @@ class Share(Generic[Item]):
 class FairQueue(Generic[Item]):
     """The waiting items of all tenants; the least served tenant's come first."""
 
-    __slots__ = ("_backlogged", "_last", "_shares")
+    __slots__ = ("_backlogged", "_idle", "_num_items", "_open", "_shares")
 
     def __init__(self) -> None:
         self._shares: dict[str, Share[Item]] = {}
-        self._backlogged: list[Share[Item]] = []
-        self._last: Share[Item] | None = None
+        self._backlogged = LeastFirst[Share[Item]](_turn)
+        """Those with waiting items."""
+        self._open = LeastFirst[Share[Item]](_clock)
+        """Those with requests that have not ended."""
+        self._idle = LeastFirst[Share[Item]](_clock)
+        """The others, which were served more than the least served one of those."""
+        self._num_items = 0
 
     def __len__(self) -> int:
-        return sum(len(share.waiting) for share in self._backlogged)
+        return self._num_items
 
     def __bool__(self) -> bool:
-        return bool(self._backlogged)
+        return self._num_items > 0
 
     def __iter__(self) -> Iterator[Item]:
         for share in self._backlogged:
@@ -74,61 +83,67 @@ class FairQueue(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        if len(self._backlogged) == 1:
-            return self._backlogged[0].waiting[0]
-        return min(self._backlogged, key=_turn).waiting[0]
+        return self._backlogged.first.waiting[0]
 
     def open_share(self, tenant: str) -> Share[Item]:
         """Return a tenant's share for one request; the caller closes it."""
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = Share(tenant)
-            # A new tenant has neither debt nor credit.
-            share.time = self._now()
+        if self._open:
+            # A tenant gets no credit for the time in which it wanted nothing.
+            share.time = max(share.time, (self._backlogged or self._open).first.time)
+        if not share.num_open:
+            self._idle.discard(share)
+            self._open.add(share)
         share.num_open += 1
         return share
 
     def close_share(self, share: Share[Item]) -> None:
         """End a request; tenants without requests are dropped once others have caught up."""
         share.num_open -= 1
-        now = self._now()
-        for tenant, idle in list(self._shares.items()) if share.num_open == 0 else ():
-            if idle.num_open == 0 and idle.time <= now and idle is not self._last:
-                del self._shares[tenant]
+        if share.num_open:
+            return
+        self._open.discard(share)
+        self._idle.add(share)
+        now = self._open.first.time if self._open else math.inf
+        while self._idle and self._idle.first.time <= now:
+            dropped = self._idle.first
+            self._idle.discard(dropped)
+            del self._shares[dropped.tenant]
 
     def charge(self, share: Share[Item], cost: float) -> None:
         """Advance the clock of a tenant by the cost of what was served, over its weight."""
         share.time += cost
-        self._last = share
 
     def clear(self) -> None:
         """Remove all items; the clocks remain."""
-        for share in self._backlogged:
+        for share in self._shares.values():
             share.waiting.clear()
         self._backlogged.clear()
+        self._num_items = 0
 
     def insert(self, item: Item) -> None:
         share = item.share
-        if not share.waiting:
-            share.time = max(share.time, self._now())
-            self._backlogged.append(share)
         insort(share.waiting, item, key=_order)
+        self._num_items += 1
+        if share.waiting[0] is item:
+            self._backlogged.add(share)
 
     def remove(self, item: Item) -> None:
-        waiting = item.share.waiting
-        index = bisect_left(waiting, item.order, key=_order)
-        assert waiting[index] is item
-        del waiting[index]
-        if not waiting:
-            self._backlogged.remove(item.share)
-
-    def _now(self) -> float:
-        """Return the clock of the least served backlogged tenant, or else of the last served."""
-        if self._backlogged:
-            return min(share.time for share in self._backlogged)
-        return 0.0 if self._last is None else self._last.time
+        share = item.share
+        index = bisect_left(share.waiting, item.order, key=_order)
+        assert share.waiting[index] is item
+        del share.waiting[index]
+        self._num_items -= 1
+        if not share.waiting:
+            self._backlogged.discard(share)
 
 
 # Any: shares of queues of any item.
 def _turn(share: Share[Any]) -> tuple[Any, ...]:
     return (share.time, *share.waiting[0].order)
+
+
+def _clock(share: Share[Any]) -> tuple[float]:
+    return (share.time,)

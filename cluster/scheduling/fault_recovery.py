@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class FaultRecovery:
     """Bars requests that are suspected of a fault, and finds those with which code failed."""
 
-    __slots__ = ("_faulty", "_may_run", "_table")
+    __slots__ = ("_faulty", "_may_run", "_table", "needs_repair")
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -26,11 +26,8 @@ class FaultRecovery:
         """None if every request may run."""
         self._faulty: list[str] = []
         """Requests with which a method of the scheduler failed, until the repair."""
-
-    @property
-    def needs_repair(self) -> bool:
+        self.needs_repair = False
         """Whether a method of the scheduler failed; there are no plans before the repair."""
-        return bool(self._faulty)
 
     def restrict(self, may_run: Callable[[str], bool]) -> None:
         """Have only the requests run whose ids satisfy `may_run`, until the next call.
@@ -57,6 +54,7 @@ class FaultRecovery:
             "Request %s will end with an error after an internal error.", request_id, exc_info=error
         )
         self._faulty.append(request_id)
+        self.needs_repair = True
 
     def repair(self) -> list[Sequence]:
         """Have every sequence computed again; return those of the requests at fault, to be ended.
@@ -66,6 +64,7 @@ class FaultRecovery:
         # The exception may have left any state behind.
         self._table.reset_sequences()
         faulty, self._faulty = self._faulty, []
+        self.needs_repair = False
         return [
             sequence for request_id in faulty for sequence in self._table.unfinished(request_id)
         ]

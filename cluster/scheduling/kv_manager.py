@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.prefix_cache import PrefixCache
-from cluster.scheduling.sequence import Sequence
+from cluster.scheduling.sequence import Refusal, Sequence
 from pagedray.batch import BlockCopy
 
 __all__ = ["KvManager"]
@@ -76,10 +76,14 @@ class KvManager:
         At least `num_spare` blocks stay free. `num_computed` becomes the number of cached tokens;
         at least one known token is always left to compute.
         """
+        num_needed = self.blocks_for(num_tokens) + num_spare
+        if self._is_still_refused(sequence, num_needed):
+            return False
         hits = self._find_cached(sequence)
         num_missing = self.blocks_for(num_tokens) - len(hits)
-        num_idle_hits = sum(self.pool.is_idle(block) for block in hits)
-        if num_missing + num_idle_hits + num_spare > self.pool.num_free:
+        num_shared = sum(not self.pool.is_idle(block) for block in hits)
+        if num_needed - num_shared > self.pool.num_free:
+            self._refuse(sequence, num_hits=len(hits), num_shared=num_shared)
             return False
         for block in hits:
             self.pool.share(block)
@@ -158,6 +162,21 @@ class KvManager:
                     self.prefix_cache.prove_block(block)
         self._set_registered(sequence, max(num_full, sequence.num_registered))
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Mark the last known token as not computed, so that a later plan computes it again.
+
+        Its block must not have been shared since it was computed, and is not shared until then.
+        """
+        sequence.num_computed -= 1
+        index = sequence.num_computed // self._block_size
+        if self.prefix_cache is None or index >= sequence.num_registered:
+            return
+        block = sequence.block_ids[index]
+        if self.prefix_cache.find_block(sequence.keys[index]) == block:
+            self.prefix_cache.forget_block(block)
+            self.pool.discard(block)
+        self._set_registered(sequence, index)
+
     def prove(self, sequence: Sequence) -> None:
         """Record that the logits that gave a sequence its last token were finite."""
         if self.prefix_cache is None or sequence.num_proven >= sequence.num_registered:
@@ -203,6 +222,7 @@ class KvManager:
         sequence.num_slots = 0
         sequence.reserved_block_ids = []
         sequence.cpu_block_ids = []
+        sequence.refusal = None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether the CPU pool has room for a sequence's blocks."""
@@ -255,6 +275,33 @@ class KvManager:
             for block in swap.cpu_block_ids:
                 self.cpu_pool.unpin(block)
 
+    def _refuse(self, sequence: Sequence, *, num_hits: int, num_shared: int) -> None:
+        """Note why a sequence has no room, so that later steps need not look for its prefix."""
+        cache = self.prefix_cache
+        if cache is None:
+            return
+        is_all = num_hits == self._num_shareable(sequence)
+        sequence.refusal = Refusal(
+            None if is_all else sequence.keys[num_hits],
+            num_shared,
+            self.pool.num_revived + cache.num_forgotten,
+            cache.revision,
+        )
+
+    def _is_still_refused(self, sequence: Sequence, num_needed: int) -> bool:
+        """Return whether there is certainly no room yet, in O(1).
+
+        Among the cached blocks of a sequence, one more is in use only after an idle one was
+        shared, one was forgotten and computed again, or the first missing one was computed.
+        """
+        refusal, cache = sequence.refusal, self.prefix_cache
+        if refusal is None or cache is None or refusal.revision != cache.revision:
+            return False
+        if refusal.next_key is not None and cache.find_block(refusal.next_key) is not None:
+            return False
+        num_changes = self.pool.num_revived + cache.num_forgotten - refusal.num_changes
+        return num_needed - refusal.num_shared - num_changes > self.pool.num_free
+
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """Return the longest cached prefix of a sequence, in blocks."""
         hits: list[int] = []
@@ -263,13 +310,17 @@ class KvManager:
         if sequence.keys_revision != self.prefix_cache.revision:
             sequence.keys = []
             sequence.keys_revision = self.prefix_cache.revision
-        for index in range((len(sequence.token_ids) - 1) // self._block_size):
+        for index in range(self._num_shareable(sequence)):
             self._hash_up_to(sequence, index, self.prefix_cache)
             block = self.prefix_cache.find_block(sequence.keys[index])
             if block is None:
                 break
             hits.append(block)
         return hits
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Return the blocks of known tokens that may be shared: one token is left to compute."""
+        return (len(sequence.token_ids) - 1) // self._block_size
 
     def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:
         """Compute the key of block `index`, whose predecessors have theirs."""

@@ -3,38 +3,98 @@
 Needs no lock of the scheduler: the token of a sequence that ends meanwhile is discarded.
 """
 
-from itertools import compress
+from collections.abc import Sequence as AnySequence
 from typing import NamedTuple
 
 from cluster.scheduling.sequence import Sequence, SequenceState
 from pagedray.batch import StepMasks
 from pagedray.request import FinishReason, Grammar, Matcher
 
-__all__ = ["MaskedStep"]
+__all__ = ["MadeMasks", "MaskedStep"]
+
+_NUM_DEFERRED = 8
+"""Tokens of a sequence for whose masks no step waits, after one that was late or costly."""
+
+_Outcome = bytes | FinishReason | None
+
+
+class MadeMasks(NamedTuple):
+    """What became of the masks of a step."""
+
+    masks: StepMasks | None
+    """None if no plan is in flight."""
+    ends: list[tuple[Sequence, FinishReason]]
+    """Sequences whose grammar allows no token."""
+    late: list[Sequence]
+    """Sequences of the step that sample no token, since their masks are not made."""
+    deferred: list[Sequence]
+    """Sequences of the step whose next token is planned only once its mask is made."""
 
 
 class MaskedStep(NamedTuple):
-    """A step in flight that samples under masks; no earlier step is in flight."""
+    """The only step in flight, if any, and those of its sequences that sample under masks."""
 
     step: int
     sequences: list[Sequence]
-    """In the order of the plan."""
+    """In the order of the plan; empty if no plan is in flight."""
+    waiting: list[Sequence]
+    """Sequences without a plan in flight whose next token waits for its mask."""
 
-    def make_masks(self) -> tuple[StepMasks, list[tuple[Sequence, FinishReason]]]:
-        """Return the masks, and the sequences whose grammar allows no token."""
+    def make_masks(self, wait_s: float) -> MadeMasks:
+        """Wait for the masks of the step up to `wait_s`, and ask for those that others wait for."""
         # The previous step may have ended a sequence; its token of this step is discarded.
-        are_followed = [s.state is not SequenceState.FINISHED for s in self.sequences]
-        asked = [(_matcher(s), s.token_ids) for s in compress(self.sequences, are_followed)]
-        found = iter(_grammar(self.sequences[0]).masks(asked))
-        rows: list[bytes] = []
-        ends: list[tuple[Sequence, FinishReason]] = []
-        for sequence, is_followed in zip(self.sequences, are_followed, strict=True):
-            row = next(found) if is_followed else None
-            if isinstance(row, FinishReason):
-                ends.append((sequence, row))
-                row = None
-            rows.append(b"\xff" * _grammar(sequence).num_mask_bytes if row is None else row)
-        return StepMasks(self.step, b"".join(rows)), ends
+        rows = [one for one in self.sequences if one.state is not SequenceState.FINISHED]
+        # A deferred sequence that was preempted may be in the plan before its mask is made.
+        awaited = [one for one in rows if not one.num_deferred or one.has_mask]
+        others = [one for one in rows if one.num_deferred and not one.has_mask]
+        outcomes = self._outcomes(awaited, others + self.waiting, wait_s)
+        for sequence in self.waiting:
+            sequence.has_mask = isinstance(outcomes[sequence], bytes)
+        for sequence in rows:
+            sequence.has_mask = False
+        words = [_words(one, outcomes) for one in self.sequences]
+        return MadeMasks(
+            StepMasks(self.step, b"".join(words)) if self.sequences else None,
+            [(one, end) for one, end in outcomes.items() if isinstance(end, FinishReason)],
+            [one for one in rows if outcomes[one] is None],
+            [one for one in rows if one.num_deferred],
+        )
+
+    def _outcomes(
+        self, awaited: AnySequence[Sequence], others: AnySequence[Sequence], wait_s: float
+    ) -> dict[Sequence, _Outcome]:
+        """Return the mask, or how it ends, of each sequence, and note which are late or costly."""
+        sequences = [*awaited, *others]
+        if not sequences:
+            return {}
+        asked = [(_matcher(one), one.token_ids) for one in sequences]
+        found = _grammar(sequences[0]).masks(asked, num_awaited=len(awaited), wait_s=wait_s)
+        outcomes = dict(zip(sequences, found, strict=True))
+        for sequence in awaited:
+            if not sequence.has_mask:
+                _note(sequence, is_late=outcomes[sequence] is None or _matcher(sequence).is_costly)
+        for sequence in others:
+            # It is not waited for, so it is not late.
+            if outcomes[sequence] is not None:
+                _note(sequence, is_late=_matcher(sequence).is_costly)
+        return outcomes
+
+
+def _note(sequence: Sequence, *, is_late: bool) -> None:
+    """Note whether a step should wait for the next mask of a sequence."""
+    if is_late:
+        sequence.num_deferred = _NUM_DEFERRED
+    elif sequence.num_deferred:
+        sequence.num_deferred -= 1
+
+
+def _words(sequence: Sequence, outcomes: dict[Sequence, _Outcome]) -> bytes:
+    """Return the mask of a row: anything for one that has ended, nothing for one that is late."""
+    outcome = outcomes.get(sequence, FinishReason.ABORT)
+    if isinstance(outcome, bytes):
+        return outcome
+    word = b"\x00" if outcome is None else b"\xff"
+    return word * _grammar(sequence).num_mask_bytes
 
 
 def _grammar(sequence: Sequence) -> Grammar:

@@ -50,6 +50,7 @@ class Planner:
         """Plan the next token of each running sequence, and return those still in prefill."""
         prefills: list[Sequence] = []
         singles, samples = draft.singles, draft.single_samples
+        budget = draft.budget
         # Preemption removes sequences from the queue, but only behind the current one.
         for sequence in self._table.running:
             if sequence.is_prefill:
@@ -58,7 +59,9 @@ class Planner:
             length = sequence.length
             if length == sequence.max_length:
                 continue
-            if not draft.budget:
+            if sequence.num_deferred and not sequence.has_mask:
+                continue
+            if not budget:
                 break
             position = sequence.num_computed
             if position < sequence.num_slots:
@@ -68,11 +71,12 @@ class Planner:
                 if block is None:
                     continue
                 plan = SequencePlan(sequence.row, position, 1, True, [block])
-            draft.budget -= 1
+            budget -= 1
             singles.append(plan)
             samples.append(sequence)
             sequence.num_computed = position + 1
             sequence.length = length + 1
+        draft.budget = budget
         return prefills
 
     def _plan_chunk(self, sequence: Sequence, draft: PlanDraft) -> None:
@@ -152,8 +156,9 @@ class Planner:
             sequence = waiting.first
             if sequence.num_pending or not self._admit(sequence, draft):
                 return
-            if not sequence.num_preemptions:
-                # Its tenant does not pay for recomputation after preemption.
+            if not sequence.is_charged:
+                # Its tenant does not pay for recomputation after preemption or a death of ranks.
+                sequence.is_charged = True
                 num_tokens = sequence.length - sequence.num_computed
                 waiting.charge(sequence.share, num_tokens * sequence.active.token_cost)
             self._table.start_sequence(sequence, SequenceState.RUNNING)

@@ -35,7 +35,15 @@ class BlockKey(NamedTuple):
 class PrefixCache:
     """Maps the content of full blocks to blocks, one to one."""
 
-    __slots__ = ("_block_of", "_hash_key", "_key_of", "_proven", "_renewed", "revision")
+    __slots__ = (
+        "_block_of",
+        "_hash_key",
+        "_key_of",
+        "_proven",
+        "_renewed",
+        "num_forgotten",
+        "revision",
+    )
 
     def __init__(self, hash_key: bytes) -> None:
         self._hash_key = hash_key
@@ -44,6 +52,8 @@ class PrefixCache:
         self._proven: set[int] = set()
         self._renewed: dict[bytes, bytes] = {}
         """The digests in place of those that were renewed."""
+        self.num_forgotten = 0
+        """Blocks that were removed so far."""
         self.revision = 0
         """Changes when keys are renewed; a lookup needs keys of the current revision."""
 
@@ -104,6 +114,7 @@ class PrefixCache:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
+            self.num_forgotten += 1
             self._proven.discard(block)
 
     def clear(self) -> None:

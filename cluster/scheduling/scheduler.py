@@ -11,14 +11,15 @@ import heapq
 import secrets
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.masked_step import MaskedStep
+from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.planner import Planner
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
@@ -35,13 +36,15 @@ __all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
 MAX_PLANS_IN_FLIGHT = 2
 
 
-class _Flight(NamedTuple):
+class _Flight(msgspec.Struct, frozen=True):
     """A plan without an output yet."""
 
     plan: StepPlan
     sampled: list[Sequence]
     prefilled: list[Sequence]
     """Sequences that compute known tokens, whether they sample or not."""
+    late: list[Sequence]
+    """Those of the sampled ones whose masks were late, which sample no token."""
 
 
 class Scheduler:
@@ -83,8 +86,10 @@ class Scheduler:
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
-        self._has_structures = False
+        self.has_structures = False
         """Whether any request so far had a grammar."""
+        self._deferred: list[Sequence] = []
+        """Sequences whose next tokens are planned only once their masks are made."""
         self._num_steps = 0
         self.num_nonfinite_sequences = 0
         """Sequences that ended because their logits were not finite."""
@@ -127,7 +132,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self.recovery.bar_new_request(active)
-        self._has_structures = self._has_structures or request.grammar is not None
+        self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
@@ -207,7 +212,7 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build_plan()
-        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled))
+        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled, []))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
@@ -220,39 +225,53 @@ class Scheduler:
     def update(self, output: StepOutput) -> list[TokenEvent]:
         """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
-        plan, sampled, _ = self._in_flight.popleft()
-        self._measure(plan, output)
-        logprobs = output.logprobs or [None] * len(sampled)
+        flight = self._in_flight.popleft()
+        self._measure(flight.plan, output)
+        sampled, late, finished = flight.sampled, flight.late, SequenceState.FINISHED
+        num_sampled = len(sampled)
+        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * num_sampled
+        if output.logprobs:
+            logprobs = [() if one is None else (one,) for one in output.logprobs]
         events: list[TokenEvent] = []
         for sequence, token_id, found in zip(sampled, output.token_ids, logprobs, strict=True):
             # A token is discarded if the previous step ended its sequence.
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished or (late and sequence in late):
                 continue
             try:
-                events.append(self._take(sequence, token_id, () if found is None else (found,)))
+                events.append(self._take(sequence, token_id, found))
             except Exception as error:
                 self.recovery.note_fault(error)
-        if len(events) < len(sampled):
-            self._forget_ended(sampled, output)
+        if len(events) < num_sampled:
+            self._forget_ended(sampled, output, late)
         return events
 
     def masked_step(self) -> MaskedStep | None:
-        """Return the masked sequences of the only plan in flight, or None if there are none.
+        """Return the sequences to make masks for: of the plan in flight, and others that wait.
 
-        Masks depend on the tokens of all earlier steps. Needs no lock on the thread that makes
-        plans and applies outputs.
+        There must be no other plan in flight, since masks depend on the tokens of all earlier
+        steps. Needs no lock on the thread that makes plans and applies outputs.
         """
-        if not self._has_structures:
-            return None
-        (flight,) = self._in_flight
-        sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
-        return MaskedStep(flight.plan.step, sequences) if sequences else None
+        step, sequences = -1, []
+        if self._in_flight:
+            (flight,) = self._in_flight
+            step = flight.plan.step
+            sequences = [s for s in flight.sampled if s.active.request.grammar is not None]
+        if self._deferred:
+            self._deferred = [one for one in self._deferred if one.is_deferred]
+        waiting = [one for one in self._deferred if one.waits_for_mask]
+        return MaskedStep(step, sequences, waiting) if sequences or waiting else None
 
-    def end_sequences(self, ends: list[tuple[Sequence, FinishReason]]) -> list[TokenEvent]:
-        """End those of the sequences that are unfinished."""
+    def apply_masks(self, made: MadeMasks) -> list[TokenEvent]:
+        """Take back the plans of sequences whose masks are late, and end what has no mask."""
+        for sequence in made.late:
+            self._in_flight[0].late.append(sequence)
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.length -= 1
+                self._kv.take_back(sequence)
+        self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [
             self._end(sequence, reason, _error_of_structure(sequence, reason))
-            for sequence, reason in ends
+            for sequence, reason in made.ends
             if sequence.state is not SequenceState.FINISHED
         ]
 
@@ -347,9 +366,8 @@ class Scheduler:
             self.num_nonfinite_sequences += 1
             self._kv.forget_blocks(sequence)
             return self._end(sequence, FinishReason.ERROR)
-        token_ids = sequence.token_ids
+        token_ids, active = sequence.token_ids, sequence.active
         token_ids.append(token_id)
-        active = sequence.active
         active.share.time += active.token_cost
         length = len(token_ids)
         if length >= sequence.next_full and sequence.state is SequenceState.RUNNING:
@@ -372,15 +390,17 @@ class Scheduler:
             logprobs,
             reason,
             stop_token_id,
-            sequence.active.num_cached_tokens,
+            active.num_cached_tokens,
             sequence.num_prompt_tokens,
-            sequence.active.started_s,
+            active.started_s,
         )
 
-    def _forget_ended(self, sampled: list[Sequence], output: StepOutput) -> None:
+    def _forget_ended(
+        self, sampled: list[Sequence], output: StepOutput, late: list[Sequence]
+    ) -> None:
         """Forget the blocks of ended sequences whose logits were not finite."""
         for sequence, token_id in zip(sampled, output.token_ids, strict=True):
-            if token_id < 0 and sequence.state is SequenceState.FINISHED:
+            if token_id < 0 and sequence.state is SequenceState.FINISHED and sequence not in late:
                 self._kv.forget_blocks(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:

@@ -1,12 +1,13 @@
 """The scheduler's state of a sequence and of its request."""
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 from cluster.scheduling.fair_queue import Share
 from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.request import Matcher, Request
 
-__all__ = ["ActiveRequest", "Sequence", "SequenceState"]
+__all__ = ["ActiveRequest", "Refusal", "Sequence", "SequenceState"]
 
 
 class SequenceState(Enum):
@@ -25,6 +26,19 @@ class SequenceState(Enum):
     BARRED = auto()
     """May not run at present; holds nothing."""
     FINISHED = auto()
+
+
+class Refusal(NamedTuple):
+    """What the prefix cache had when a sequence got no blocks, although it shares some."""
+
+    next_key: BlockKey | None
+    """Key of the first block that was not cached; None if all that it can share were."""
+    num_shared: int
+    """Cached blocks that need no free block, since they were not idle."""
+    num_changes: int
+    """Events so far that may let it share one more of them."""
+    revision: int
+    """The prefix cache's revision."""
 
 
 class ActiveRequest:
@@ -80,7 +94,9 @@ class Sequence:
         "active",
         "block_ids",
         "cpu_block_ids",
+        "has_mask",
         "index",
+        "is_charged",
         "is_prefill",
         "keys",
         "keys_revision",
@@ -90,6 +106,7 @@ class Sequence:
         "min_length",
         "next_full",
         "num_computed",
+        "num_deferred",
         "num_preemptions",
         "num_prompt_tokens",
         "num_proven",
@@ -98,6 +115,7 @@ class Sequence:
         "order",
         "prompt_step",
         "ready_step",
+        "refusal",
         "request_id",
         "reserved_block_ids",
         "row",
@@ -143,8 +161,14 @@ class Sequence:
         self.ready_step = -1
         """The step whose copies must be acknowledged before the next transition."""
         self.num_preemptions = 0
+        self.is_charged = False
+        """Whether its tenant has been charged for the tokens with which it started."""
         self.matcher: Matcher | None = None
         """Its state in the grammar, from its first sampled token on."""
+        self.num_deferred = 0
+        """Tokens that are planned only once their masks are made, since its masks were late."""
+        self.has_mask = False
+        """Whether the mask of the next token is made, if that token is deferred."""
 
         self.block_ids: list[int] = []
         """The block table, as in the worker."""
@@ -157,6 +181,8 @@ class Sequence:
         """Keys of the leading full blocks, as far as hashed."""
         self.keys_revision = 0
         """The prefix cache's revision when the first of them was hashed."""
+        self.refusal: Refusal | None = None
+        """Of its last admission, if it waits since then."""
         self.num_registered = 0
         """Leading blocks that were registered with the prefix cache."""
         self.num_proven = 0
@@ -183,6 +209,16 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are being sampled."""
         return self.length - len(self.token_ids)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether its tokens are planned only once their masks are made."""
+        return self.num_deferred > 0 and self.state is not SequenceState.FINISHED
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether the mask of its next token, which no plan samples, is to be made."""
+        return self.is_deferred and not self.has_mask and not self.num_pending
 
     def forget_computed(self) -> None:
         """Mark all known tokens as not computed."""

@@ -22,6 +22,7 @@ class SequenceTable:
         "arriving",
         "backlog",
         "barred",
+        "num_held",
         "requests",
         "running",
         "swapped",
@@ -41,11 +42,8 @@ class SequenceTable:
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._started: list[ActiveRequest] = []
-
-    @property
-    def num_held(self) -> int:
+        self.num_held = 0
         """Sequences that wait for the prompt of a sibling."""
-        return sum(len(active.held) for active in self.requests.values())
 
     @property
     def has_free_row(self) -> bool:
@@ -64,6 +62,7 @@ class SequenceTable:
         A barred request waits for `readmit_request`.
         """
         self.requests[active.request.id] = active
+        self.num_held += len(active.held)
         active.share = self.waiting.open_share(active.request.tenant)
         self.backlog.add_request(active.request.tenant, len(active.request.prompt_token_ids))
         for sequence in active.sequences:
@@ -131,6 +130,7 @@ class SequenceTable:
         active = sequence.active
         if sequence.state is SequenceState.HELD:
             active.held.remove(sequence)
+            self.num_held -= 1
         else:
             self._queue_of(sequence).remove(sequence)
         if sequence.row >= 0:
@@ -153,6 +153,7 @@ class SequenceTable:
             return
         for sibling in active.held:
             self._queue_sequence(sibling)
+        self.num_held -= len(active.held)
         active.held = []
 
     def reset_sequences(self) -> None:

@@ -7,9 +7,11 @@ import json
 from typing import TYPE_CHECKING, Any, get_args
 
 from cluster.engine.embedding_job import EmbeddingRequest
+from cluster.serving.model_name import check_model_name
 from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
+from cluster.serving.sentence_modules import check_modules, longest_text
 from pagedray.batch import Pooling
-from pagedray.errors import CheckpointError, InvalidRequestError, UnknownModelError
+from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +25,6 @@ __all__ = ["MAX_PROMPTS", "EmbeddingValidator"]
 
 MAX_PROMPTS = 2048
 """Texts of one call."""
-_MAX_NAME_LENGTH = 128
 _POOLING_OF = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -32,24 +33,28 @@ _POOLING_OF = {
 
 
 class EmbeddingValidator:
-    """Checks input against the limits of one encoder and tokenizes it."""
+    """Checks input against the limits of one model and tokenizes it."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
     ) -> None:
         """Raises CheckpointError if the checkpoint's pooling is not supported."""
-        if config.model.is_encoder:
+        if config.model.task == "embed":
             warn_of_unknown_tokens(config, tokenizer)
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._context = config.max_model_len
+        if config.model.task == "embed":
+            check_modules(config.model.folder)
+            self._context = longest_text(config.model.folder, config.max_model_len)
         self._hidden_size = config.model.hidden_size
-        self._pooling = _read_pooling(config.model.folder)
+        # The last token of a decoder is the only one that attends to all others.
+        default: Pooling = "mean" if config.model.is_encoder else "last"
+        self._pooling = _read_pooling(config.model.folder, default)
 
     async def validate(self, given: EmbeddingInput) -> EmbeddingRequest:
         """Return the request. Raises RequestError."""
-        if given.model is not None and given.model != self._model_name:
-            raise UnknownModelError(given.model[:_MAX_NAME_LENGTH], self._model_name)
+        check_model_name(given.model, self._model_name)
         if given.pooling is not None and given.pooling not in get_args(Pooling):
             raise InvalidRequestError(
                 f"pooling must be one of {', '.join(get_args(Pooling))}, "
@@ -96,11 +101,11 @@ class EmbeddingValidator:
         return token_ids
 
 
-def _read_pooling(folder: Path) -> Pooling:
-    """Return the pooling of a sentence-transformers checkpoint; "mean" if it has no setting."""
+def _read_pooling(folder: Path, default: Pooling) -> Pooling:
+    """Return the pooling of a sentence-transformers checkpoint; `default` if it has no setting."""
     path = folder / "1_Pooling" / "config.json"
     if not path.is_file():
-        return "mean"
+        return default
     try:
         # Any: JSON written by another program.
         settings: Any = json.loads(path.read_text(encoding="utf-8"))

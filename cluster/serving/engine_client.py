@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cluster.engine.controller import Controller
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.stats import EngineStats
-    from cluster.serving.output_buffer import OutputBuffer
+    from cluster.serving.memory.output_buffer import OutputBuffer
     from pagedray.errors import PagedRayError
 
 __all__ = ["EmbeddingEngine", "Engine", "EngineClient", "EngineStream", "GenerationEngine"]
@@ -145,7 +145,9 @@ class EngineClient:
 
     def publish(self, events: Sequence[TokenEvent]) -> None:
         """Deliver the events of one step."""
-        self._call(lambda: self._deliver(events))
+        # To wake the event loop takes long, and those of a call that it has closed go nowhere.
+        if any(event.request_id in self._streams for event in events):
+            self._call(lambda: self._deliver(events))
 
     def fail_all(self, error: EngineError) -> None:
         """End every open stream with `error`."""

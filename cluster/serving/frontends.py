@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from cluster.serving.connection_limits import connection_limits
+from cluster.serving.connections.connection_limits import connection_limits
 from cluster.serving.http.allowed_hosts import AllowedHosts
 from cluster.serving.http.server import HttpServer
 from cluster.serving.http_app import build_http_app
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cluster.serving.auth.authenticator import Authenticator
+    from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.intake.limits import IntakeLimits
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.serving.tls import CertificateStore
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
 
@@ -125,8 +125,9 @@ class Frontends:
         """Accept requests, and let gRPC health follow the engine."""
         self.servicer.set_ready()
         if self._grpc is not None:
-            await self._grpc.set_serving(self.servicer.is_ready)
-            self._health_task = asyncio.create_task(self._follow_health(self._grpc))
+            is_ready = self.servicer.is_ready
+            await self._grpc.set_serving(is_ready)
+            self._health_task = asyncio.create_task(self._follow_health(self._grpc, is_ready))
 
     async def stop_servers(self, grace_s: float) -> None:
         """Report not ready, give running requests `grace_s` to end, then close the ports.
@@ -151,8 +152,8 @@ class Frontends:
         if self._http is not None:
             await self._http.stop_server()
 
-    async def _follow_health(self, server: GrpcServer) -> None:
-        was_ready = self.servicer.is_ready
+    async def _follow_health(self, server: GrpcServer, was_ready: bool) -> None:
+        """Report each change of the readiness that was last reported."""
         while True:
             await asyncio.sleep(_HEALTH_POLL_S)
             is_ready = self.servicer.is_ready

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.serving.admin.endpoints import server_endpoints
 from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
+from cluster.serving.openai.score_endpoints import score_endpoints
 
 if TYPE_CHECKING:
     from cluster.serving.http.allowed_hosts import AllowedHosts
@@ -26,7 +27,11 @@ def build_http_app(
     A body must arrive within `read_timeout_s`; None takes the time of the servicer's intake.
     `allowed_hosts` are checked if no keys are required; None allows all.
     """
-    endpoints = (*openai_endpoints(servicer), *server_endpoints(servicer))
+    endpoints = (
+        *openai_endpoints(servicer),
+        *score_endpoints(servicer),
+        *server_endpoints(servicer),
+    )
     if read_timeout_s is None:
         read_timeout_s = servicer.intake.read_timeout_s
     return HttpApp(servicer, endpoints, read_timeout_s=read_timeout_s, allowed_hosts=allowed_hosts)

@@ -21,14 +21,15 @@ __all__ = [
     "GenerationInput",
     "Operation",
     "Prompt",
+    "ScoreInput",
     "TokenizeInput",
 ]
 
 Frontend = Literal["http", "grpc", "ray", "none"]
 """The frontend that received a call."""
 
-Operation = Literal["chat", "text_completion", "embeddings"]
-"""What a call does, by OpenTelemetry's names."""
+Operation = Literal["chat", "text_completion", "embeddings", "score"]
+"""What a call does, by OpenTelemetry's names where it has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,25 @@ class EmbeddingInput:
     def arrival(self) -> Arrival:
         """The call's properties without its content."""
         return Arrival(operation="embeddings", tenant=self.tenant, origin=self.origin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInput:
+    """Pairs of texts to score, such as a query and a document."""
+
+    pairs: tuple[tuple[str, str], ...]
+    params: tuple[str, str]
+    """The client's names for the texts of a pair."""
+    model: str | None = None
+    deadline_s: float | None = None
+    """On the monotonic clock."""
+    tenant: str = ""
+    origin: CallOrigin = CallOrigin()
+
+    @property
+    def arrival(self) -> Arrival:
+        """The call's properties without its content."""
+        return Arrival(operation="score", tenant=self.tenant, origin=self.origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

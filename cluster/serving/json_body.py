@@ -24,6 +24,10 @@ _MAX_STRINGS = 2**15
 _VALUES_AT_ONCE = 2**16
 """Values that the parser is given in one call."""
 _STEP_OBJECTS = 2**10
+_STEP_BYTES = 2**18
+"""Bytes that are counted at once, in less than a millisecond whatever they are."""
+_STEP_TEXT_BYTES = 2**16
+"""Bytes that are searched for strings at once."""
 _ONE_BRACKET = bytes.maketrans(b"[{}", b"]]]")
 
 
@@ -57,7 +61,8 @@ def _without_lists(raw: bytes, lists: LongLists) -> Steps[bytes]:
     if b'\\"' not in raw:
         raw = yield from lists.take_out(raw)
         yield
-    num_commas = _between_strings(_unescaped(raw)).count(b",")
+    _, bare = yield from _outside_strings(raw)
+    num_commas = bare.count(b",")
     text = "The body may have at most {} values outside of long lists of numbers, not {}."
     _check(text, num_commas, _VALUES_AT_ONCE)
     return raw
@@ -65,18 +70,15 @@ def _without_lists(raw: bytes, lists: LongLists) -> Steps[bytes]:
 
 def check_counts(raw: bytes, what: str, size: RequestSize = LARGEST) -> Steps[None]:
     """Raise InvalidRequestError, naming `what`, if there are too many objects to parse."""
-    quotes, containers, commas = _count(raw)
+    quotes, containers, commas = yield from _count(raw)
     num_fewest = min(size.num_list_values, size.num_values)
     if quotes <= 2 * _MAX_STRINGS and containers <= _MAX_CONTAINERS and commas <= num_fewest:
         return
     yield
     # Quotes, brackets and commas inside strings made the count too high.
-    unescaped = _unescaped(raw)
-    num_strings = unescaped.count(b'"') // 2
+    num_strings, bare = yield from _outside_strings(raw)
     _check(f"{what} may have at most {{}} strings, not {{}}.", num_strings, _MAX_STRINGS)
-    bare = _between_strings(unescaped)
-    yield
-    _, num_containers, num_commas = _count(bare)
+    _, num_containers, num_commas = yield from _count(bare)
     _check(
         f"{what} may have at most {{}} arrays and objects, not {{}}.",
         num_containers,
@@ -84,24 +86,36 @@ def check_counts(raw: bytes, what: str, size: RequestSize = LARGEST) -> Steps[No
     )
     yield
     if num_commas > num_fewest:
-        _check_entries(bare, what, size)
+        yield from _check_entries(bare, what, size)
     _check(f"{what} may have at most {{}} values, not {{}}.", num_commas, size.num_values)
 
 
-def _check_entries(bare: bytes, what: str, size: RequestSize) -> None:
+def _check_entries(bare: bytes, what: str, size: RequestSize) -> Steps[None]:
     """Raise ContextLengthError for a list that no context of the model holds."""
-    parts = bare.translate(_ONE_BRACKET).split(b"]")
-    longest = max(part.count(b",") for part in parts) + 1
-    if longest > size.num_list_values:
+    num_entries = yield from _num_longest(bare)
+    if num_entries > size.num_list_values:
         raise ContextLengthError(
-            f"{what} has a list or an object of {longest} entries, but the context length of "
+            f"{what} has a list or an object of {num_entries} entries, but the context length of "
             f"{size.context} (--max-model-len) allows at most {size.num_list_values}."
         )
 
 
+def _num_longest(bare: bytes) -> Steps[int]:
+    """Return the most entries that are between two brackets."""
+    most = num_commas = 0
+    for at in range(0, len(bare), _STEP_BYTES):
+        parts = bare[at : at + _STEP_BYTES].translate(_ONE_BRACKET).split(b"]")
+        # The first part continues the last one before it.
+        counts = [num_commas + parts[0].count(b","), *(part.count(b",") for part in parts[1:])]
+        most = max(most, *counts)
+        num_commas = counts[-1]
+        yield
+    return most + 1
+
+
 def _check_names(raw: bytes, parsed: dict[str, object]) -> Steps[None]:
     # Each name is followed by a colon, but of duplicates only one was kept.
-    bare = _between_strings(_unescaped(raw))
+    _, bare = yield from _outside_strings(raw)
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")
     waiting: list[object] = [parsed]
@@ -119,18 +133,40 @@ def _check_names(raw: bytes, parsed: dict[str, object]) -> Steps[None]:
         raise InvalidRequestError("The body has an object with a duplicate name.")
 
 
-def _unescaped(raw: bytes) -> bytes:
-    if b"\\" not in raw:
-        return raw
-    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+def _outside_strings(raw: bytes) -> Steps[tuple[int, bytes]]:
+    """Return the number of strings, and what is outside of them unless they are too many."""
+    outside: list[bytes] = []
+    at = num_quotes = 0
+    while at < len(raw):
+        part = raw[at : at + _STEP_TEXT_BYTES]
+        at += len(part)
+        if at < len(raw) and (len(part) - len(part.rstrip(b"\\"))) % 2:
+            # The last one begins an escape.
+            part = part[:-1]
+            at -= 1
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
+        if num_quotes <= 2 * _MAX_STRINGS:
+            outside.append(b"".join(pieces[num_quotes % 2 :: 2]))
+        num_quotes += len(pieces) - 1
+        yield
+    return num_quotes // 2, b"".join(outside)
 
 
-def _between_strings(unescaped: bytes) -> bytes:
-    return b"".join(unescaped.split(b'"')[::2])
-
-
-def _count(raw: bytes) -> tuple[int, int, int]:
-    return raw.count(b'"'), raw.count(b"[") + raw.count(b"{"), raw.count(b",")
+def _count(raw: bytes) -> Steps[tuple[int, int, int]]:
+    """Return the numbers of quotes, of containers and of commas."""
+    quotes = opened = closed = commas = 0
+    for at in range(0, len(raw), _STEP_BYTES):
+        end = at + _STEP_BYTES
+        quotes += raw.count(b'"', at, end)
+        opened += raw.count(b"[", at, end) + raw.count(b"{", at, end)
+        closed += raw.count(b"]", at, end) + raw.count(b"}", at, end)
+        commas += raw.count(b",", at, end)
+        if end < len(raw):
+            yield
+    # Only invalid JSON has more that are closed.
+    return quotes, max(opened, closed), commas
 
 
 def _check(text: str, count: int, most: int) -> None:

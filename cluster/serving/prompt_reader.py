@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from itertools import chain
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cluster.serving.inputs import ChatPrompt, Prompt
 from pagedray.errors import ContextLengthError, InvalidRequestError
@@ -32,6 +35,9 @@ _LONG_CHAT = 64
 """Messages, tools and tool calls from which on the chat template is rendered in a thread."""
 _LONG_CONTENT = 2**15
 """Characters of messages from which on it is, too."""
+_LONG_VALUES = 2**13
+"""Bytes of tools, and of arguments of tool calls, from which on it is, too: their texts are many
+and short."""
 
 
 class PromptReader:
@@ -80,6 +86,24 @@ class PromptReader:
             check_token_ids(prompt, self._vocab_size, param)
         return prompt
 
+    async def read_pair(
+        self, pair: tuple[str, str], *, is_long: bool, tenant: str, params: tuple[str, str]
+    ) -> tuple[int, ...]:
+        """Return the token ids of a pair of texts; the caller checks how many there are.
+
+        `is_long` is `are_long` of all texts of the call. Raises what `read_prompt` does, with the
+        name of the text.
+        """
+        for text, param in zip(pair, params, strict=True):
+            check_unicode(text, param)
+            self._check_length(text, param)
+        encode = functools.partial(self._tokenizer.encode_pair, *pair)
+        pool = self._text_pool if is_long else None
+        token_ids = encode() if pool is None else await pool.encode_in_thread(tenant, encode)
+        if self._has_unknown_tokens:
+            self._check_known(token_ids, params[1])
+        return tuple(token_ids)
+
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
@@ -124,14 +148,7 @@ class PromptReader:
         tenant: str,
         marked: MarkedText | None = None,
     ) -> tuple[int, ...]:
-        # A longer text exceeds the context whatever its tokens are.
-        most = self._context * self._tokenizer.max_token_length
-        if len(text) > most:
-            raise ContextLengthError(
-                f"{param} has {len(text)} characters, but the context of {self._context} tokens "
-                f"holds at most {most}.",
-                param=param,
-            )
+        self._check_length(text, param)
         pool = self._text_pool if is_long else None
         if marked is not None:
             encode = functools.partial(self._tokenizer.encode_marked, marked)
@@ -140,10 +157,20 @@ class PromptReader:
                 self._tokenizer.encode if pool is None else self._tokenizer.encode_without_gil
             )
             encode = functools.partial(encode_text, text, add_special_tokens=add_special_tokens)
-        token_ids = encode() if pool is None else await pool.run_in_thread(tenant, encode)
+        token_ids = encode() if pool is None else await pool.encode_in_thread(tenant, encode)
         if self._has_unknown_tokens:
             self._check_known(token_ids, param)
         return tuple(token_ids)
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Raise ContextLengthError for a text that exceeds the context whatever its tokens are."""
+        most = self._context * self._tokenizer.max_token_length
+        if len(text) > most:
+            raise ContextLengthError(
+                f"{param} has {len(text)} characters, but the context of {self._context} tokens "
+                f"holds at most {most}.",
+                param=param,
+            )
 
     def _check_known(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequestError if a text contains a token that the model does not know."""
@@ -161,10 +188,17 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
     messages = prompt.messages
     if len(messages) + len(prompt.tools) >= _LONG_CHAT:
         return True
-    return (
-        sum(len(message.tool_calls) for message in messages) >= _LONG_CHAT
-        or sum(len(message.content) for message in messages) >= _LONG_CONTENT
-    )
+    if sum(len(message.tool_calls) for message in messages) >= _LONG_CHAT:
+        return True
+    if sum(len(message.content) for message in messages) >= _LONG_CONTENT:
+        return True
+    calls = (call for message in messages for call in message.tool_calls)
+    num_bytes = 0
+    for value in chain(prompt.tools, (call.arguments for call in calls)):
+        num_bytes += len(msgspec.json.encode(value))
+        if num_bytes >= _LONG_VALUES:
+            return True
+    return False
 
 
 def are_long(prompts: Iterable[Prompt]) -> bool:

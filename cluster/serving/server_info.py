@@ -26,7 +26,7 @@ class ServerInfo:
     architecture: str
     """The architecture in the checkpoint's configuration, such as LlamaForCausalLM."""
     is_encoder: bool
-    """Whether the model embeds texts and does not generate."""
+    """Whether the model embeds or scores texts and does not generate."""
     vocab_size: int
     hidden_size: int
     context_length: int
@@ -98,7 +98,7 @@ def server_info(config: EngineConfig, stats: EngineStats) -> ServerInfo:
         version=__version__,
         model=model.name,
         architecture=model.architecture,
-        is_encoder=model.is_encoder,
+        is_encoder=model.pools,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         context_length=config.max_model_len,

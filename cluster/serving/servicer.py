@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.embedding_call import EmbeddingCall, EmbeddingOutput
+from cluster.serving.calls.embedding_call import EmbeddingCall, EmbeddingOutput
+from cluster.serving.calls.generation_call import GenerationCall, GenerationOutput, Usage
+from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from cluster.serving.embedding_validator import EmbeddingValidator
-from cluster.serving.generation_call import GenerationCall, GenerationOutput, Usage
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
 from cluster.serving.intake.intake import Intake
 from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.open_calls import OpenCall, OpenCalls
-from cluster.serving.output_buffer import OutputBuffers
-from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.memory.output_buffer import OutputBuffers
+from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.resume.registry import ResumableStreams
+from cluster.serving.score_validator import ScoreValidator
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
@@ -44,20 +45,27 @@ from pagedray.errors import (
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
+    from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
-    from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, TokenizeInput
+    from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from pagedray.config import EngineConfig
+    from pagedray.config import EngineConfig, Task
     from pagedray.request import Request
 
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]
 
+_CONTINUED = "The request continues in another call."
+_TASK_TEXTS: dict[Task, str] = {
+    "generate": "generates text",
+    "embed": "makes embeddings and does nothing else",
+    "score": "scores pairs of texts and does nothing else",
+}
 _IDLE_POLL_S = 0.02
 _MANY_TOKENS = 1024
 """Token ids from which on detokenizing runs in a thread."""
@@ -105,12 +113,18 @@ class Servicer:
             note_compile=self.metrics.count_compile,
         )
         self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)
+        self._score_validator = ScoreValidator(config, tokenizer, text_pool=self._text_pool)
         self.tool_format = tool_format or detect_format(tokenizer.template_source)
         """How the model writes tool calls; None if unknown."""
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
-        self.intake = Intake(config, IntakeLimits() if intake_limits is None else intake_limits)
+        self._calls = OpenCalls()
+        self.intake = Intake(
+            config,
+            IntakeLimits() if intake_limits is None else intake_limits,
+            has_streams=lambda: len(self._calls) > 0,
+        )
         self.buffers = OutputBuffers(self.reader_limits.unread_buffer)
         """The output that clients have not read."""
         self.resumables = ResumableStreams(self.reader_limits)
@@ -121,7 +135,6 @@ class Servicer:
             num_stream_bytes=lambda: self.resumables.num_bytes,
         )
         self._phase = _Phase.STARTING
-        self._calls = OpenCalls()
         self._started_s = time.monotonic()
 
     @property
@@ -136,7 +149,7 @@ class Servicer:
 
     def warm_up(self) -> None:
         """Start slow preparations that do not need the model, and return immediately."""
-        if not self.config.model.is_encoder:
+        if not self.config.model.pools:
             self.validator.warm_up()
 
     def set_ready(self) -> None:
@@ -153,6 +166,7 @@ class Servicer:
         deadline_s = time.monotonic() + grace_s
         while (len(self._calls) or self.resumables.num_awaited) and time.monotonic() < deadline_s:
             await asyncio.sleep(_IDLE_POLL_S)
+        self.intake.loop_shares.end_waits()
         for call in self._calls:
             if call.task is not None:
                 call.task.fail(EngineError("The server shut down before the request was finished."))
@@ -203,7 +217,7 @@ class Servicer:
         EngineError; then nothing was submitted.
         """
         with self._watch(given.arrival) as watch:
-            self._check_kind(is_encoder=False)
+            self._check_task("generate")
             tenant = self._admit(given)
             if given.is_resumable:
                 self.resumables.check_allowed(tenant.name)
@@ -227,13 +241,30 @@ class Servicer:
         `entered` is the call if a frontend has counted it already. Raises RequestError or
         EngineError.
         """
-        with self._watch(given.arrival) as watch:
-            self._check_kind(is_encoder=True)
+        return await self._pool("embed", given, self._embedding_validator.validate(given), entered)
+
+    async def score(self, given: ScoreInput, entered: OpenCall | None = None) -> EmbeddingOutput:
+        """Return the scores of pairs of texts as vectors of one number.
+
+        Otherwise as `embed`.
+        """
+        return await self._pool("score", given, self._score_validator.validate(given), entered)
+
+    async def _pool(
+        self,
+        task: Task,
+        given: EmbeddingInput | ScoreInput,
+        validating: Coroutine[None, None, EmbeddingRequest],
+        entered: OpenCall | None,
+    ) -> EmbeddingOutput:
+        # A call may be rejected before its validation begins.
+        with closing(validating), self._watch(given.arrival) as watch:
+            self._check_task(task)
             tenant = self._admit(given)
             call = entered or self._calls.enter_call(tenant)
             try:
                 call.begin()
-                request = await self._embedding_validator.validate(given)
+                request = await validating
                 num_tokens = request.num_tokens
                 watch.note_validated(num_tokens)
                 call.reserve_tokens(num_prompt_tokens=num_tokens, num_tokens=num_tokens)
@@ -288,6 +319,9 @@ class Servicer:
         call = self._calls.find_call(tenant_name, client_id)
         if call is not None and call.task is not None:
             call.task.abort()
+            if call.proxied_id:
+                # The proxy may send it once more.
+                self._calls.note_abort(tenant_name, call.proxied_id)
         if len(client_id) <= MAX_CLIENT_ID_LENGTH:
             self._calls.note_abort(tenant_name, client_id)
 
@@ -318,15 +352,14 @@ class Servicer:
             watch.note_end(error if isinstance(error, PagedRayError) else "cancelled")
             raise
 
-    def _check_kind(self, *, is_encoder: bool) -> None:
+    def _check_task(self, task: Task) -> None:
         model = self.config.model
-        if is_encoder == model.is_encoder:
+        if task == model.task:
             return
-        if is_encoder:
-            text = "a decoder and does not support embeddings."
-        else:
-            text = "an encoder and does not support generation."
-        raise InvalidRequestError(f"The model {model.name} is {text}", param="model")
+        text = _TASK_TEXTS[model.task]
+        if (model.task, task) == ("generate", "embed"):
+            text += "; for embeddings its server must be started with --task embed"
+        raise InvalidRequestError(f"The model {model.name} {text}.", param="model")
 
     def _check_phase(self) -> None:
         if self._phase is _Phase.STARTING:
@@ -334,7 +367,7 @@ class Servicer:
         if self._phase is _Phase.DRAINING:
             raise ShuttingDownError
 
-    def _admit(self, given: GenerationInput | EmbeddingInput) -> Tenant:
+    def _admit(self, given: GenerationInput | EmbeddingInput | ScoreInput) -> Tenant:
         """Return the tenant of a call. Raises errors that are known without reading its texts."""
         self._check_phase()
         tenant = self.authenticator.tenant_named(given.tenant)
@@ -345,18 +378,24 @@ class Servicer:
             self.buffers.check_room(tenant.name)
         return tenant
 
-    def _id_of(self, given: GenerationInput, requests: tuple[Request, ...]) -> str:
-        """Return the id of a new call; a call that it continues here ends."""
+    def _id_of(self, given: GenerationInput, requests: tuple[Request, ...], call: OpenCall) -> str:
+        """Return the id of a new call; a call that it continues here ends.
+
+        Raises EngineError if it continues in a call that arrived later.
+        """
         continuation = given.continuation
         if continuation is None:
             return requests[0].id if given.client_id is None else given.client_id
         call_id = continuation.call_id if given.client_id is None else given.client_id
         earlier = self._calls.find_call(given.tenant, call_id)
         if earlier is not None and earlier.task is not None:
-            # Serve's proxy may send a call again to a replica that was paused the first time.
+            # Serve's proxy may send a call again to a replica that was paused the first time, and
+            # reads the response to the last sending. Long texts may be validated in another order.
             is_same = earlier.proxied_id == continuation.call_id
+            if is_same and call.started_s < earlier.started_s:
+                raise EngineError(_CONTINUED)
             if is_same or continuation.cause is not None:
-                earlier.task.fail(EngineError("The request continues in another call."))
+                earlier.task.fail(EngineError(_CONTINUED))
                 earlier.release()
         return call_id
 
@@ -376,7 +415,7 @@ class Servicer:
         self._check_phase()
         if given.client_id is not None:
             self.resumables.check_id(given.tenant, given.client_id)
-        call.set_id(self._id_of(given, requests))
+        call.set_id(self._id_of(given, requests, call))
         if given.continuation is not None:
             call.proxied_id = given.continuation.call_id
         call.reserve_tokens(

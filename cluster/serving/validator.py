@@ -20,6 +20,7 @@ from cluster.serving.inputs import (
     Prompt,
     TokenizeInput,
 )
+from cluster.serving.model_name import check_model_name
 from cluster.serving.prompt_reader import (
     PromptReader,
     are_long,
@@ -29,7 +30,7 @@ from cluster.serving.prompt_reader import (
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
-from pagedray.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import (
     MAX_N,
     Request,
@@ -68,7 +69,7 @@ class Validator:
 
         `note_compile` is called with the seconds that a call waited for its structure.
         """
-        if not config.model.is_encoder:
+        if not config.model.pools:
             warn_of_unknown_tokens(config, tokenizer)
         self._note_compile = note_compile
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
@@ -135,8 +136,7 @@ class Validator:
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError if a model is named and not served here."""
-        if name is not None and name != self._model_name:
-            raise UnknownModelError(name[:MAX_CLIENT_ID_LENGTH], self._model_name)
+        check_model_name(name, self._model_name)
 
     def _read_sampling(self, given: GenerationInput) -> SamplingParams:
         # SamplingParams checks the type and range of every field itself.

@@ -131,8 +131,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns the embeddings of texts. Only encoder models support it; others return INVALID_ARGUMENT, as
-        encoders do for Generate and Chat.
+        """Returns the embeddings of texts. Only servers of encoders, or started with --task embed, support
+        it; others return INVALID_ARGUMENT, as these do for Generate and Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

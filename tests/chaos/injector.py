@@ -100,8 +100,10 @@ class Injector:
                 self._history.now_s - well_s >= _STEADY_S
                 and self._history.num_arrivals - arrivals >= _FEW_ARRIVALS
             ):
-                self._history.add(FaultHealed(at_s=self._history.now_s, number=number))
-                return
+                if await self._scene.target.all_serve(self._scene.key):
+                    self._history.add(FaultHealed(at_s=self._history.now_s, number=number))
+                    return
+                well_s = None
             await asyncio.sleep(_POLL_S)
 
 

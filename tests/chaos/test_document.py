@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,12 +49,32 @@ def test_every_command_exists(command: str) -> None:
     elif words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
     else:
-        files = [word for word in words if word.startswith("tests/")]
-        assert files
-        for file in files:
-            path, _, test = file.partition("::")
-            assert (ROOT / path).exists()
-            assert not test or f"def {test}(" in (ROOT / path).read_text()
+        options = dict(pairwise(words))
+        marks, keyword = options.get("-m", "not slow"), options.get("-k", "")
+        paths = [ROOT / word for word in words if word.startswith("tests/")]
+        assert paths
+        for path in paths:
+            assert runs_a_test(path, marks, keyword), f"{path} has no such test."
+
+
+def runs_a_test(path: Path, marks: str, keyword: str) -> bool:
+    """Return whether pytest runs any test of a file or folder, given its -m and -k."""
+    if path.is_dir():
+        return any(runs_a_test(file, marks, keyword) for file in path.rglob("test_*.py"))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_named = node.name.startswith("test_") and keyword in node.name
+            slow = [one for one in map(ast.unparse, node.decorator_list) if "mark.slow" in one]
+            # Parameters may be slow one by one.
+            runs_fast = "pytest.mark.slow" not in slow and not is_slow(path)
+            if is_named and {"not slow": runs_fast, "slow": slow or is_slow(path)}.get(marks, True):
+                return True
+    return False
+
+
+def is_slow(path: Path) -> bool:
+    """Return whether all tests of a file are slow."""
+    return "\npytestmark = pytest.mark.slow" in path.read_text()
 
 
 def test_every_fault_applies_to_a_target() -> None:

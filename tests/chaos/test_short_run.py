@@ -36,3 +36,10 @@ def test_streams_survive_every_fault_of_ranks(tmp_path: Path) -> None:
     faults = ("KillRank", "KillTwoRanks", "KillDuringReplacement", "StopRank", "PauseEverything")
     times = ("--seconds", "50", "--every", "10", "--folder", str(tmp_path))
     assert main([*SMALL, "--faults", *faults, *times]) == 0
+
+
+@pytest.mark.slow
+def test_streams_survive_faults_of_replicas(tmp_path: Path) -> None:
+    faults = ("--faults", "KillReplica", "DisconnectClients")
+    times = ("--seconds", "40", "--every", "15", "--folder", str(tmp_path))
+    assert main(["--target", "serve", *SMALL, *faults, *times]) == 0

@@ -14,6 +14,8 @@ from cluster.cli.flags import engine_options, sampling_params
 from cluster.cli.parser import make_parser
 from cluster.engine.options import EngineOptions
 from cluster.engine.progress import ProgressLine
+from cluster.llm import LLM
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
@@ -114,3 +116,11 @@ def test_progress_is_silent_once_it_is_closed() -> None:
     line.close()
     line.report("Loading weights again", 0.5)
     assert stream.getvalue() == "Loading weights ...\n"
+
+
+def test_trust_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed("serve", "folder", "--trust-remote-code")
+    assert "code from a checkpoint is never run, because" in capsys.readouterr().err
+    with pytest.raises(StartupError, match="code from a checkpoint is never run"):
+        LLM("folder", trust_remote_code=True)

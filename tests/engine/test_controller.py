@@ -23,9 +23,10 @@ from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pagedray.batch import StepOutput
+    from pagedray.request import Grammar
 
 
 class Rig:
@@ -50,6 +51,7 @@ class Rig:
         num_prompt_tokens: int = 3,
         deadline_s: float | None = None,
         seed: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.sink.expect(request_id, n)
         self.controller.submit_request(
@@ -59,6 +61,7 @@ class Rig:
                 sampling=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True),
                 seed=seed,
                 deadline_s=deadline_s,
+                grammar=grammar,
             )
         )
 
@@ -67,6 +70,29 @@ class Rig:
         wait_for(lambda: not self.sink.num_open)
         assert all(len(ends) == 1 for ends in self.sink.ends.values())
         return {key: ends[0] for key, ends in self.sink.ends.items()}
+
+
+class HeldGrammar:
+    """Allows everything, as soon as its masks are no longer held back."""
+
+    num_mask_bytes = 4
+    error = ""
+    is_costly = False
+
+    def __init__(self) -> None:
+        self.is_held = True
+
+    def matcher(self, request: Request) -> HeldGrammar:
+        return self
+
+    def masks(
+        self,
+        asked: Sequence[tuple[HeldGrammar, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[bytes | FinishReason | None]:
+        return [None if self.is_held else b"\xff" * 4] * len(asked)
 
 
 def config() -> EngineConfig:
@@ -115,6 +141,27 @@ def test_aborted_request_ends_once(rig: Rig) -> None:
     ends = rig.ends()
     assert ends["a", 0] is ends["a", 1] is FinishReason.ABORT
     assert ends["b", 0] is FinishReason.LENGTH
+
+
+def test_masks_that_are_late_delay_no_other_request(rig: Rig) -> None:
+    grammar = HeldGrammar()
+    rig.submit("late", grammar=grammar)
+    rig.controller.start_steps()
+    rig.submit("a")
+    wait_for(lambda: rig.sink.ends["a", 0])
+    assert rig.sink.tokens["a", 0] == [7] * 5
+    assert not rig.sink.tokens["late", 0]
+    # It waits for the mask alone, which is no hang.
+    wait_for(lambda: not rig.controller._has_work)
+    grammar.is_held = False
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.sink.tokens["late", 0] == [7] * 5
+
+
+def test_request_with_a_late_mask_is_aborted_at_its_deadline(rig: Rig) -> None:
+    rig.submit("late", grammar=HeldGrammar(), deadline_s=time.monotonic() + 0.02)
+    rig.controller.start_steps()
+    assert rig.ends() == {("late", 0): FinishReason.ABORT}
 
 
 def test_request_ends_at_its_deadline(rig: Rig) -> None:

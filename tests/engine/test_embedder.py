@@ -44,6 +44,7 @@ MODEL = ModelConfig(
     head_size=2,
     max_positions=20,
     is_encoder=True,
+    task="embed",
     num_token_types=2,
 )
 TIMEOUT_S = 10.0
@@ -297,3 +298,17 @@ def test_the_end_of_the_engine_ends_waiting_texts(opened: Callable[..., Embedder
         waiting.result(TIMEOUT_S)
     with pytest.raises(EngineError):
         embedder.submit_request(request([1]))
+
+
+def test_requests_end_although_a_thread_holds_the_lock_for_ever(
+    opened: Callable[..., Embedder],
+) -> None:
+    executor = CountingExecutor(is_open=False)
+    embedder = opened(executor)
+    held(embedder, executor)
+    waiting = embedder.submit_request(request([1, 2]))
+    with embedder._wake:
+        ending = threading.Thread(target=embedder._fail, args=(EngineError("It hangs."),))
+        ending.start()
+        assert isinstance(waiting.exception(TIMEOUT_S), EngineError)
+        ending.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from cluster.engine.open_engine import open_engine
 from cluster.engine.options import EngineOptions, engine_config
 from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from pagedray.config import Task
 
 
 class _ClosableExecutor(FakeExecutor):
@@ -19,20 +23,18 @@ class _ClosableExecutor(FakeExecutor):
         self.is_closed = True
 
 
-@pytest.mark.parametrize("is_encoder", [False, True])
+@pytest.mark.parametrize("task", ["generate", "embed"])
 def test_ranks_end_if_the_engine_cannot_be_made(
-    monkeypatch: pytest.MonkeyPatch, is_encoder: bool
+    monkeypatch: pytest.MonkeyPatch, task: Task
 ) -> None:
     config = engine_config(TINY_LLAMA, EngineOptions(executor="local", device="cpu"))
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, is_encoder=is_encoder)
-    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, task=task))
     executor = _ClosableExecutor()
 
     def fail(*_: object) -> None:
         raise MemoryError
 
-    name = "Embedder" if is_encoder else "Controller"
+    name = "Embedder" if task == "embed" else "Controller"
     monkeypatch.setattr(f"cluster.engine.open_engine.{name}", fail)
     with pytest.raises(MemoryError):
         open_engine(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.controller import Controller
 from cluster.engine.executor import RankHealth
+from cluster.engine.faults import rank_monitor
+from cluster.engine.faults.rank_watch import WatchLimits
 from cluster.engine.faults.watchdog import ProgressClock
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
@@ -74,6 +76,24 @@ class StuckWorker:
         self.is_stuck.set()
         self.may_continue.wait()
         return self._worker.launch(plan)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class BrokenWorker:
+    """A worker whose steps fail, and whose cache cannot be dropped until it is released."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.may_continue = threading.Event()
+
+    def launch(self, plan: StepPlan | EmbedPlan) -> PendingStep:
+        raise RuntimeError("a defect")
+
+    def end_epoch(self) -> None:
+        self.may_continue.wait()
+        raise RuntimeError("another defect")
 
     def close(self) -> None:
         self._worker.close()
@@ -147,12 +167,13 @@ def test_hung_ranks_are_replaced_and_counted() -> None:
     controller.stop_steps()
 
 
-def test_lock_that_is_held_for_ever_does_not_stop_the_watchdog() -> None:
+def test_lock_that_is_held_for_ever_does_not_keep_the_engine_from_ending() -> None:
     executor, sink = LosesOutputs(), RecordingSink()
     controller = Controller(config(), executor, sink)
     controller.start_steps()
     checks = Checks(controller)
     executor.may_step.clear()
+    sink.expect("a")
     controller.submit_request(request("a"))
     with controller._wake:
         checker = threading.Thread(
@@ -161,6 +182,7 @@ def test_lock_that_is_held_for_ever_does_not_stop_the_watchdog() -> None:
         checker.start()
         checker.join(30.0)
         assert controller.error is not None
+        assert sink.ends["a", 0] == [controller.error]
     executor.may_step.set()
     controller.stop_steps()
 
@@ -203,6 +225,29 @@ def test_time_that_was_not_observed_does_not_count() -> None:
         now_s += 3600.0
         silence_s = clock.silence_s(now_s, 7, is_expected=False)
     assert silence_s <= 5.0
+
+
+def test_local_rank_that_hangs_while_it_starts_again_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_monitor, "_START_LIMITS", WatchLimits(first_s=0.5))
+    options = EngineOptions(
+        executor="local", device="cpu", num_threads=1, num_blocks=16, num_cpu_blocks=8
+    )
+    settings = engine_config(TINY_LLAMA, options)
+    executor, sink = LocalExecutor(settings, lambda what, fraction: None), RecordingSink()
+    executor._worker = broken = BrokenWorker(executor._worker)  # type: ignore[assignment]  # see above
+    controller = Controller(settings, executor, sink)
+    controller.start_steps()
+    sink.expect("a")
+    controller.submit_request(request("a"))
+    try:
+        wait_for(lambda: not sink.num_open)
+    finally:
+        broken.may_continue.set()
+    assert isinstance(sink.ends["a", 0][0], EngineError)
+    assert "Rank 0 has made no progress" in str(controller.error)
+    controller.close()
 
 
 def test_process_ends_although_its_rank_hangs() -> None:

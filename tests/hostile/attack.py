@@ -41,7 +41,7 @@ class Attack(ABC):
     """Whether the server requires keys."""
     max_descriptors: ClassVar[int | None] = None
     """The limit of open files of the server; None is that of this process."""
-    fast_s: ClassVar[float] = 1.0
+    fast_s: ClassVar[float] = 0.5
     """How long it runs in `make test`."""
     full_s: ClassVar[float] = 8.0
     """How long it runs in `make test-hostile`."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["PostFlood"]
 
 _PAUSE_S = 0.02
+_PATIENCE_S = 3.0
+"""How long a client waits for an answer at least; a long attack waits for its whole time."""
 
 
 class PostFlood(RequestFlood):
@@ -26,7 +28,8 @@ class PostFlood(RequestFlood):
         """Post on one connection, and return the statuses."""
         answers: list[Answer] = []
         headers = {"Authorization": f"Bearer {target.key}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection("127.0.0.1", target.http_port, timeout=30.0)
+        timeout_s = max(_PATIENCE_S, end_s - time.monotonic())
+        connection = http.client.HTTPConnection("127.0.0.1", target.http_port, timeout=timeout_s)
         while time.monotonic() < end_s:
             started_s = time.monotonic()
             try:
@@ -34,7 +37,7 @@ class PostFlood(RequestFlood):
                 answer = connection.getresponse()
                 answer.read()
             except (OSError, http.client.HTTPException):
-                # The server closes a connection whose body it does not read.
+                # The server closes a connection whose body it does not read; others wait too long.
                 connection.close()
                 time.sleep(_PAUSE_S)
                 continue

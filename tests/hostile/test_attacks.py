@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.hostile.attack import Attack
 
 _BEFORE_S = 0.2
+_SLOW = ("dns_rebinding",)
+"""Attacks that need a server of their own, and that other tests cover in part."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,13 @@ def server_for() -> Iterator[Callable[[Attack], HostileServer]]:
         yield start
 
 
-@pytest.mark.parametrize("name", sorted(ATTACKS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else [])
+        for name in sorted(ATTACKS)
+    ],
+)
 async def test_attack_harms_nobody_else(
     server_for: Callable[[Attack], HostileServer], attacker: ProcessPoolExecutor, name: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.serving.text.tokenizer import Tokenizer
 from pagedray.errors import CheckpointError
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
 from workers.weights.tensor_entries import read_entries
 
 if TYPE_CHECKING:

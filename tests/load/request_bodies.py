@@ -142,6 +142,11 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
     "/v1/embeddings": (
         {"model": _MODEL, "input": ["x", "y"], "dimensions": 3, "encoding_format": "float"},
     ),
+    "/rerank": (
+        {"model": _MODEL, "query": "x", "documents": ["a", {"text": "b"}], "top_n": 1},
+        {"model": _MODEL, "query": "x", "documents": ["a"], "return_documents": False},
+    ),
+    "/score": ({"model": _MODEL, "text_1": "x", "text_2": ["a", "b"]},),
     "/tokenize": (
         {"model": _MODEL, "prompt": _TEXT, "add_special_tokens": False},
         {"messages": _MESSAGES, "tools": [_TOOL_OBJECT], "add_generation_prompt": True},

@@ -95,13 +95,13 @@ class TenantClocks:
                 (("authorization", f"Bearer {self._keys[name]}"),) for name in ("ann", "ben")
             )
             sampling = pb.SamplingParams(n=128, max_tokens=900, ignore_eos=True)
-            request = pb.GenerateRequest(request_id="anns-0", text="x", sampling=sampling)
+            request = pb.GenerateRequest(request_id="anns-1", text="x", sampling=sampling)
             running = stub.Generate(request, metadata=ann)
             reading = asyncio.create_task(_read(running))
             await asyncio.sleep(0.5)
             for index in range(number):
                 # Ids of the same length, and different unknown ones.
-                looks = [("foreign", "anns-0"), ("unknown", f"none-{index % 10}")]
+                looks = [("foreign", "anns-1"), ("unknown", f"none-{index % 10}")]
                 self._generator.shuffle(looks)
                 for look, name in looks:
                     started_s = time.perf_counter()

@@ -82,9 +82,9 @@ def test_silent_connections_delay_no_rank(listener: StepListener) -> None:
     half.sendall(struct.pack("!I", 40) + b"half")
     friend = connect(listener.endpoint, 0, SECRET, 5.0)
     began_s = time.monotonic()
-    (controller,) = listener.accept(1, SECRET, 5.0)
-    # One by one, with a second each, they would take longer.
-    assert time.monotonic() - began_s < 1.0
+    (controller,) = listener.accept(1, SECRET, 30.0)
+    # One by one, with a second each, they would take 9 s.
+    assert time.monotonic() - began_s < 5.0
     for connection in (half, *silent):
         connection.close()
     friend.close()

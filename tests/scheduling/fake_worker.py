@@ -131,6 +131,8 @@ class FakeWorker:
         self.bad_outputs: deque[set[BadValue]] = deque()
         """For each output, what the logits came from that were bad."""
         self._known_bad: deque[set[BadValue]] = deque()
+        self.late_rows: dict[int, set[int]] = {}
+        """By step, the rows that sample nothing, since their masks were late."""
         self._block_copy_s = block_copy_s
         self._token_s = token_s
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
@@ -179,9 +181,11 @@ class FakeWorker:
         self._write(plan.sequences)
         for sequence in plan.sequences:
             self._attend(sequence)
-        rows = [self.rows[sequence.row] for sequence in plan.sequences if sequence.is_sampled]
+        late_rows = self.late_rows.pop(plan.step, set())
+        sampled = [one for one in plan.sequences if one.is_sampled]
+        rows = [self.rows[one.row] for one in sampled if one.row not in late_rows]
         self.bad_outputs.append({row.bad for row in rows if row.bad is not None})
-        token_ids = [self._sample(plan) for plan in plan.sequences if plan.is_sampled]
+        token_ids = [-1 if one.row in late_rows else self._sample(one) for one in sampled]
         num_copies = len(plan.swap_outs) + len(plan.swap_ins)
         self.outputs.append(
             StepOutput(

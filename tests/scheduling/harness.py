@@ -13,6 +13,7 @@ from pagedray.batch import StepPlan
 from pagedray.config import Preemption, SchedulerConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.scheduling.fake_worker import EOS, BadValue, FakeWorker, fingerprints, undisturbed
+from tests.scheduling.random_masks import RandomMasks
 
 HASH_KEY = b"a key that tests share"
 
@@ -69,6 +70,11 @@ class Harness:
         self.events: list[TokenEvent] = []
         self.plans: list[StepPlan] = []
         self.acknowledged_step = -1
+        self.masks = RandomMasks()
+        self.num_late = 0
+        """Times that a mask was late."""
+        self._masked_step = -1
+        """The last step whose masks were made."""
         self._num_planned_tokens = 0
         self._was_restricted = False
         self._first_starts: dict[int, int] = {}
@@ -91,6 +97,7 @@ class Harness:
         stop_token_ids: Sequence[int] = (),
         generated: Sequence[tuple[int, ...] | None] = (),
         seed: int | None = None,
+        is_masked: bool = False,
     ) -> str:
         """Add a request and return its id.
 
@@ -114,6 +121,7 @@ class Harness:
             priority=priority,
             deadline_s=deadline_s,
             generated_token_ids=tuple(generated),
+            grammar=self.masks if is_masked else None,
         )
         self.scheduler.add_request(request)
         self.requests[request.id] = request
@@ -140,8 +148,11 @@ class Harness:
                 num_in_flight
                 or self.acknowledged_step < self.worker.executed_step
                 or len(self.scheduler._table.barred)
+                or any(sequence.waits_for_mask for sequence in self.sequences)
             )
             assert is_waiting or not had_work, "nothing runs and nothing is waited for"
+            if not num_in_flight:
+                self._make_masks()
             return None
         assert num_in_flight < MAX_PLANS_IN_FLIGHT
         self._check_plan(plan)
@@ -150,10 +161,26 @@ class Harness:
         held_rows = {s.row for s in self.sequences if s.row >= 0}
         self.worker.send(plan, held_rows, set(self.known_bad))
         self.check()
+        if not num_in_flight:
+            self._make_masks()
         return plan
+
+    @property
+    def can_execute(self) -> bool:
+        """Whether there is a plan that has the masks it needs."""
+        if not self.worker.plans:
+            return False
+        step = self.worker.plans[0].step
+        return step <= self._masked_step or not any(
+            sequence.active.request.grammar is not None
+            for flight in self.scheduler._in_flight
+            if flight.plan.step == step
+            for sequence in flight.sampled
+        )
 
     def execute(self) -> None:
         """Have the worker run the oldest plan."""
+        assert self.can_execute
         self.worker.execute()
 
     def collect(self) -> list[TokenEvent]:
@@ -161,6 +188,7 @@ class Harness:
         events = self._note(self.scheduler.update(self.worker.outputs.popleft()))
         self.known_bad |= self.worker.bad_outputs.popleft()
         self.check()
+        self._make_masks()
         return events
 
     def acknowledge(self, step: int | None = None) -> None:
@@ -195,6 +223,7 @@ class Harness:
         """Replace the worker; everything in flight is lost."""
         self.worker = self._make_worker(len(self.worker.device), len(self.worker.cpu))
         self.acknowledged_step = -1
+        self._masked_step = -1
         self.scheduler.reset()
         self.check()
 
@@ -214,10 +243,11 @@ class Harness:
     def settle(self) -> list[TokenEvent]:
         """Run, collect and acknowledge everything in flight."""
         events: list[TokenEvent] = []
-        while self.worker.plans:
-            self.execute()
-        while self.worker.outputs:
-            events += self.collect()
+        while self.worker.plans or self.worker.outputs:
+            if self.can_execute:
+                self.execute()
+            else:
+                events += self.collect()
         if self.acknowledged_step < self.worker.executed_step:
             self.acknowledge()
         return events
@@ -234,7 +264,11 @@ class Harness:
             self.acknowledge()
 
     def drain(self) -> None:
-        """Run until every request has ended, in a bounded number of rounds, and check the end."""
+        """Run until every request has ended, in a bounded number of rounds, and check the end.
+
+        Masks are in time.
+        """
+        self.masks.lateness = 0.0
         for num_turns in range(self.max_num_turns):
             if not self.scheduler.has_work:
                 break
@@ -249,7 +283,11 @@ class Harness:
     @property
     def max_num_turns(self) -> int:
         """The maximum number of rounds of all sequences in turn, with preemptions."""
-        num_tokens = sum(sequence.max_length for sequence in self.sequences)
+        # A token whose mask may be late takes a round more.
+        num_tokens = sum(
+            sequence.max_length * (1 if sequence.active.request.grammar is None else 2)
+            for sequence in self.sequences
+        )
         return 20 + (MAX_PREEMPTIONS + 2) * (num_tokens + 8 * len(self.sequences))
 
     def check_end(self) -> None:
@@ -306,6 +344,20 @@ class Harness:
             for block in sequence.block_ids:
                 owners.setdefault(block, set()).add(sequence.active.request.tenant)
         assert all(len(tenants) == 1 for tenants in owners.values())
+
+    def _make_masks(self) -> None:
+        """Make masks for the plan in flight and for deferred sequences, as the controller does."""
+        masked = self.scheduler.masked_step()
+        if self.worker.plans:
+            self._masked_step = self.worker.plans[-1].step
+        if masked is None:
+            return
+        made = masked.make_masks(1.0)
+        assert made.masks is None or made.masks.step == self._masked_step
+        self.num_late += len(made.late)
+        self.worker.late_rows[masked.step] = {sequence.row for sequence in made.late}
+        assert self.scheduler.apply_masks(made) == []
+        self.check()
 
     def _make_worker(self, num_blocks: int, num_cpu_blocks: int) -> FakeWorker:
         return FakeWorker(

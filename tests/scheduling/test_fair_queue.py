@@ -133,3 +133,14 @@ def test_one_request_does_not_wait_for_a_flood_of_another_tenant() -> None:
     server.serve()
     server.send("one", 10)
     assert "one" in (server.serve(), server.serve())
+
+
+def test_a_newcomer_starts_at_the_clock_of_those_that_are_served() -> None:
+    queue = FairQueue[Item]()
+    long, short = queue.open_share("long"), queue.open_share("short")
+    # Started last, but ended long ago.
+    queue.charge(long, 17)
+    queue.charge(short, 17)
+    queue.close_share(short)
+    long.time += 18_000
+    assert queue.open_share("new").time == long.time

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.scheduling.sequence import SequenceState
 from tests.scheduling.harness import Harness
 
 
@@ -74,4 +75,19 @@ def test_room_is_taken_from_the_tenant_that_was_served_most() -> None:
         if any(preemptions.values()):
             break
     assert preemptions == {first: 0, second: 1, last: 0}
+    harness.drain()
+
+
+def test_recomputation_after_a_death_costs_a_tenant_nothing() -> None:
+    harness = make_harness()
+    for tenant in ("one", "other"):
+        harness.add([1] * 8, tenant=tenant, max_tokens=20)
+    for _ in range(4):
+        harness.step()
+    before = {s.request_id: s.share.time for s in harness.sequences}
+    assert all(before.values())
+    harness.replace_worker()
+    harness.schedule()
+    assert all(s.state is SequenceState.RUNNING for s in harness.sequences)
+    assert {s.request_id: s.share.time for s in harness.sequences} == before
     harness.drain()

@@ -15,13 +15,16 @@ from pagedray.request import FinishReason, Request, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.scheduling.masked_step import MadeMasks
+
 EVERYTHING = b"\xff" * 4
 
 
-class NoMatcher:
+class PlainMatcher:
     """A matcher that knows only why it failed."""
 
     error = "its mask took 0.60 s"
+    is_costly = False
 
 
 class LastTokenGrammar:
@@ -30,15 +33,22 @@ class LastTokenGrammar:
     num_mask_bytes = 4
 
     def __init__(self, end: FinishReason = FinishReason.STOP) -> None:
-        self.num_questions = 0
+        self.num_awaited: list[int] = []
+        """Of each call."""
         self._end = end
 
-    def matcher(self, request: Request) -> NoMatcher:
-        return NoMatcher()
+    def matcher(self, request: Request) -> PlainMatcher:
+        return PlainMatcher()
 
-    # Any: what `matcher` returns.
-    def masks(self, asked: Sequence[tuple[Any, Sequence[int]]]) -> list[bytes | FinishReason]:
-        self.num_questions += 1
+    def masks(
+        self,
+        # Any: what `matcher` returns.
+        asked: Sequence[tuple[Any, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[bytes | FinishReason | None]:
+        self.num_awaited.append(num_awaited)
         return [
             self._end if len(token_ids) > 3 else (1 << len(token_ids)).to_bytes(4, "little")
             for _, token_ids in asked
@@ -61,6 +71,12 @@ def scheduler() -> Scheduler:
     )
 
 
+def make_masks(one: Scheduler) -> MadeMasks:
+    masked = one.masked_step()
+    assert masked is not None
+    return masked.make_masks(0.0)
+
+
 def run_step(one: Scheduler, token_id: int) -> None:
     plan = one.schedule()
     assert plan is not None
@@ -75,14 +91,13 @@ def test_only_sequences_with_a_grammar_get_masks_in_the_order_of_the_plan() -> N
     plan = one.schedule()
     assert plan is not None
     assert [start.is_masked for start in plan.starts] == [False, True, False, True]
-    masked = one.masked_step()
-    assert masked is not None
-    masks, ends = masked.make_masks()
-    assert masks.step == plan.step
-    assert masks.words == (1 << 1).to_bytes(4, "little") * 2
-    assert ends == []
+    made = make_masks(one)
+    assert made.masks is not None
+    assert made.masks.step == plan.step
+    assert made.masks.words == (1 << 1).to_bytes(4, "little") * 2
+    assert [*made.ends, *made.late, *made.deferred] == []
     # A single call for all of them.
-    assert grammar.num_questions == 1
+    assert grammar.num_awaited == [2]
 
 
 def test_without_a_grammar_nothing_is_masked() -> None:
@@ -100,13 +115,14 @@ def test_sequence_that_has_ended_gets_no_mask_and_may_sample_anything() -> None:
     masked = one.masked_step()
     assert masked is not None
     one.abort_request("a")
-    masks, ends = masked.make_masks()
-    assert masks.words == EVERYTHING + (1 << 1).to_bytes(4, "little")
-    assert ends == []
+    made = masked.make_masks(0.0)
+    assert made.masks is not None
+    assert made.masks.words == EVERYTHING + (1 << 1).to_bytes(4, "little")
+    assert made.ends == []
 
 
 @pytest.mark.parametrize(
-    ("end", "error"), [(FinishReason.STOP, ""), (FinishReason.ERROR, NoMatcher.error)]
+    ("end", "error"), [(FinishReason.STOP, ""), (FinishReason.ERROR, PlainMatcher.error)]
 )
 def test_a_sequence_without_allowed_tokens_ends_without_a_token(
     end: FinishReason, error: str
@@ -116,10 +132,9 @@ def test_a_sequence_without_allowed_tokens_ends_without_a_token(
     for token_id in (1, 2, 3):
         run_step(one, token_id)
     one.schedule()
-    masked = one.masked_step()
-    assert masked is not None
-    masks, ends = masked.make_masks()
-    assert masks.words == EVERYTHING
-    (event,) = one.end_sequences(ends)
+    made = make_masks(one)
+    assert made.masks is not None
+    assert made.masks.words == EVERYTHING
+    (event,) = one.apply_masks(made)
     assert (event.token_ids, event.finish_reason, event.error) == ((), end, error)
-    assert one.end_sequences(ends) == []
+    assert one.apply_masks(made) == []

@@ -32,8 +32,8 @@ def make_harness(rng: random.Random) -> Harness:
     )
 
 
-def add_random(harness: Harness, rng: random.Random) -> None:
-    """Add a request whose prefix others are likely to share."""
+def add_random(harness: Harness, rng: random.Random, *, structures: float) -> None:
+    """Add a request whose prefix others are likely to share; some follow a structure."""
     stem = rng.choice(([1] * 30, [1, 2] * 15, [2] * 30))
     prompt = stem[: rng.randint(0, 12)] + [rng.randint(0, 4) for _ in range(rng.randint(1, 6))]
     max_tokens = rng.choice((1, 4, 12, 30, 50))
@@ -48,10 +48,13 @@ def add_random(harness: Harness, rng: random.Random) -> None:
             ignore_eos=rng.random() < 0.6,
             stop_token_ids=rng.choice(((), (), (5,))),
             bad_length=len(prompt) + rng.randint(0, 6) if rng.random() < 0.05 else None,
+            is_masked=structures > 0.0 and rng.random() < structures,
         )
 
 
-def act(harness: Harness, rng: random.Random, *, restrictions: float = 0.0) -> None:
+def act(
+    harness: Harness, rng: random.Random, *, restrictions: float = 0.0, structures: float = 0.0
+) -> None:
     """Do one random operation that is possible; `restrictions` is the weight of one kind."""
     worker = harness.worker
     match rng.choices(
@@ -71,13 +74,13 @@ def act(harness: Harness, rng: random.Random, *, restrictions: float = 0.0) -> N
     )[0]:
         case "add":
             if len(harness.scheduler._table.requests) < 7:
-                add_random(harness, rng)
+                add_random(harness, rng, structures=structures)
         case "turn":
             harness.turn()
         case "schedule":
             harness.schedule()
         case "execute":
-            if worker.plans:
+            if harness.can_execute:
                 harness.execute()
         case "collect":
             if worker.outputs:
@@ -97,12 +100,12 @@ def act(harness: Harness, rng: random.Random, *, restrictions: float = 0.0) -> N
                 harness.finish(*rng.choice(list(harness.tokens)))
 
 
-def live(seed: int, *, restrictions: float = 0.0) -> Harness:
+def live(seed: int, *, restrictions: float = 0.0, structures: float = 0.0) -> Harness:
     """Run a scheduler with random operations to the end."""
     rng = random.Random(seed)
     harness = make_harness(rng)
     for _ in range(NUM_ACTIONS):
-        act(harness, rng, restrictions=restrictions)
+        act(harness, rng, restrictions=restrictions, structures=structures)
     if restrictions:
         harness.restrict(None)
     harness.drain()
@@ -116,8 +119,17 @@ def test_every_sequence_ends_as_if_it_had_been_alone(first_seed: int) -> None:
 
 
 def test_barred_requests_lose_nothing_and_continue() -> None:
-    for seed in range(60):
+    for seed in range(30):
         live(seed, restrictions=5.0)
+
+
+@pytest.mark.parametrize("first_seed", [0, 12])
+def test_late_masks_change_no_token_and_delay_no_sequence_forever(first_seed: int) -> None:
+    harnesses = [
+        live(seed, structures=0.6, restrictions=2.0 * (seed % 2))
+        for seed in range(first_seed, first_seed + 12)
+    ]
+    assert sum(harness.num_late for harness in harnesses) > 20
 
 
 def test_equal_runs_give_equal_plans() -> None:

@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s=st.sampled_from([None, 1.0]),
         num_good=st.sampled_from([None, 2]),
         bad_position=st.sampled_from([None, None, 1, 11]),
+        is_masked=st.booleans(),
     )
     def add(
         self,
@@ -75,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s: float | None,
         num_good: int | None,
         bad_position: int | None,
+        is_masked: bool,
     ) -> None:
         with suppress(CapacityError, OverloadedError):
             self.harness.add(
@@ -87,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 deadline_s=deadline_s,
                 bad_length=None if num_good is None else len(prompt) + num_good,
                 bad_position=bad_position,
+                is_masked=is_masked,
             )
 
     @rule(num_turns=st.integers(1, 12))
@@ -98,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         self.harness.schedule()
 
-    @precondition(lambda self: self.harness.worker.plans)
+    @precondition(lambda self: self.harness.can_execute)
     @rule()
     def execute(self) -> None:
         self.harness.execute()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from cluster.serving.reader_limits import ReaderLimits
-    from cluster.serving.tls import CertificateStore
+    from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.memory.reader_limits import ReaderLimits
     from pagedray.request import Request
 
 CONTEXT = 256

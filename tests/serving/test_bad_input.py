@@ -300,6 +300,7 @@ REFERRING = {
     "type": "function",
     "function": {"name": "a", "parameters": {"$ref": "#/properties/x"}},
 }
+MANY = {f"x{number}": 1 for number in range(100)}
 CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": []}, "messages must not be empty."),
@@ -313,6 +314,14 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "messages.0.content must be a string or a list of text parts."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "messages.0.content must be a string or a list of text parts."),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
+     "messages.0.content must be a string or a list of text parts."),
+    # An object with more names than fields is not validated further.
+    ({"messages": [MANY]}, "messages.0.x0 is not supported."),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": MANY}},
+     "tool_choice.function.x0 is not supported."),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": MANY}]}]},
+     "messages.0.tool_calls.0.function.x0 is not supported."),
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]},
      "messages.0.name is not supported."),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]},

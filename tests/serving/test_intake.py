@@ -15,7 +15,7 @@ from cluster.serving.auth.key_file import digest_of, new_key
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.intake.limits import IntakeLimits
-from cluster.serving.tenant_bytes import BufferLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.conftest import engine_config

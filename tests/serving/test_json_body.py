@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +55,11 @@ LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
         "The body has a list or an object of 2000000 entries, but the context length of 1048576 "
         "(--max-model-len) allows at most 1048576.",
     ),
+    "closing brackets": (
+        CompletionBody,
+        b'{"model":"tiny","prompt":[%s%s}' % (joined(b"5", 70_000), b"]" * 2_000_000),
+        "The body may have at most 8192 arrays and objects, not 2000001.",
+    ),
     "escapes": (
         CompletionBody,
         b'{"model":"tiny","prompt":[%s]}' % joined(rb'"\\\"[{"', 100_000),
@@ -70,6 +76,15 @@ def test_body_of_many_objects_is_rejected_before_parsing(name: str) -> None:
         finish(read_body(kind, raw))
     assert time.thread_time() - started_s < 2.0
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_escapes_are_read_wherever_the_text_is_divided(seed: int) -> None:
+    text = "".join(Random(seed).choices('\\\\\\"[{,:', k=400_000))
+    assert finish(read_json(json.dumps({"prompt": text, "n": 1}).encode())) == {
+        "prompt": text,
+        "n": 1,
+    }
 
 
 @pytest.mark.parametrize("text", ['[{,"' * 100_000, '\\"[{,' * 100_000, "\\" * 99_999 + '"[{' * 9])

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.stats import EngineStats
-    from cluster.serving.generation_call import GenerationCall
+    from cluster.serving.calls.generation_call import GenerationCall
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -223,16 +223,12 @@ async def test_call_ends_at_its_deadline_even_if_the_engine_is_stuck(opened: Ope
 async def test_encoder_does_not_generate_and_decoder_does_not_embed(
     opened: Opened, tokenizer: Tokenizer
 ) -> None:
-    with pytest.raises(
-        InvalidRequestError, match="tiny is a decoder and does not support embeddings"
-    ) as caught:
+    with pytest.raises(InvalidRequestError, match="tiny generates text; for embeddings") as caught:
         await opened.servicer.embed(EmbeddingInput(prompts=("x",), tenant="ann"))
     assert caught.value.param == "model"
     encoder = Servicer(opened.client, tokenizer, encoder_config())
     encoder.set_ready()
-    with pytest.raises(
-        InvalidRequestError, match="tiny is an encoder and does not support generation"
-    ):
+    with pytest.raises(InvalidRequestError, match="tiny makes embeddings and does nothing else"):
         await encoder.start_generation(given(""))
     await encoder.close()
 
@@ -287,7 +283,7 @@ class FakeEncoder:
 
 def encoder_config() -> EngineConfig:
     config = engine_config()
-    return replace(config, model=replace(config.model, is_encoder=True))
+    return replace(config, model=replace(config.model, task="embed"))
 
 
 @pytest.fixture
@@ -321,7 +317,7 @@ async def test_texts_are_embedded(encoder: tuple[Servicer, FakeEncoder]) -> None
     assert output.vectors.shape == (2, 3)
     assert output.num_prompt_tokens == 3
     assert fake.requests[0].tenant == "ann"
-    assert fake.requests[0].pooling == "mean"
+    assert fake.requests[0].pooling == "last"
     assert fake.requests[0].size == 3
 
 
@@ -382,6 +378,38 @@ async def test_call_that_a_proxy_sends_twice_goes_on_once(opened: Opened) -> Non
     outputs = [output async for output in second.outputs()]
     assert outputs[-1].usage.num_generated_tokens == 10
     first.close()
+    second.close()
+
+
+async def test_the_last_sending_of_a_call_goes_on_in_whatever_order_both_are_validated(
+    opened: Opened,
+) -> None:
+    call = replace(given(client_id="mine"), continuation=SENT)
+    tenant = opened.servicer.authenticator.tenant_named(call.tenant)
+    sendings = [
+        opened.servicer.enter_call(tenant, uses_engine=True, is_continued=False) for _ in range(2)
+    ]
+    last = await opened.servicer.start_generation(call, sendings[1])
+    opened.engine.is_paused = False
+    with pytest.raises(EngineError, match="continues in another call"):
+        await opened.servicer.start_generation(call, sendings[0])
+    outputs = [output async for output in last.outputs()]
+    assert outputs[-1].usage.num_generated_tokens == 10
+    last.close()
+
+
+async def test_call_that_was_aborted_is_not_begun_again_when_a_proxy_sends_it_twice(
+    opened: Opened,
+) -> None:
+    call = replace(given(client_id="mine"), continuation=SENT)
+    first = await opened.servicer.start_generation(call)
+    opened.servicer.abort_call(first.tenant, "mine")
+    first.close()
+    second = await opened.servicer.start_generation(call)
+    opened.engine.is_paused = False
+    outputs = [output async for output in second.outputs()]
+    assert outputs[-1].sequences[-1].finish_reason is FinishReason.ABORT
+    assert outputs[-1].usage.num_generated_tokens == 0
     second.close()
 
 

@@ -16,15 +16,15 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from cluster.serving.connections.tls import certificate_store
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http.app import HttpApp
 from cluster.serving.http.endpoint import Access, Endpoint, HttpCall
 from cluster.serving.http.server import HttpServer
-from cluster.serving.output_buffer import OutputBuffers
-from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.memory.output_buffer import OutputBuffers
+from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.servicer import Servicer
-from cluster.serving.tenant_bytes import BufferLimits
-from cluster.serving.tls import certificate_store
 from pagedray.errors import OverloadedError, UnreadError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.text.tokenizer import Tokenizer
-    from cluster.serving.tls import CertificateStore
 
 MANY_TOKENS = 900_000
 SEQUENCES = 64
@@ -131,6 +131,44 @@ def test_http_reader_of_a_few_bytes_at_a_time_is_disconnected(impatient: Server)
             time.sleep(0.01)
         assert is_reset(connection)
     assert num_stalled(impatient, "http") == before + 1
+
+
+def test_complete_response_counts_until_it_is_sent(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, ReaderLimits()) as server:
+        buffers = server.frontends.servicer.buffers
+        with opened(server, stream=False, max_tokens=300, logprobs=20):
+            # While it is collected. The system may take all of it, though the client reads nothing.
+            wait_for(lambda: buffers.num_bytes > 2**20, timeout_s=PATIENCE_S)
+        wait_for(lambda: not buffers.num_bytes, timeout_s=PATIENCE_S)
+
+
+def test_complete_response_is_whole_however_large(impatient: Server) -> None:
+    fields = {"model": "tiny", "prompt": "x", "n": 16, "max_tokens": 2000, "ignore_eos": True}
+    answer = httpx.post(f"{impatient.url}/v1/completions", json=fields, timeout=PATIENCE_S).json()
+    assert [one["index"] for one in answer["choices"]] == list(range(16))
+    assert answer["usage"]["completion_tokens"] == 16 * 2000
+    assert len(json.dumps(answer)) > 2**16
+    assert impatient.frontends.servicer.buffers.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 16, "max_tokens": 4000, "ignore_eos": True}),
+        ("/tokenize", {"prompt": "x y " * 2**14}),
+    ],
+)
+# Any: fields of the body
+def test_response_larger_than_the_memory_of_a_tenant_is_refused(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    with serving(tokenizer, ReaderLimits(unread_buffer=BufferLimits(2**18))) as server:
+        url = f"{server.url}{path}"
+        answer = httpx.post(url, json={"model": "tiny", **body}, timeout=PATIENCE_S)
+        assert answer.status_code == 400
+        assert "The response exceeds 65536 bytes" in answer.json()["error"]["message"]
+        wait_for(lambda: is_idle(server), timeout_s=PATIENCE_S)
+        assert server.frontends.servicer.buffers.num_bytes == 0
 
 
 async def test_complete_response_that_is_not_read_is_disconnected(tokenizer: Tokenizer) -> None:
@@ -303,7 +341,7 @@ def test_unread_output_is_bounded_before_the_deadline(tokenizer: Tokenizer) -> N
                 received += connection.recv(2**20)
         assert b"a call may leave at most 524288 bytes of output unread" in received[-1000:]
         assert 0 < most <= limits.unread_buffer.call_bytes
-        wait_for(lambda: is_idle(server))
+        wait_for(lambda: is_idle(server), timeout_s=PATIENCE_S)
         assert server.frontends.servicer.buffers.num_bytes == 0
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import grpc
 import pytest
 
+from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.openai.generation_response import GenerationResponse
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
-from cluster.serving.reader_limits import ReaderLimits
 from cluster.serving.resume.registry import ResumableStreams
 from pagedray.errors import EngineError, PagedRayError
 from pagedray.v1 import pagedray_pb2 as pb
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.engine_client import EngineClient, EngineStream
-    from cluster.serving.generation_call import GenerationOutput
     from pagedray.v1 import pagedray_pb2_grpc
     from tests.serving.conftest import Server
 

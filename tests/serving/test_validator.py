@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from pagedray.config import EngineConfig
+    from pagedray.config import EngineConfig, Task
 
 
 @pytest.fixture
@@ -100,15 +100,15 @@ class TestATokenizerLargerThanTheModel:
             await validator.validate(EmbeddingInput(prompts=("~", "The quick brown fox")))
         assert e.value.param == "input"
 
-    @pytest.mark.parametrize("is_encoder", [False, True])
+    @pytest.mark.parametrize("task", ["generate", "embed"])
     def test_it_is_named_once_at_the_start(
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
         caplog: pytest.LogCaptureFixture,
-        is_encoder: bool,
+        task: Task,
     ) -> None:
-        config = replace(config, model=replace(config.model, is_encoder=is_encoder))
+        config = replace(config, model=replace(config.model, task=task))
         Validator(config, tokenizer).close()
         EmbeddingValidator(config, tokenizer)
         (record,) = caplog.records

@@ -3,6 +3,7 @@
 Prints a line of JSON per placement: the address family of the step channel, the addresses under
 which the ranks reach each other, and the tokens. With `hang`, it stops the process of a rank, and
 prints how much longer the tokens then took, and whether they were those of an undisturbed run.
+With `lose`, the node of a rank is lost, and another one joins later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -23,6 +24,9 @@ from cluster.engine.ranks import ray_executor, ray_reports
 from pagedray import LLM, SamplingParams
 from pagedray.errors import DeviceError
 from pagedray.rank_progress import ProgressBoard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class FarBoard(ProgressBoard):
@@ -33,14 +37,20 @@ class FarBoard(ProgressBoard):
         self.path = "/nonexistent/board"
 
 
-def main(folder: str, *, hangs: bool) -> None:
+def main(folder: str, mode: str = "") -> None:
     """Generate on ranks of other nodes than this process's."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         for address in ("127.0.0.2", "127.0.0.3"):
             cluster.add_node(num_cpus=1, node_ip_address=address)
         ray.init(address=cluster.address, log_to_driver=False)
-        (hang if hangs else run)(folder)
+        match mode:
+            case "hang":
+                disturb(folder, stop_rank)
+            case "lose":
+                disturb(folder, lambda llm: replace_node(llm, cluster))
+            case _:
+                run(folder)
     finally:
         ray.shutdown()
         # Otherwise its address remains, and the next Ray here would connect to a dead cluster.
@@ -59,8 +69,25 @@ def run(folder: str) -> None:
     generate(folder, num_ranks=2, placement_strategy="PACK")
 
 
-def hang(folder: str) -> None:
-    """Stop one of two ranks while they generate."""
+def stop_rank(llm: LLM) -> None:
+    """Stop a rank for ever."""
+    os.kill(ranks_of(llm)._reports.read()[1].pid, signal.SIGSTOP)
+
+
+def replace_node(llm: LLM, cluster: Cluster) -> None:
+    """Kill the node of a rank; another one joins once the cluster knows that it is gone."""
+    lost = ranks_of(llm).places.nodes[1]
+    (node,) = (one for one in cluster.list_all_nodes() if one.node_id == lost)
+    cluster.remove_node(node, allow_graceful=False)
+    while any(one["NodeID"] == lost and one["Alive"] for one in ray.nodes()):
+        time.sleep(0.5)
+    # Meanwhile ranks cannot be started.
+    time.sleep(5.0)
+    cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4")
+
+
+def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
+    """Inject a fault while two ranks generate."""
     # Into the log of the test: where the seconds go.
     logging.getLogger("cluster").setLevel(logging.INFO)
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -79,7 +106,7 @@ def hang(folder: str) -> None:
         undisturbed, undisturbed_s = generate()
         disturbed = threads.submit(generate)
         time.sleep(0.5)
-        os.kill(ranks_of(llm)._reports.read()[1].pid, signal.SIGSTOP)
+        fault(llm)
         token_ids, disturbed_s = disturbed.result()
         report = {
             "pause_s": disturbed_s - undisturbed_s,
@@ -122,4 +149,4 @@ def ranks_of(llm: LLM) -> Any:  # Any: the ranks of Ray's executor
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], hangs=sys.argv[2:] == ["hang"])
+    main(*sys.argv[1:])

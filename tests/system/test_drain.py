@@ -7,6 +7,7 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import yaml
 
@@ -61,10 +62,12 @@ def test_streams_finish_after_sigterm(num_ranks: int) -> None:
 @pytest.mark.slow
 def test_sigint_ends_streams_after_two_seconds() -> None:
     with streaming(TWO_RANKS, LONG_DRAIN, num_tokens=900) as (server, streams):
-        server.send(signal.SIGINT)
+        family = server.family()
+        assert server.interrupt(timeout_s=60.0) == 0
         ends = {stream.end for stream in streams.ended(60.0)}
         assert ends <= {"UNAVAILABLE", "FINISH_REASON_LENGTH"}
-        assert server.wait(30.0) == 0
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert alive == []
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModel
 
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError
@@ -97,13 +98,25 @@ def test_unknown_pooling_is_refused(llm: LLM) -> None:
 
 
 def test_encoder_does_not_generate_and_decoder_does_not_embed(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="is an encoder"):
+    with pytest.raises(InvalidRequestError, match="does not generate text"):
         llm.generate("w1")
     with (
         opened(TINY_LLAMA, executor="local") as decoder,
-        pytest.raises(InvalidRequestError, match="not an encoder; only encoders"),
+        pytest.raises(InvalidRequestError, match='requires task="embed"'),
     ):
         decoder.embed("x")
+
+
+def test_decoder_embeds_if_it_is_told_to() -> None:
+    prompts = [[5, 9, 70], [7], [8] * 40]
+    with opened(TINY_LLAMA, executor="local", task="embed", dtype="float32") as llm:
+        vectors = torch.tensor(llm.embed(prompts, normalize=False))
+        with pytest.raises(InvalidRequestError, match="does not generate text"):
+            llm.generate("x")
+    model = AutoModel.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    with torch.inference_mode():
+        hidden = [model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    assert torch.allclose(vectors, torch.stack(hidden), atol=1e-4, rtol=1e-4)
 
 
 def test_two_ray_ranks_embed_like_transformers_and_so_do_their_successors(
@@ -160,7 +173,7 @@ def test_served_encoder_does_not_generate_and_describes_itself(server: ServerPro
         assert http.get("/ready").status_code == 200
         refused = http.post("/v1/completions", json={"model": "bert0", "prompt": "w1"})
         assert refused.status_code == 400
-        assert "is an encoder" in refused.json()["error"]["message"]
+        assert "makes embeddings" in refused.json()["error"]["message"]
         asked = http.post("/v1/embeddings", json={"model": "bert0", "input": ["w1 w5", "w7"]})
         assert asked.json()["usage"]["prompt_tokens"] == 7
         loads = http.get("/loads").json()

@@ -8,6 +8,7 @@ import pytest
 
 from pagedray import LLM
 from tests.checkpoints import CASES, Case
+from tests.family_cases import FAMILY_CASES, SAMPLED_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -21,11 +22,23 @@ from tests.greedy import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-QUICK = ("llama-mqa", "gemma2-window-of-blocks", "bloom-6-heads")
-"""Cases that run on two ranks each time: ranks take seconds to start."""
+QUICK = "gemma2-window-of-blocks"
+"""The case that runs on two ranks each time: ranks take seconds to start."""
+BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
+"""The smaller blocks have more boundaries."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+PARAMS = [
+    *(pytest.param(case, id=case.name) for case in (*CASES, *SAMPLED_CASES)),
+    *(
+        pytest.param(case, id=case.name, marks=pytest.mark.slow)
+        for case in FAMILY_CASES
+        if case not in SAMPLED_CASES
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
     return truth_of(case, tmp_path_factory.mktemp(case.name))
@@ -48,7 +61,7 @@ def test_batch_equals_transformers(truth: Truth, block_size: int) -> None:
         assert generated(llm, truth.prompts) == truth.continuations
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth, block_size: int) -> None:
     with local_llm(
         truth.folder, block_size=block_size, max_num_batched_tokens=13, max_num_seqs=4
@@ -71,7 +84,7 @@ def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_tiny_pool_changes_nothing(truth: Truth, block_size: int, preemption: str) -> None:
     check_tiny_pool(local_llm, truth, block_size=block_size, preemption=preemption)
 
@@ -83,8 +96,8 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
 @pytest.mark.parametrize(
     "truth",
     [
-        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
-        for case in CASES
+        pytest.param(case, id=case.name, marks=[] if case.name == QUICK else pytest.mark.slow)
+        for case in (*CASES, *FAMILY_CASES)
     ],
     indirect=True,
 )

@@ -12,10 +12,12 @@ import pytest
 
 from tests.fakes import wait_for
 from tests.system.grpc_streams import GrpcStreams
+from tests.system.ray_end import check_streams_finish
 from tests.system.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 NOTICED_S = 20.0
 """It takes 7 s; on a busy machine the watchdog counts only the time that it ran."""
@@ -27,10 +29,14 @@ DEATHS = 'pagedray_rank_replacements_total{cause="death"}'
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(
-        ("--tensor-parallel-size=2", "--num-threads=1", "--dtype=float32")
-    ) as server:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[ServerProcess]:
+    options = ("--tensor-parallel-size=2", "--num-threads=1", "--dtype=float32")
+    with ServerProcess((*options, "--log-level=warning"), log=log) as server:
         yield server
 
 
@@ -147,3 +153,8 @@ def test_pauses_of_all_processes_are_not_taken_for_hangs(server: ServerProcess) 
     assert after[HANGS] == before[HANGS]
     assert after[REPLACEMENTS] == before[REPLACEMENTS]
     assert after[DEATHS] == before[DEATHS]
+
+
+def test_streams_finish_without_gcs(server: ServerProcess, log: Path) -> None:
+    """The last test: it ends the server. Others that end Ray are in `test_ray_outage.py`."""
+    check_streams_finish(server, log, daemon="gcs_server")

@@ -25,7 +25,7 @@ def run_apart(*arguments: str) -> list[Any]:  # Any: JSON values
         check=False,
     )
     assert done.returncode == 0
-    return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in '{"']
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", '"'))]
 
 
 @pytest.mark.slow
@@ -46,3 +46,10 @@ def test_rank_that_hangs_on_another_node_is_replaced() -> None:
     assert report["is_equal"]
     # Ray alone would wait 40 s for an answer of the process.
     assert report["pause_s"] < 30.0
+
+
+@pytest.mark.slow
+def test_rank_whose_node_is_lost_goes_on_on_another_node() -> None:
+    (report,) = run_apart("lose")
+    print(f"paused for {report['pause_s']:.1f} s")
+    assert report["is_equal"]

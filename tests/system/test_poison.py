@@ -92,10 +92,8 @@ def undisturbed(rig: Rig, given: dict[str, tuple[int, ...]]) -> dict[str, list[i
     return tokens
 
 
-@pytest.mark.parametrize(
-    "number",
-    [3, pytest.param(15, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [3, 15, 63])
 def test_poison_prompt_ends_and_others_get_their_tokens(rig: Rig, number: int) -> None:
     check_poison_prompt(rig, number)
 

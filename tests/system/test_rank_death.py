@@ -63,6 +63,7 @@ def test_streams_continue_where_they_were(llm: LLM) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.slow
 def test_death_during_a_replacement_is_recovered_too(llm: LLM) -> None:
     undisturbed = tokens_of(llm)
     old = rank_processes()

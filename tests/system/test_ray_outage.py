@@ -7,13 +7,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.fakes import wait_for
-from tests.system.grpc_streams import GrpcStream, GrpcStreams
+from tests.system.grpc_streams import GrpcStreams
+from tests.system.ray_end import FINISHED, NUM_STREAMS, assert_ended, check_streams_finish
 from tests.system.server_process import ROOT, ServerProcess
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ while health.outage is None:
 time.sleep(1.0)
 show_threads()
 """
-NUM_STREAMS = 16
 UNAVAILABLE = "UNAVAILABLE"
-FINISHED = GrpcStream(num_tokens=100, end="FINISH_REASON_LENGTH")
 
 
 @pytest.fixture
@@ -61,22 +58,9 @@ def server(log: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.mark.parametrize("daemon", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
-def test_streams_finish_without_a_process_of_ray(
-    server: ServerProcess, daemon: str, log: Path
-) -> None:
-    family = server.family()
-    with GrpcStreams(server, num_streams=NUM_STREAMS, num_tokens=100) as streams:
-        streams.start()
-        server.named(daemon)[0].kill()
-        # The server may even have exited.
-        wait_for(lambda: not is_ready(server), 10.0)
-        assert streams.ended(60.0) == [FINISHED] * NUM_STREAMS
-    # A supervisor restarts what fails.
-    assert server.wait(60.0) == 1
-    lines = [line for line in log.read_text().splitlines() if not line.endswith(" ...")]
-    assert ["has ended" in line for line in lines] == [True], lines
-    assert_ended(family)
+@pytest.mark.slow
+def test_streams_finish_without_a_raylet(server: ServerProcess, log: Path) -> None:
+    check_streams_finish(server, log, daemon="raylet")
 
 
 @pytest.mark.slow
@@ -136,15 +120,3 @@ def test_server_leaves_a_cluster_that_has_ended(
         assert {stream.end for stream in streams.ended(60.0)} == {end}
         # The server waits for a GCS that another process started, and which may return.
         assert server.wait(120.0) == 1
-
-
-def is_ready(server: ServerProcess) -> bool:
-    try:
-        return server.is_ready()
-    except httpx.TransportError:
-        return False
-
-
-def assert_ended(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=60.0)
-    assert alive == []

@@ -1,8 +1,10 @@
-"""The server in a separate process, with two ranks and real clients."""
+"""The server in a separate process, with two ranks and real clients; who may call its Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -13,21 +15,32 @@ import psutil
 import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+from tests.system.ray_listeners import METHODS, answers, listeners
 from tests.system.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PROMPT = "def read_config(path):\n"
 NUM_STREAMS = 64
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[ServerProcess]:
     # In bfloat16 some CPUs round matmuls differently at other batch sizes.
     options = ("--tensor-parallel-size=2", "--num-blocks=512", "--dtype=float32")
-    with ServerProcess(options) as process:
-        yield process
+    with pytest.MonkeyPatch.context() as patch:
+        # As an operator starts it.
+        patch.delenv("RAY_AUTH_TOKEN")
+        patch.setenv("HOME", str(home))
+        with ServerProcess(options) as process:
+            yield process
 
 
 def generate_request(num_tokens: int, prompt: str = PROMPT) -> pagedray_pb2.GenerateRequest:
@@ -140,12 +153,47 @@ def is_ours(process: psutil.Process) -> bool:
     return "GpuWorker" in line or "cluster.cli" in line
 
 
-def test_ctrl_c_leaves_no_process_behind(server: ServerProcess) -> None:
+def test_nothing_listens_beyond_the_loopback(server: ServerProcess) -> None:
+    found = listeners(server.family())
+    assert {"gcs_server", "raylet", "ray::GpuWorker"} <= set(found)
+    beyond = [
+        f"{name} {address}"
+        for name, addresses in found.items()
+        for address in addresses
+        if not ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
+    ]
+    assert beyond == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ray_answers_to_the_token_alone(server: ServerProcess, home: Path, name: str) -> None:
+    token = psutil.Process(server.named("raylet")[0].pid).environ()["RAY_AUTH_TOKEN"]
+    accepted, *refused = answers(server, name, token, None, "", "0" * len(token))
+    assert grpc.StatusCode.OK in accepted
+    for codes in refused:
+        assert grpc.StatusCode.UNAUTHENTICATED in codes
+        assert grpc.StatusCode.OK not in codes
+    assert not (home / ".ray").exists()
+
+
+def test_sigterm_lets_a_stream_finish_and_leaves_no_process_behind(server: ServerProcess) -> None:
     family = server.family()
     assert len(server.ranks()) == 2
-    with httpx.Client() as client:
+    sampling = pagedray_pb2.SamplingParams(max_tokens=500, n=4, ignore_eos=True)
+    with (
+        httpx.Client() as client,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
+    ):
         # A connected client must not keep the server alive.
         client.get(f"{server.url}/health")
-        assert server.interrupt(timeout_s=30.0) == 0
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        stream = stub.Generate(pagedray_pb2.GenerateRequest(text=PROMPT, sampling=sampling))
+        next(stream)
+        server.send(signal.SIGTERM)
+        # Ray's own handler would abort the server after 3 s.
+        time.sleep(4.0)
+        *_, last = stream
+    assert last.usage.num_generated_tokens == 4 * 500
+    assert server.wait(timeout_s=30.0) == 0
     _, alive = psutil.wait_procs(family, timeout=10.0)
     assert alive == []

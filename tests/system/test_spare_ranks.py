@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_spare_takes_the_place_of_a_dead_rank(folder: Path, ray_cluster: None) -> None:
     with open_group(folder, spare_ranks=1) as llm:
         undisturbed = tokens_of(llm)

@@ -13,7 +13,7 @@ from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
 from workers.models.decoder import Decoder
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
 from workers.models.step_attention import CachedAttention
 from workers.weights.load_weights import load_weights
@@ -33,6 +33,12 @@ _LLAMA3 = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
@@ -150,6 +156,129 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 4,
         "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2},
     },
+    "llama-yarn": {
+        "model_type": "llama",
+        "heads": 4,
+        "kv_heads": 2,
+        "rope_parameters": _YARN,
+    },
+    "qwen2-yarn-unrounded": {
+        "model_type": "qwen2",
+        "heads": 4,
+        "kv_heads": 2,
+        "rope_parameters": _YARN
+        | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 4, "factor": 3},
+    },
+    "llama-dynamic": {
+        "model_type": "llama",
+        "heads": 4,
+        "kv_heads": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 4.0},
+    },
+    "gemma-one-kv-head": {"model_type": "gemma", "heads": 6, "kv_heads": 1, "head_dim": 10},
+    "granite-multipliers": {
+        "model_type": "granite",
+        "heads": 6,
+        "kv_heads": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.5,
+    },
+    "granite-biases-tied": {
+        "model_type": "granite",
+        "heads": 4,
+        "kv_heads": 1,
+        "residual_multiplier": 0.5,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "olmo2-6-heads-2-kv": {"model_type": "olmo2", "heads": 6, "kv_heads": 2},
+    "olmo2-one-kv-head-biases": {
+        "model_type": "olmo2",
+        "heads": 4,
+        "kv_heads": 1,
+        "attention_bias": True,
+    },
+    "smollm3-every-other-rope": {
+        "model_type": "smollm3",
+        "heads": 6,
+        "kv_heads": 2,
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    },
+    "smollm3-interval": {
+        "model_type": "smollm3",
+        "heads": 4,
+        "kv_heads": 2,
+        "no_rope_layer_interval": 3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "ministral-two-kinds": {
+        "model_type": "ministral",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 12,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "cohere2-parallel": {
+        "model_type": "cohere2",
+        "heads": 6,
+        "kv_heads": 2,
+        "sliding_window": 6,
+        "logit_scale": 0.3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "cohere2-biases-untied": {
+        "model_type": "cohere2",
+        "heads": 4,
+        "kv_heads": 1,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": _LINEAR,
+    },
+    "glm-half-heads": {"model_type": "glm", "heads": 6, "kv_heads": 2, "head_dim": 8},
+    "glm4-four-norms": {
+        "model_type": "glm4",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+    },
+    "starcoder2-window": {
+        "model_type": "starcoder2",
+        "heads": 6,
+        "kv_heads": 2,
+        "sliding_window": 7,
+    },
+    "starcoder2-no-biases": {
+        "model_type": "starcoder2",
+        "heads": 4,
+        "kv_heads": 1,
+        "use_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "seed-oss-biases": {
+        "model_type": "seed_oss",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "ernie-biases": {
+        "model_type": "ernie4_5",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "use_bias": True,
+    },
     "phi3-window": {"model_type": "phi3", "heads": 6, "kv_heads": 2, "sliding_window": 7},
     "phi3-longrope-partial": {
         "model_type": "phi3",
@@ -176,17 +305,18 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
     """Save the random model of a case."""
     case = dict(CASES[name])
     heads, kv_heads = case.pop("heads"), case.pop("kv_heads")
+    model_type = case.pop("model_type")
+    # Families with ALiBi have none of these.
+    if model_type not in ("bloom", "mpt"):
+        case["intermediate_size"] = 84
+        case["num_key_value_heads"] = kv_heads
+        case["max_position_embeddings"] = 64
     config = AutoConfig.for_model(
-        case.pop("model_type"),
+        model_type,
         vocab_size=131,
         hidden_size=heads * 8,
-        intermediate_size=84,
         num_hidden_layers=3,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=64,
-        # The name of the same option in one family.
-        max_seq_len=64,
         # The defaults of some families exceed this small vocabulary.
         pad_token_id=0,
         eos_token_id=2,
@@ -264,4 +394,4 @@ def run(
             logits_indices,
         )
         first += size
-    return model.logits(hidden)
+    return model.logits(hidden).whole()

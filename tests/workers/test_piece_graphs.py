@@ -53,12 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("largest", [1, 16, 29, 1000, 1024])
+@pytest.mark.parametrize("largest", [1, 16, 29, 1000, 1024, 1100, 2048, 8192])
 def test_every_step_up_to_the_largest_has_a_size_that_pads_it_little(largest: int) -> None:
     sizes = piece_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
-    assert all(size - below <= 64 for below, size in zip([0, *sizes], sizes, strict=False))
+    pairs = list(zip([0, *sizes], sizes, strict=False))
+    assert all(size - below <= max(64, below / 8) for below, size in pairs)
+    assert len(sizes) <= 60
 
 
 def test_no_size_is_captured_for_zero_tokens() -> None:

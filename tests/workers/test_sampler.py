@@ -26,6 +26,7 @@ from pagedray.batch import SequenceStart, TokenLogprobs
 from pagedray.request import SamplingParams
 from workers.sampler import Sampler
 from workers.sampling.choice import Choice, Draws
+from workers.sampling.masks import num_mask_bytes
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import penalize, penalize_seen
 from workers.sampling.randomness import finalize, generator_start, uniforms
@@ -682,6 +683,17 @@ def test_a_broken_step_counts_no_token(sampler: Sampler) -> None:
     sample_one(sampler, torch.full((VOCAB_SIZE,), math.nan))
     scores = torch.zeros(1, VOCAB_SIZE)
     sampler.sample(scores, [0], [4])
+    assert not scores.any()
+
+
+def test_a_mask_that_allows_nothing_gives_minus_one_and_counts_no_token(sampler: Sampler) -> None:
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=2.0, logprobs=1)
+    sampler.start(replace(make_start(sampling), is_masked=True))
+    size = num_mask_bytes(VOCAB_SIZE)
+    sampled = sampler.sample(make_logits(), [0], [3], b"\x00" * size)
+    assert (sampled.token_ids.tolist(), sampled.logprobs) == ([-1], [None])
+    scores = torch.zeros(1, VOCAB_SIZE)
+    sampler.sample(scores, [0], [3], b"\xff" * size)
     assert not scores.any()
 
 

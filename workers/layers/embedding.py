@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from workers.layers.linear_kernels import linear_kernel_class
+from workers.layers.sharded_logits import ShardedLogits
 from workers.layers.weight import Layer, WeightShard, divided
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class VocabEmbedding(Layer):
 class ParallelHead(Layer):
     """Hidden states to logits; each rank computes those of its part of the vocabulary.
 
-    `soft_cap` bounds them as `soft_cap * tanh(logits / soft_cap)`, as Gemma-2 does.
+    `soft_cap` bounds them as `soft_cap * tanh(logits / soft_cap)`, as Gemma-2 does, after `scale`
+    multiplies them.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ParallelHead(Layer):
         hidden_size: int,
         *,
         soft_cap: float | None = None,
+        scale: float = 1.0,
         group: ParallelGroup,
         tied_to: VocabEmbedding | None,
         dtype: torch.dtype,
@@ -81,6 +84,7 @@ class ParallelHead(Layer):
         self._name = name
         self._vocab_size = vocab_size
         self._soft_cap = soft_cap
+        self._scale = scale
         self._group = group
         self._vocab = _VocabShard(vocab_size, group)
         self._is_tied = tied_to is not None
@@ -93,17 +97,22 @@ class ParallelHead(Layer):
         )
         self._kernel.weight.zero_()
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits, `[num_tokens, vocab_size]`, equal on all ranks.
+    def __call__(self, hidden: torch.Tensor) -> ShardedLogits:
+        """Return the logits of each token, of which this rank computes its part.
 
         They are float32 on a CPU or with a soft cap, and else of the model's dtype: what chooses
         on a GPU reads every dtype. `hidden` is `[num_tokens, hidden_size]`.
         """
-        logits = self._group.all_gather_last(self._kernel(hidden))
-        logits = logits.narrow(1, 0, self._vocab_size)
-        if self._soft_cap is None:
-            return logits if logits.is_cuda else logits.float()
-        return logits.float().div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        logits = self._kernel(hidden)
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        if self._soft_cap is not None:
+            logits = logits.float().div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        elif not logits.is_cuda:
+            logits = logits.float()
+        return ShardedLogits(
+            logits, first_id=self._vocab.first, vocab_size=self._vocab_size, group=self._group
+        )
 
     def weight_shards(self) -> Iterator[WeightShard]:
         if not self._is_tied:

@@ -43,14 +43,25 @@ def add_norm_kernel(
     eps: float,
     *,
     is_centred: bool,
+    overlaps: bool,
     dtype: torch.dtype,
 ) -> AddNormKernel | None:
-    """Return the kernel of RMSNorm, or of LayerNorm if `is_centred`, for inputs of `dtype`."""
+    """Return the kernel of RMSNorm, or of LayerNorm if `is_centred`, for inputs of `dtype`.
+
+    Whether it `overlaps` with the kernel before it is for GPUs.
+    """
     if weight.device.type == "cuda":
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.token_rows import add_norm
 
-        return partial(add_norm, weight=weight, bias=bias, eps=eps, is_centred=is_centred)
+        return partial(
+            add_norm,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            is_centred=is_centred,
+            overlaps=overlaps,
+        )
     if is_centred or bias is not None or weight.dtype != dtype:
         return None
     return AddNorm.make(weight, eps)

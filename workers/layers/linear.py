@@ -111,6 +111,13 @@ class ColumnParallelLinear(Layer):
                 )
             first = rows.stop
 
+    def reorder(self, order: torch.Tensor) -> None:
+        """Reorder the loaded columns of this rank; must be called before `finalize`."""
+        kernel = self._kernel
+        kernel.weight.copy_(kernel.weight[order])
+        if kernel.bias is not None:
+            kernel.bias.copy_(kernel.bias[order])
+
     def finalize(self) -> None:
         self._kernel.finalize()
 

@@ -34,10 +34,12 @@ class ResidualNorm(Layer):
         is_centred: bool,
         dtype: torch.dtype,
         sums_over: ParallelGroup | None = None,
+        overlaps: bool = False,
     ) -> None:
         """`dtype` is that of the stream.
 
         With `sums_over`, what is added to the stream is this rank's part of a sum over the group.
+        With `overlaps`, no kernel of NCCL comes right before this.
         """
         self._name = name
         self._weight = weight
@@ -46,7 +48,9 @@ class ResidualNorm(Layer):
         self._dtype = dtype
         self._is_centred = is_centred
         self._sums_over = sums_over
-        self._kernel = add_norm_kernel(weight, bias, eps, is_centred=is_centred, dtype=dtype)
+        self._kernel = add_norm_kernel(
+            weight, bias, eps, is_centred=is_centred, overlaps=overlaps, dtype=dtype
+        )
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to the stream, in place, and return the stream's norm.
@@ -93,10 +97,18 @@ class RMSNorm(ResidualNorm):
         dtype: torch.dtype,
         device: torch.device,
         sums_over: ParallelGroup | None = None,
+        overlaps: bool = False,
     ) -> None:
         weight = torch.empty(size, dtype=dtype, device=device)
         super().__init__(
-            name, weight, None, eps, is_centred=False, dtype=dtype, sums_over=sums_over
+            name,
+            weight,
+            None,
+            eps,
+            is_centred=False,
+            dtype=dtype,
+            sums_over=sums_over,
+            overlaps=overlaps,
         )
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
@@ -117,11 +129,19 @@ class OffsetRMSNorm(ResidualNorm):
         dtype: torch.dtype,
         device: torch.device,
         sums_over: ParallelGroup | None = None,
+        overlaps: bool = False,
     ) -> None:
         # In bfloat16, one plus a small weight would lose most of the weight's digits.
         weight = torch.empty(size, dtype=torch.float32, device=device)
         super().__init__(
-            name, weight, None, eps, is_centred=False, dtype=dtype, sums_over=sums_over
+            name,
+            weight,
+            None,
+            eps,
+            is_centred=False,
+            dtype=dtype,
+            sums_over=sums_over,
+            overlaps=overlaps,
         )
 
     def finalize(self) -> None:
@@ -145,10 +165,20 @@ class LayerNorm(ResidualNorm):
         dtype: torch.dtype,
         device: torch.device,
         sums_over: ParallelGroup | None = None,
+        overlaps: bool = False,
     ) -> None:
         weight = torch.empty(size, dtype=dtype, device=device)
         bias = torch.empty_like(weight) if has_bias else None
-        super().__init__(name, weight, bias, eps, is_centred=True, dtype=dtype, sums_over=sums_over)
+        super().__init__(
+            name,
+            weight,
+            bias,
+            eps,
+            is_centred=True,
+            dtype=dtype,
+            sums_over=sums_over,
+            overlaps=overlaps,
+        )
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(

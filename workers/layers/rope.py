@@ -1,8 +1,8 @@
 """Rotary position embeddings: tables made once, gathered once per step, applied in every layer.
 
 J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. Kinds of
-scaling: `linear` (position interpolation, Chen et al. 2023), `llama3` (Llama 3.1) and `longrope`
-(Ding et al. 2024).
+scaling: `linear` (position interpolation, Chen et al. 2023), `llama3` (Llama 3.1), `longrope`
+(Ding et al. 2024) and `yarn` (Peng et al. 2023).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def inverse_frequencies(rope: RopeConfig, size: int) -> torch.Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _scaled_as_llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _scaled_as_yarn(rope, frequencies, size)
     return frequencies
 
 
@@ -43,6 +45,22 @@ def _scaled_as_llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tens
     blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
     slowed = torch.where(periods < rope.low_freq_factor, frequencies / rope.factor, blended)
     return torch.where(periods > rope.high_freq_factor, frequencies, slowed)
+
+
+def _scaled_as_yarn(rope: RopeConfig, frequencies: torch.Tensor, size: int) -> torch.Tensor:
+    """Keep high frequencies, divide low ones by the factor, and interpolate in between."""
+    first, last = (
+        size
+        * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.is_range_rounded:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    width = last - first if last != first else 0.001
+    ramp = torch.arange(size // 2, dtype=torch.float32).sub_(first).div_(width).clamp_(0, 1)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
 
 
 class Rotation(ABC):

@@ -1,4 +1,7 @@
-"""BERT (Devlin et al. 2018): an encoder with norms behind the additions (post-norm)."""
+"""BERT (Devlin et al. 2018): an encoder with norms behind the additions (post-norm).
+
+RoBERTa (Liu et al. 2019) has the same layers, and other positions: see `text_positions`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from workers.layers.norm import LayerNorm
 from workers.layers.position_embedding import PositionEmbedding
 from workers.layers.weight import CompositeLayer, Layer, WeightShard
 from workers.models.encoder_attention import EncoderSelfAttention, ProjectionNames
+from workers.models.score_head import ScoreHead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,12 +53,13 @@ class Bert(CompositeLayer):
         device: torch.device,
     ) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
+        prefix = config.names.encoder
         self.config = config
         self.dtype = dtype
         self.device = device
         self._progress = group.progress
         self._words = VocabEmbedding(
-            "embeddings.word_embeddings.weight",
+            f"{prefix}.embeddings.word_embeddings.weight",
             config.vocab_size,
             config.hidden_size,
             group=group,
@@ -62,21 +67,24 @@ class Bert(CompositeLayer):
             device=device,
         )
         self._positions = PositionEmbedding(
-            "embeddings.position_embeddings.weight",
-            config.max_positions,
+            f"{prefix}.embeddings.position_embeddings.weight",
+            _num_position_rows(config),
             config.hidden_size,
             dtype=dtype,
             device=device,
         )
         self._token_type = _FirstTokenType(config, dtype=dtype, device=device)
-        self._norm = _norm("embeddings.LayerNorm", config, dtype, device)
+        self._norm = _norm(f"{prefix}.embeddings.LayerNorm", config, dtype, device)
         self._layers = [
             _BertLayer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
+        self._head = None
+        if config.task == "score":
+            self._head = ScoreHead(config, dtype=dtype, device=device)
         self._no_cache = torch.empty(0, dtype=dtype, device=device)
 
-    def forward(
+    def encode_texts(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return the hidden states of all tokens, `[num_tokens, hidden_size]`.
@@ -90,24 +98,35 @@ class Bert(CompositeLayer):
             hidden = layer(hidden, self._no_cache, metadata)
         return hidden
 
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores of texts, `[num_texts, 1]` float32, from their first hidden states.
+
+        `vectors` is `[num_texts, hidden_size]`. Only for a model that scores.
+        """
+        assert self._head is not None
+        return self._head(vectors.to(self.dtype))
+
     def sublayers(self) -> Iterator[Layer]:
         yield self._words
         yield self._positions
         yield self._token_type
         yield self._norm
         yield from self._layers
+        if self._head is not None:
+            yield self._head
 
 
 class _FirstTokenType(Layer):
     """The embedding of token type 0."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._name = f"{config.names.encoder}.embeddings.token_type_embeddings.weight"
         self._shape = (config.num_token_types, config.hidden_size)
         self.row = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(
-            name="embeddings.token_type_embeddings.weight",
+            name=self._name,
             shape=self._shape,
             part=(slice(0, 1), slice(None)),
             target=self.row,
@@ -127,7 +146,7 @@ class _BertLayer(CompositeLayer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        name = f"encoder.layer.{index}"
+        name = f"{config.names.encoder}.encoder.layer.{index}"
         names = ProjectionNames(
             query=f"{name}.attention.self.query",
             key=f"{name}.attention.self.key",
@@ -165,6 +184,11 @@ class _BertLayer(CompositeLayer):
         yield self._attention_norm
         yield self._mlp
         yield self._mlp_norm
+
+
+def _num_position_rows(config: ModelConfig) -> int:
+    padding_id = config.position_padding_id
+    return config.max_positions + (0 if padding_id is None else padding_id + 1)
 
 
 def _attention_params(config: ModelConfig, group: ParallelGroup) -> AttentionParams:

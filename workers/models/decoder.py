@@ -12,16 +12,18 @@ import torch
 from pagedray.rank_progress import Phase
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
-from workers.models.decoder_layer import DecoderLayer, summed_by_norm
+from workers.models.decoder_layer import make_decoder_layer, summed_by_norm
 from workers.models.norm_factory import make_norm
 from workers.models.rotations import LayerRotations
+from workers.models.step_attention import CachedAttention
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attention.abstract import AttentionBackend
+    from attention.abstract import AttentionBackend, AttentionMetadata
     from pagedray.config import ModelConfig
+    from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
@@ -59,30 +61,34 @@ class Decoder(CompositeLayer):
         self._embedding_norm = None
         if names.embedding_norm is not None:
             self._embedding_norm = make_norm(
-                names.embedding_norm, config, dtype=dtype, device=device
+                names.embedding_norm, config, group, dtype=dtype, device=device
             )
         self._rotations = LayerRotations(config, dtype=dtype, device=device)
         self._layers = [
-            DecoderLayer(config, index, group, backend=backend, dtype=dtype, device=device)
+            make_decoder_layer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
         self._norm = make_norm(
             names.final_norm,
             config,
+            group,
             dtype=dtype,
             device=device,
             sums_over=summed_by_norm(config, group),
         )
-        self._head = ParallelHead(
-            "lm_head.weight",
-            config.vocab_size,
-            config.hidden_size,
-            soft_cap=config.logit_soft_cap,
-            group=group,
-            tied_to=self._embedding if config.has_tied_embeddings else None,
-            dtype=dtype,
-            device=device,
-        )
+        self._head = None
+        if not config.pools:
+            self._head = ParallelHead(
+                "lm_head.weight",
+                config.vocab_size,
+                config.hidden_size,
+                soft_cap=config.logit_soft_cap,
+                scale=config.logit_scale,
+                group=group,
+                tied_to=self._embedding if config.has_tied_embeddings else None,
+                dtype=dtype,
+                device=device,
+            )
 
     def forward(
         self,
@@ -98,6 +104,16 @@ class Decoder(CompositeLayer):
         """
         residual, delta = self.run_layers(token_ids, positions, attention)
         return self.normed(residual, delta, logits_indices)
+
+    def encode_texts(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return the normed hidden states of whole texts, `[num_tokens, hidden_size]`.
+
+        As `forward`, but without a KV cache.
+        """
+        no_cache = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.forward(token_ids, positions, CachedAttention(no_cache, metadata), None)
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
@@ -128,8 +144,9 @@ class Decoder(CompositeLayer):
             delta = delta.index_select(0, logits_indices)
         return self._norm(residual, delta)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[num_sampled, vocab_size]` float32, equal on all ranks."""
+    def logits(self, hidden: torch.Tensor) -> ShardedLogits:
+        """Return the logits of `[num_sampled, hidden_size]`; only if the model generates."""
+        assert self._head is not None
         self._progress.enter(Phase.LOGITS)
         return self._head(hidden)
 
@@ -139,4 +156,5 @@ class Decoder(CompositeLayer):
             yield self._embedding_norm
         yield from self._layers
         yield self._norm
-        yield self._head
+        if self._head is not None:
+            yield self._head

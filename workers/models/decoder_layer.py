@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.mlp import GatedMLP, PlainMLP
+from workers.layers.mlp import MLP, GatedMLP, PlainMLP
+from workers.layers.stream_sum import StreamSum
 from workers.layers.weight import CompositeLayer
 from workers.models.norm_factory import make_norm
+from workers.models.scaled_layer import ScaledLayer
 from workers.models.self_attention import DecoderSelfAttention
 
 if TYPE_CHECKING:
@@ -22,7 +24,21 @@ if TYPE_CHECKING:
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["DecoderLayer", "summed_by_norm"]
+__all__ = ["DecoderLayer", "make_decoder_layer", "summed_by_norm"]
+
+
+def make_decoder_layer(
+    config: ModelConfig,
+    index: int,
+    group: ParallelGroup,
+    *,
+    backend: type[AttentionBackend],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderLayer:
+    """Return one layer of a model."""
+    kind = ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
+    return kind(config, index, group, backend=backend, dtype=dtype, device=device)
 
 
 def summed_by_norm(config: ModelConfig, group: ParallelGroup) -> ParallelGroup | None:
@@ -46,18 +62,20 @@ class DecoderLayer(CompositeLayer):
         names = config.names
         prefix = names.decoder_layer.format(index)
 
-        def norm(name: str, sums_over: ParallelGroup | None) -> ResidualNorm:
+        def norm(name: str | None, sums_over: ParallelGroup | None) -> ResidualNorm | StreamSum:
+            if name is None:
+                return StreamSum(sums_over)
             return make_norm(
-                f"{prefix}.{name}", config, dtype=dtype, device=device, sums_over=sums_over
+                f"{prefix}.{name}", config, group, dtype=dtype, device=device, sums_over=sums_over
             )
 
-        def norm_if(name: str | None) -> ResidualNorm | None:
+        def norm_if(name: str | None) -> ResidualNorm | StreamSum | None:
             return norm(name, None) if name is not None else None
 
         # The norm that follows sums the parts of the ranks, except for a norm of the sum alone.
         self._attention_norm = norm(names.attention_norm, summed_by_norm(config, group))
         attention_sum = group if names.attention_post_norm is None else None
-        self._attention = DecoderSelfAttention(
+        attention = DecoderSelfAttention(
             prefix,
             config,
             index,
@@ -70,7 +88,7 @@ class DecoderLayer(CompositeLayer):
         self._attention_post_norm = norm_if(names.attention_post_norm)
         self._mlp_norm = norm(names.mlp_norm, attention_sum)
         kind = GatedMLP if config.is_mlp_gated else PlainMLP
-        self._mlp = kind(
+        mlp: MLP = kind(
             tuple(f"{prefix}.{name}" for name in names.mlp_input),
             f"{prefix}.{names.mlp_output}",
             hidden_size=config.hidden_size,
@@ -83,6 +101,11 @@ class DecoderLayer(CompositeLayer):
             device=device,
         )
         self._mlp_post_norm = norm_if(names.mlp_post_norm)
+        self._attention: DecoderSelfAttention | ScaledLayer = attention
+        self._mlp: MLP | ScaledLayer = mlp
+        if config.residual_scale != 1.0:
+            self._attention = ScaledLayer(attention, config.residual_scale)
+            self._mlp = ScaledLayer(mlp, config.residual_scale)
 
     def __call__(
         self,
@@ -114,3 +137,22 @@ class DecoderLayer(CompositeLayer):
         yield self._mlp
         if self._mlp_post_norm is not None:
             yield self._mlp_post_norm
+
+
+class ParallelDecoderLayer(DecoderLayer):
+    """Attention and MLP of one norm of the stream, as in Cohere's models."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        hidden = self._attention_norm(residual, delta)
+        return self._attention(hidden, rotation, attention).add_(self._mlp(hidden))
+
+    def sublayers(self) -> Iterator[Layer]:
+        yield self._attention_norm
+        yield self._attention
+        yield self._mlp

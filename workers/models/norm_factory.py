@@ -19,6 +19,7 @@ __all__ = ["make_norm"]
 def make_norm(
     name: str,
     config: ModelConfig,
+    group: ParallelGroup,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -26,22 +27,29 @@ def make_norm(
 ) -> ResidualNorm:
     """Return a norm of the residual stream, of the kind that the model has.
 
-    `sums_over` is the group whose partial outputs it adds to the stream, as in `ResidualNorm`.
+    `sums_over` is the group whose partial outputs it adds to the stream, as in `ResidualNorm`. An
+    all-reduce of `group` may come right before it.
     """
-    size, eps = config.hidden_size, config.norm_eps
+    size, eps, overlaps = config.hidden_size, config.norm_eps, group.size == 1
     match config.norm_kind:
-        case "rms":
-            return RMSNorm(name, size, eps, dtype=dtype, device=device, sums_over=sums_over)
-        case "offset_rms":
-            return OffsetRMSNorm(name, size, eps, dtype=dtype, device=device, sums_over=sums_over)
+        case "rms" | "offset_rms" as kind:
+            return (RMSNorm if kind == "rms" else OffsetRMSNorm)(
+                name,
+                size,
+                eps,
+                dtype=dtype,
+                device=device,
+                sums_over=sums_over,
+                overlaps=overlaps,
+            )
         case "layer":
-            has_bias = config.has_norm_bias
             return LayerNorm(
                 name,
                 size,
                 eps,
-                has_bias=has_bias,
+                has_bias=config.has_norm_bias,
                 dtype=dtype,
                 device=device,
                 sums_over=sums_over,
+                overlaps=overlaps,
             )

@@ -12,6 +12,7 @@ from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import QKNorm
 from workers.layers.weight import CompositeLayer
+from workers.layers.whole_qk_norm import WholeQKNorm
 from workers.models.qkv_columns import qkv_columns
 
 if TYPE_CHECKING:
@@ -97,19 +98,8 @@ class DecoderSelfAttention(CompositeLayer):
             device=device,
         )
         self._limit = config.qkv_limit
-        self._head_norm = None
-        if config.has_qk_norm:
-            query_norm, key_norm = config.names.qk_norms
-            self._head_norm = QKNorm(
-                (f"{prefix}.{query_norm}", f"{prefix}.{key_norm}"),
-                size,
-                config.norm_eps,
-                num_heads=params.num_heads,
-                num_kv_heads=params.num_kv_heads,
-                has_offset=config.norm_kind == "offset_rms",
-                dtype=dtype,
-                device=device,
-            )
+        self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
+        self._neighbours = _neighbour_order(config, params, device)
         self._attention = Attention(params, layer_index=layer_index, backend=backend)
         self._output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
@@ -147,8 +137,68 @@ class DecoderSelfAttention(CompositeLayer):
         )
         return self._output(attended)
 
+    def finalize(self) -> None:
+        if self._neighbours is not None:
+            self._qkv.reorder(self._neighbours)
+            self._neighbours = None
+        super().finalize()
+
     def sublayers(self) -> Iterator[Layer]:
         yield self._qkv
         if self._head_norm is not None:
             yield self._head_norm
         yield self._output
+
+
+def _head_norm(
+    prefix: str,
+    config: ModelConfig,
+    params: AttentionParams,
+    group: ParallelGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QKNorm | WholeQKNorm | None:
+    """Return the norm of queries and keys, or None."""
+    if not config.has_qk_norm:
+        return None
+    query_name, key_name = config.names.qk_norms
+    names = (f"{prefix}.{query_name}", f"{prefix}.{key_name}")
+    if config.is_qk_norm_whole:
+        return WholeQKNorm(
+            names,
+            config.head_size,
+            config.norm_eps,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+    return QKNorm(
+        names,
+        config.head_size,
+        config.norm_eps,
+        num_heads=params.num_heads,
+        num_kv_heads=params.num_kv_heads,
+        has_offset=config.norm_kind == "offset_rms",
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _neighbour_order(
+    config: ModelConfig, params: AttentionParams, device: torch.device
+) -> torch.Tensor | None:
+    """Return the columns of queries, keys and values with pairs of neighbours half a head apart.
+
+    Scores stay the same, since queries and keys are reordered alike. None keeps the order.
+    """
+    if config.rope is None or not config.rope.is_interleaved:
+        return None
+    size = config.head_size
+    order = torch.arange(size * (params.num_heads + 2 * params.num_kv_heads), device=device)
+    rotated = order[: size * (params.num_heads + params.num_kv_heads)].view(-1, size)
+    part = rotated[:, : config.rope.rotary_size or size]
+    part.copy_(torch.cat((part[:, ::2], part[:, 1::2]), dim=1))
+    return order

@@ -32,7 +32,10 @@ class StepAttention(ABC):
 
 
 class CachedAttention(StepAttention):
-    """Writes keys and values to the cache, and attends over it."""
+    """Writes keys and values to the cache, and attends over it.
+
+    With an empty cache it attends over those of the step alone: all sequences are whole prompts.
+    """
 
     def __init__(self, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> None:
         self._kv_cache = kv_cache

@@ -1,4 +1,4 @@
-"""All-reduces of a few rows between the GPUs of one node, by our own kernel in place of NCCL's."""
+"""All-reduces of rows between the GPUs of one node, by our own kernel in place of NCCL's."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ __all__ = ["OneShotAllReduce", "RowShape"]
 logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MAX_BYTES_OF_TWO = 64 * 2**20
+"""The most bytes that one of two ranks sends in one launch, whose inboxes take twice the memory."""
 _MAX_BYTES = 2 * 2**20
-"""The most bytes that a rank sends in one launch; with more, NCCL is as fast."""
-_MAX_ROWS = 256
+"""The same of more ranks, where a ring of NCCL sends fewer bytes."""
+_MAX_ROWS = 8192
 _TRIAL_TIMEOUT_S = 30.0
 _POLL_S = 1e-3
 
@@ -39,9 +41,14 @@ class RowShape:
     width: int
     dtype: torch.dtype
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row."""
+        return self.width * self.dtype.itemsize
+
 
 class OneShotAllReduce:
-    """Sums a few rows over the ranks of a node, from the view of one of them.
+    """Sums rows over the ranks of a node, from the view of one of them.
 
     Every rank calls the same methods in the same order, as with the collectives of a group.
     """
@@ -56,10 +63,14 @@ class OneShotAllReduce:
         progress: ProgressWord,
     ) -> None:
         """Allocate memory for other ranks to write to. Raises PeerMemoryError."""
-        from attention.kernels.triton.one_shot_all_reduce import Inboxes, inbox_bytes
+        from attention.kernels.triton.one_shot_all_reduce import (
+            PROGRAMS_PER_SM,
+            Inboxes,
+            inbox_bytes,
+        )
 
-        row_bytes = shape.width * shape.dtype.itemsize
-        max_rows = min(_MAX_ROWS, _MAX_BYTES // (row_bytes * (size - 1)))
+        max_rows = _max_rows(shape, size)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._size = size
         self._progress = progress
         self._memory = PeerMemory(inbox_bytes(max_rows, shape.width, shape.dtype, size))
@@ -69,7 +80,7 @@ class OneShotAllReduce:
             num_launches=torch.zeros(max_rows, dtype=torch.int32, device=device),
             rank=rank,
             size=size,
-            max_programs=torch.cuda.get_device_properties(device).multi_processor_count,
+            max_programs=num_sms * PROGRAMS_PER_SM,
             width=shape.width,
             dtype=shape.dtype,
         )
@@ -77,18 +88,20 @@ class OneShotAllReduce:
     @staticmethod
     def can_sum(shape: RowShape, size: int) -> bool:
         """Return whether rows of this shape can be summed over `size` ranks."""
-        row_bytes = shape.width * shape.dtype.itemsize
-        return row_bytes % 4 == 0 and row_bytes * (size - 1) <= _MAX_BYTES
+        return shape.row_bytes % 4 == 0 and _max_rows(shape, size) > 0
 
     def connect(self, store: Store, agree: Callable[[bool], bool]) -> bool:
         """Find the other ranks through a store that is new; return whether all ranks can.
 
         `agree` returns whether it is called with True on all ranks.
         """
+        from attention.kernels.triton.one_shot_all_reduce import EMPTY_BYTE
+
         inboxes = self._inboxes
         self._abort.zero_()
         inboxes.num_launches.zero_()
-        self._memory.clear()
+        # No kernel of an earlier epoch writes to it, since every rank ended its own before joining.
+        self._memory.fill(EMPTY_BYTE)
         reason = self._open_peers(store)
         if not agree(reason is None):
             return self._disconnected(reason)
@@ -206,6 +219,12 @@ class OneShotAllReduce:
         if reason is not None:
             logger.warning("Small all-reduces use NCCL: %s.", reason)
         return False
+
+
+def _max_rows(shape: RowShape, size: int) -> int:
+    """Return the most rows that one launch sums over `size` ranks."""
+    max_bytes = _MAX_BYTES_OF_TWO if size == 2 else _MAX_BYTES
+    return min(_MAX_ROWS, max_bytes // (shape.row_bytes * (size - 1)))
 
 
 def _key(rank: int) -> str:

@@ -47,10 +47,10 @@ class PeerMemory:
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
         return bytes(handle)
 
-    def clear(self) -> None:
-        """Fill this memory with zeros. Raises PeerMemoryError."""
+    def fill(self, byte: int) -> None:
+        """Set every byte of this memory. Raises PeerMemoryError."""
         address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self._num_bytes)
-        self._call("cudaMemset", address, ctypes.c_int(0), size)
+        self._call("cudaMemset", address, ctypes.c_int(byte), size)
         self._call("cudaDeviceSynchronize")
 
     def open_peers(self, handles: Sequence[bytes | None]) -> list[int]:

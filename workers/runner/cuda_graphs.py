@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.models.step_attention import CachedAttention
+from workers.runner.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from attention.abstract import (
@@ -41,11 +41,8 @@ class _Graph(NamedTuple):
     """`[batch_size, hidden_size]`, written by every replay."""
 
 
-class DecodeGraphs:
-    """One graph for each captured batch size; a batch is padded to the next larger size.
-
-    Drop it before closing the group: the graphs hold the group's collectives.
-    """
+class DecodeGraphs(StepGraphs[_Graph]):
+    """The graphs of steps that have only decodes."""
 
     def __init__(
         self,
@@ -59,26 +56,8 @@ class DecodeGraphs:
         progress: ProgressWord,
     ) -> None:
         """`sizes` are the batch sizes to capture, ascending."""
-        self._progress = progress
-        self._model = model
-        self._kv_cache = kv_cache
-        self._sizes = sizes
+        super().__init__(model, kv_cache, sizes=sizes, pool=pool, progress=progress)
         self._state = backend.get_state_cls()(spec)
-        self._token_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=spec.device)
-        self._positions = torch.zeros_like(self._token_ids)
-        self._graphs: dict[int, _Graph] = {}
-        self._pool = pool
-        # One for all captures, since cuBLAS keeps memory for each stream.
-        self._stream = torch.cuda.Stream(spec.device)
-
-    def capture_graphs(self, *, only_largest: bool = False) -> None:
-        """Capture every size, or only the largest; a replay captures a size that is missing.
-
-        All ranks of a group must do this at the same time.
-        """
-        # The largest first, since the smaller ones reuse its memory pool.
-        for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
-            self._capture(size)
 
     def can_replay(self, inputs: StepInputs) -> bool:
         """Return whether a step has only decodes, and no more than the largest captured size."""
@@ -86,18 +65,8 @@ class DecodeGraphs:
         return batch.num_prefills == 0 and batch.num_decodes <= self._sizes[-1]
 
     def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return the normed hidden states, `[num_sampled, hidden_size]`.
-
-        The next replay may overwrite them.
-        """
         num_tokens = len(inputs.token_ids)
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        if size not in self._graphs:
-            # Every rank has the same plans, so that all capture at the same step.
-            self._capture(size)
-        graph = self._graphs[size]
-        self._token_ids[:num_tokens].copy_(inputs.token_ids)
-        self._positions[:num_tokens].copy_(inputs.positions)
+        _, graph = self._set_inputs(inputs)
         graph.state.prepare_graph_input_buffers(graph.input_buffers, metadata)
         self._progress.enter(Phase.GRAPH, num_tokens)
         graph.graph.replay()
@@ -105,11 +74,9 @@ class DecodeGraphs:
         indices = inputs.logits_indices
         return hidden if indices is None else hidden.index_select(0, indices)
 
-    @torch.inference_mode()
-    def _capture(self, size: int) -> None:
-        self._progress.enter(Phase.CAPTURING, size)
+    def _capture(self, size: int) -> _Graph:
         with self._state.graph_capture(size):
-            self._graphs[size] = self._captured(size)
+            return self._captured(size)
 
     def _captured(self, size: int) -> _Graph:
         metadata = self._state.graph_capture_get_metadata_for_batch(size)

@@ -158,7 +158,7 @@ class ModelRunner:
             hidden = self._hidden(inputs)
             if inputs.sampled_rows:
                 needs_masks = self._sampler.has_masked(inputs.sampled_rows)
-                sample = partial(self._sample, inputs, self._model.logits(hidden))
+                sample = partial(self._sample, inputs, self._choose(inputs, hidden))
         return PendingTokens(
             plan.step,
             sample,
@@ -181,9 +181,18 @@ class ModelRunner:
             inputs.token_ids, inputs.positions, attention, inputs.logits_indices
         )
 
-    def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: bytes) -> Sampled:
+    def _choose(self, inputs: StepInputs, hidden: torch.Tensor) -> Callable[[bytes], Sampled]:
+        """Return what chooses the tokens of a step from its logits, given its masks."""
+        logits, rows = self._model.logits(hidden), inputs.sampled_rows
+        if logits.is_sharded and self._sampler.is_greedy(rows):
+            return lambda _: self._sampler.take_likeliest(logits)
+        return partial(self._sampler.sample, logits.whole(), rows, inputs.sampled_positions)
+
+    def _sample(
+        self, inputs: StepInputs, choose: Callable[[bytes], Sampled], masks: bytes
+    ) -> Sampled:
         self._progress.enter(Phase.SAMPLING)
-        sampled = self._sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions, masks)
+        sampled = choose(masks)
         self._batch.append_sampled(inputs, sampled.token_ids)
         # A copy issued later would run behind the next step. It goes to pinned memory.
         return replace(sampled, token_ids=sampled.token_ids.to("cpu", non_blocking=True))

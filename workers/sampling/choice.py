@@ -12,6 +12,9 @@ probability are always well defined, however many scores are equal.
 5. The token is where the running sum of the weights, in that order, first exceeds `uniform`
    of their total. Rows without filters are summed in order of token id, to save the sort.
 
+A row's *leader* is one int64 for its first token and that token's score: of the leaders of several
+parts of a vocabulary, the largest is that of the whole.
+
 A row is *broken* if a score is NaN or +inf, or all are -inf; it gives -1, and no other row is
 touched. A token of weight zero is never chosen.
 """
@@ -22,6 +25,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from workers.sampling.arrays import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -31,6 +36,12 @@ __all__ = ["CHUNK_SIZE", "Choice", "Draws"]
 
 # Sums over the vocabulary go by chunks, then through the chosen chunk: no running sum is that long.
 CHUNK_SIZE = 128
+
+_LAST = 0x7FFFFFFF
+"""The key of NaN, which is larger than that of any score, and the largest id."""
+_INFINITE_SCORE = 0x7F800000
+_NO_SCORE = -0x7F800001
+_NO_LEADER = -(1 << 63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +66,30 @@ class Choice(ABC):
     @abstractmethod
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the likeliest tokens."""
+
+    def leaders(self, scores: Tensor, first_id: int) -> Tensor:
+        """Return the leader of every row, int64 `[num_scores]`.
+
+        `scores` are those of the tokens from `first_id` on.
+        """
+        if not scores.shape[1]:
+            return torch.full((len(scores),), _NO_LEADER, dtype=torch.int64, device=scores.device)
+        # argmax finds a NaN before any number, and otherwise the lowest id.
+        ids = scores.argmax(dim=-1, keepdim=True)
+        # Both zeros are one score.
+        highest = scores.gather(1, ids).float() + 0.0
+        bits = highest.view(torch.int32).long()
+        # A float's bits sort like the float if those of a negative one are turned round.
+        keys = bits ^ ((bits >> 31) & _LAST)
+        keys.masked_fill_(highest.isnan(), _LAST)
+        return ((keys << 32) | (_LAST - first_id - ids)).squeeze(1)
+
+    def tokens_of(self, leaders: Tensor) -> Tensor:
+        """Return the likeliest tokens from the leaders of all parts, int64 `[num_rows, parts]`."""
+        leader = leaders.amax(dim=1)
+        key = leader >> 32
+        is_sound = (key > _NO_SCORE) & (key < _INFINITE_SCORE)
+        return torch.where(is_sound, _LAST - (leader & 0xFFFFFFFF), -1)
 
     @abstractmethod
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attention.kernels.triton.choice import choose_filtered, choose_greedy, choose_unfiltered
+from attention.kernels.triton.choice import (
+    choose_filtered,
+    choose_greedy,
+    choose_unfiltered,
+    find_leaders,
+    take_leaders,
+)
 from attention.kernels.triton.choice.scores import NUM_PARAMETERS
 from workers.sampling.arrays import IntArray, upload
 from workers.sampling.choice import Choice, Draws
@@ -32,6 +38,16 @@ class TritonChoice(Choice):
     def greedy(self, scores: Tensor, indices: IntArray) -> Tensor:
         """Return the likeliest tokens."""
         return choose_greedy(scores, upload(indices, scores.device))
+
+    def leaders(self, scores: Tensor, first_id: int) -> Tensor:
+        """Return the leader of every row, int64 `[num_scores]`."""
+        if not scores.shape[1]:
+            return super().leaders(scores, first_id)
+        return find_leaders(scores, first_id)
+
+    def tokens_of(self, leaders: Tensor) -> Tensor:
+        """Return the likeliest tokens from the leaders of all parts, int64 `[num_rows, parts]`."""
+        return take_leaders(leaders)
 
     def unfiltered(self, scores: Tensor, indices: IntArray, draws: Draws) -> Tensor:
         """Return tokens drawn from the whole vocabulary."""

@@ -10,6 +10,7 @@ import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    import torch
-
     from workers.layers.weight import WeightShard
 
-__all__ = ["Checkpoint"]
+__all__ = ["HEAD_NAME", "Checkpoint"]
+
+HEAD_NAME = "lm_head.weight"
 
 # Parts pass through host memory in chunks, so that a large table is never copied whole.
 _CHUNK_BYTES = 16 * 2**20
@@ -64,14 +65,20 @@ class Checkpoint:
         self._files.clear()
         self._stack.close()
 
-    def check_tensors(self, shards: Iterable[WeightShard], *, is_head_tied: bool) -> None:
-        """Raise CheckpointError unless the folder has exactly these tensors, in their shapes."""
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) in self._entries
+
+    def check_tensors(self, shards: Iterable[WeightShard], *, has_spare_head: bool) -> None:
+        """Raise CheckpointError unless the folder has exactly these tensors, in their shapes.
+
+        With `has_spare_head` it may also have an output head, which the model does not read.
+        """
         names = set()
         for shard in shards:
             names.add(self._stored_name(shard.name))
             self._check_shard(shard)
-        if is_head_tied:
-            names.add("lm_head.weight")
+        if has_spare_head:
+            names.add(HEAD_NAME)
         for name, entry in self._entries.items():
             if name not in names and not name.endswith(_IGNORED_SUFFIXES):
                 raise CheckpointError(
@@ -95,6 +102,14 @@ class Checkpoint:
         shape = self._entries[self._stored_name(name)].shape
         for _, chunk in self._chunks(name, (slice(None),) * len(shape)):
             yield chunk
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors are stored with equal dtypes, shapes and values."""
+        one, two = (self._entries[self._stored_name(each)] for each in (name, other))
+        if one.shape != two.shape or one.dtype != two.dtype or one.dtype not in ITEM_BYTES:
+            return False
+        pairs = zip(self.chunks(name), self.chunks(other), strict=True)
+        return len(one.shape) > 0 and all(torch.equal(left, right) for left, right in pairs)
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""

@@ -45,7 +45,9 @@ def load_weights(
             fill_shards(shards, DummyTensors(config.load_seed), report_progress)
         else:
             with Checkpoint(config.model.folder) as checkpoint:
-                checkpoint.check_tensors(shards, is_head_tied=config.model.has_tied_embeddings)
+                checkpoint.check_tensors(
+                    shards, has_spare_head=config.model.has_tied_embeddings or config.model.pools
+                )
                 tensors = FiniteTensors(checkpoint)
                 num_threads = _num_threads(config)
                 fill_shards(shards, tensors, report_progress, num_threads=num_threads)

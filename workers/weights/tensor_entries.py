@@ -13,9 +13,16 @@ from safetensors import SafetensorError, safe_open
 from pagedray.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-__all__ = ["ITEM_BYTES", "TensorEntry", "first_line", "read_entries", "shown_name"]
+__all__ = [
+    "ITEM_BYTES",
+    "TensorEntry",
+    "first_line",
+    "read_entries",
+    "shown_name",
+    "weight_files",
+]
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SINGLE = "model.safetensors"
@@ -44,6 +51,18 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     if not (folder / _INDEX).exists():
         raise CheckpointError(f"No {_SINGLE} or {_INDEX} found in {folder}.")
     return _entries_of_index(folder)
+
+
+def weight_files(folder: Path, names: Collection[str]) -> list[str]:
+    """Return which of the files named `names` hold the tensors; empty if there is none.
+
+    An index must be in the folder; the others need not be. Raises CheckpointError.
+    """
+    if _SINGLE in names:
+        return [_SINGLE]
+    if _INDEX not in names:
+        return []
+    return sorted(set(_listed_files(folder / _INDEX).values()))
 
 
 def _entries_of_index(folder: Path) -> dict[str, TensorEntry]:
@@ -99,7 +118,9 @@ def _inside(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{folder} has no file {name!r:.{_MAX_SHOWN}}.") from None
     roots = [root]
     if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
+        model = root.parent.parent
+        # The cache keeps blobs of one model, and some that several models share.
+        roots += [model / "blobs", model.parent / "blobs"]
     if Path(name).name != name or not any(target.is_relative_to(place) for place in roots):
         raise CheckpointError(
             f"{folder}: {name!r:.{_MAX_SHOWN}} is a path or link to a file outside of the folder."

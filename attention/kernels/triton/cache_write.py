@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["cache_write"]
@@ -41,6 +42,7 @@ def _write_tokens(
     largest: tl.constexpr,
     block_size: tl.constexpr,
     token_size: tl.constexpr,
+    is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Write `tile` elements of the key and value of one token to its slot.
@@ -49,6 +51,7 @@ def _write_tokens(
     `[num_tokens, token_size]`; key_cache, value_cache `[num_blocks, block_size, token_size]`, of
     the same dtype or fp8; slot_mapping `[num_tokens]` int64.
     """
+    wait_for_inputs(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
@@ -109,4 +112,5 @@ def cache_write(
         token_size=token_size,
         tile=tile,
         num_warps=4,
+        **dependent_launch(key.device),
     )

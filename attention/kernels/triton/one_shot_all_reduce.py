@@ -1,13 +1,14 @@
 """A sum over the GPUs of one node in one kernel, with the residual and the norm that follow.
 
-Every rank writes its rows into the memory of every other rank, and adds what it has received. The
-protocol is NCCL's LL (https://github.com/NVIDIA/nccl, "low latency"): a packet of 64 bits holds 32
-bits of data and 32 bits that count the launches, so that the data are their own signal, and no
-barrier or fence is needed. For the few rows of a decode step, the time is that of one write over
-NVLink, while a ring of NCCL has several steps and a norm is another kernel.
+Every rank writes its rows into the memory of every other rank, and adds what it has received. Data
+are their own signal: a place that is empty holds a bit pattern that no data have, and a rank reads
+its inbox until nothing is empty. No barrier or fence is needed, and no byte beside the data
+crosses NVLink. For the few rows of a decode step, the time is that of one write over NVLink, while
+a ring of NCCL has several steps and a norm is another kernel.
 
-A rank that is `n` launches behind cannot lose packets: packets of odd and even launches have
-places of their own, and no rank ends a launch before every other rank has begun it.
+A rank empties a place as soon as it has read it. Odd and even launches have places of their own: a
+rank writes to a place again two launches later, when it has received what the other ranks sent
+after they had ended the launch that emptied the place.
 """
 
 from __future__ import annotations
@@ -18,12 +19,30 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["Inboxes", "all_reduce_add_norm", "all_reduce_rows", "inbox_bytes"]
+__all__ = [
+    "EMPTY_BYTE",
+    "PROGRAMS_PER_SM",
+    "Inboxes",
+    "all_reduce_add_norm",
+    "all_reduce_rows",
+    "inbox_bytes",
+]
 
-_PACKET_DATA_BYTES = 4
-_PACKET_BYTES = 8
+EMPTY_BYTE = 0xFF
+"""Each byte of an inbox before the first launch."""
+PROGRAMS_PER_SM = 2
+"""Programs that a multiprocessor surely runs at the same time."""
+_REGISTERS_PER_SM = 65536
+_MAX_REGISTERS = 255
+_WORD_BYTES = 4
+_EMPTY = tl.constexpr(-1)
+"""A word of an empty place: NaN in every dtype, with a sign that no arithmetic gives it."""
+_OTHER_NAN = tl.constexpr(0x7FFF7FFF)
+_LOOKAHEAD = tl.constexpr(4)
+"""Rows that a program sends before it waits for the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,8 +58,8 @@ class Inboxes:
     rank: int
     size: int
     max_programs: int
-    """The programs of a launch at most, as many as the GPU surely runs at the same time, and equal
-    on all ranks. More could wait for one that waits for them: GPUs start programs in any order."""
+    """The programs of a launch at most, `PROGRAMS_PER_SM` for each multiprocessor, and equal on all
+    ranks. More could wait for one that waits for them: GPUs start programs in any order."""
     width: int
     """Elements of a row, always the same."""
     dtype: torch.dtype
@@ -52,34 +71,32 @@ class Inboxes:
 
 
 def inbox_bytes(max_rows: int, width: int, dtype: torch.dtype, size: int) -> int:
-    """Return the size of the memory into which the ranks of a group write, zero at first."""
-    num_packets = width * dtype.itemsize // _PACKET_DATA_BYTES
-    return 2 * size * max_rows * num_packets * _PACKET_BYTES
+    """Return the size of the memory into which the other ranks of a group write."""
+    return 2 * (size - 1) * max_rows * width * dtype.itemsize
 
 
 @triton.jit
-def _received(
-    inbox: tl.tensor, is_packet: tl.tensor, launch: tl.tensor, abort: tl.tensor
-) -> tl.tensor:
-    """Return the data of some packets, int32, as soon as all are of this launch."""
-    packets = tl.load(inbox, mask=is_packet, other=0, volatile=True)
-    num_missing = tl.sum((is_packet & ((packets >> 32).to(tl.int32) != launch)).to(tl.int32))
+def _received(inbox: tl.tensor, is_word: tl.tensor, abort: tl.tensor) -> tl.tensor:
+    """Return some words, int32, as soon as all have arrived, and empty their places."""
+    words = tl.load(inbox, mask=is_word, other=0, volatile=True)
+    num_missing = tl.sum((words == _EMPTY).to(tl.int32))
     num_polls = 0
     while num_missing > 0:
-        packets = tl.load(inbox, mask=is_packet, other=0, volatile=True)
-        num_missing = tl.sum((is_packet & ((packets >> 32).to(tl.int32) != launch)).to(tl.int32))
+        words = tl.load(inbox, mask=is_word, other=0, volatile=True)
+        num_missing = tl.sum((words == _EMPTY).to(tl.int32))
         num_polls += 1
         # A read of host memory takes longer than the wait that it would end, and Triton's
         # "and" would read always.
         if num_polls % 1024 == 0:  # noqa: SIM102
             if tl.load(abort, volatile=True) != 0:
                 num_missing = 0
-    return packets.to(tl.int32)
+    tl.store(inbox, tl.full(words.shape, _EMPTY, tl.int32), mask=is_word)
+    return words
 
 
 @triton.jit
 def _elements(data: tl.tensor, element_type: tl.constexpr) -> tl.tensor:
-    """Return the elements in the data of packets, float32, `[number of elements]`."""
+    """Return the elements in words, float32, `[number of elements]`."""
     if element_type == tl.float32:
         elements = data.to(tl.float32, bitcast=True)
     else:
@@ -93,14 +110,31 @@ def _elements(data: tl.tensor, element_type: tl.constexpr) -> tl.tensor:
 def _place(
     launch: tl.tensor,
     sender: tl.constexpr,
+    receiver: tl.constexpr,
     row: tl.tensor,
     max_rows: tl.tensor,
     size: tl.constexpr,
-    num_packets: tl.constexpr,
+    num_words: tl.constexpr,
 ) -> tl.tensor:
-    """Return where a row of a sender begins in every inbox, in packets."""
-    place = (launch & 1) * size + sender
-    return (place.to(tl.int64) * max_rows + row) * num_packets
+    """Return where a row of a sender begins in the inbox of a receiver, in words."""
+    # A rank has no place in its own inbox.
+    slot: tl.constexpr = sender - 1 if sender > receiver else sender
+    place = (launch & 1) * (size - 1) + slot
+    return (place.to(tl.int64) * max_rows + row) * num_words
+
+
+@triton.jit
+def _inbox(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
+    """Return the address of a rank's inbox."""
+    # The compiler cannot know it, and would read and write single words.
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _loaded(row_data: tl.tensor, is_word: tl.tensor, tile: tl.constexpr) -> tl.tensor:
+    """Return the words of a row, none of which is that of an empty place."""
+    words = tl.load(row_data + tl.arange(0, tile), mask=is_word, other=0)
+    return tl.where(words == _EMPTY, _OTHER_NAN, words)
 
 
 @triton.jit
@@ -113,21 +147,20 @@ def _send(
     max_rows: tl.tensor,
     rank: tl.constexpr,
     size: tl.constexpr,
-    num_packets: tl.constexpr,
-    packet_tile: tl.constexpr,
+    num_words: tl.constexpr,
+    word_tile: tl.constexpr,
 ) -> tl.tensor:
-    """Write a row into the inboxes of the other ranks; return its data, int32."""
+    """Write a row into the inboxes of the other ranks; return its words."""
     launch = tl.load(num_launches + row) + 1
-    packets = tl.arange(0, packet_tile)
-    is_packet = packets < num_packets
-    mine = tl.load(data + row * data_stride + packets, mask=is_packet, other=0)
-    message = (mine.to(tl.int64) & 0xFFFFFFFF) | (launch.to(tl.int64) << 32)
-    place = _place(launch, rank, row, max_rows, size, num_packets)
+    words = tl.arange(0, word_tile)
+    is_word = words < num_words
+    mine = _loaded(data + row * data_stride, is_word, word_tile)
     for peer in tl.static_range(size):
         if peer != rank:
-            inbox = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
+            place = _place(launch, rank, peer, row, max_rows, size, num_words)
+            inbox = _inbox(addresses, peer)
             # Written through, since no fence follows.
-            tl.store(inbox + place + packets, message, mask=is_packet, cache_modifier=".wt")
+            tl.store(inbox + place + words, mine, mask=is_word, cache_modifier=".wt")
     return mine
 
 
@@ -140,16 +173,15 @@ def _summed(
     max_rows: tl.tensor,
     rank: tl.constexpr,
     size: tl.constexpr,
-    num_packets: tl.constexpr,
-    packet_tile: tl.constexpr,
+    num_words: tl.constexpr,
+    word_tile: tl.constexpr,
     tile: tl.constexpr,
     element_type: tl.constexpr,
 ) -> tl.tensor:
     """Return the sum of a row over the ranks, `[tile]` of the element type."""
     launch = tl.load(num_launches + row) + 1
-    packets = tl.arange(0, packet_tile)
-    is_packet = packets < num_packets
-    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    words = tl.arange(0, word_tile)
+    inbox = _inbox(addresses, rank)
     abort = tl.load(addresses + size).to(tl.pointer_type(tl.int32))
     total = tl.zeros([tile], tl.float32)
     # In the order of the ranks, so that the sum has the same bits on all of them.
@@ -157,9 +189,9 @@ def _summed(
         if peer == rank:
             total += _elements(mine, element_type)
         else:
-            place = _place(launch, peer, row, max_rows, size, num_packets)
-            data = _received(inbox + place + packets, is_packet, launch, abort)
-            total += _elements(data, element_type)
+            place = _place(launch, peer, rank, row, max_rows, size, num_words)
+            received = _received(inbox + place + words, words < num_words, abort)
+            total += _elements(received, element_type)
     # Every warp has read the count before one of them writes it.
     tl.debug_barrier()
     tl.store(num_launches + row, launch)
@@ -222,51 +254,58 @@ def _all_reduce(
     rank: tl.constexpr,
     size: tl.constexpr,
     width: tl.constexpr,
-    num_packets: tl.constexpr,
+    num_words: tl.constexpr,
     has_norm: tl.constexpr,
     has_bias: tl.constexpr,
     is_centred: tl.constexpr,
     has_one_row: tl.constexpr,
-    packet_tile: tl.constexpr,
+    is_dependent: tl.constexpr,
+    word_tile: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Add some rows of all ranks; write the sums, or the norms of the stream plus the sums.
 
     Launched by `all_reduce_rows` and `all_reduce_add_norm`; grid `(num_programs,)`, of which each
     has every num_programs-th row, or one row if `has_one_row`. Pointers: delta, stream, out
-    `[num_rows, width]`; data the same memory as delta, int32 `[num_rows, num_packets]`; weight,
+    `[num_rows, width]`; data the same memory as delta, int32 `[num_rows, num_words]`; weight,
     bias `[width]`; addresses and num_launches as in `Inboxes`. An inbox is
-    `[2, size, max_rows, num_packets]` int64: even and odd launches, senders.
+    `[2, size - 1, max_rows, num_words]` int32: even and odd launches, senders without the receiver.
     """
+    wait_for_inputs(is_dependent)
     element_type: tl.constexpr = delta.dtype.element_ty
     first = tl.program_id(0).to(tl.int64)
     mine = _send(
-        first, data, addresses, num_launches, data_stride, max_rows, rank, size, num_packets,
-        packet_tile,
+        first, data, addresses, num_launches, data_stride, max_rows, rank, size, num_words,
+        word_tile,
     )  # fmt: skip
     if has_one_row:
         added = _summed(
-            first, mine, addresses, num_launches, max_rows, rank, size, num_packets,
-            packet_tile, tile, element_type,
+            first, mine, addresses, num_launches, max_rows, rank, size, num_words,
+            word_tile, tile, element_type,
         )  # fmt: skip
         _finish(
             first, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
             width, has_norm, has_bias, is_centred, tile,
         )  # fmt: skip
     else:
-        # All are sent before the first is waited for.
         step = tl.num_programs(0)
-        for row in range(first + step, num_rows, step):
-            _send(
-                row, data, addresses, num_launches, data_stride, max_rows, rank, size,
-                num_packets, packet_tile,
-            )  # fmt: skip
-        packets = tl.arange(0, packet_tile)
+        for ahead in tl.static_range(1, _LOOKAHEAD):
+            if first + ahead * step < num_rows:
+                _send(
+                    first + ahead * step, data, addresses, num_launches, data_stride, max_rows,
+                    rank, size, num_words, word_tile,
+                )  # fmt: skip
+        is_word = tl.arange(0, word_tile) < num_words
         for row in range(first, num_rows, step):
-            mine = tl.load(data + row * data_stride + packets, mask=packets < num_packets, other=0)
+            if row + _LOOKAHEAD * step < num_rows:
+                _send(
+                    row + _LOOKAHEAD * step, data, addresses, num_launches, data_stride, max_rows,
+                    rank, size, num_words, word_tile,
+                )  # fmt: skip
+            mine = _loaded(data + row * data_stride, is_word, word_tile)
             added = _summed(
-                row, mine, addresses, num_launches, max_rows, rank, size, num_packets,
-                packet_tile, tile, element_type,
+                row, mine, addresses, num_launches, max_rows, rank, size, num_words,
+                word_tile, tile, element_type,
             )  # fmt: skip
             _finish(
                 row, added, delta, stream, weight, bias, out, delta_stride, stream_stride, eps,
@@ -319,6 +358,7 @@ def _launch(
     data = delta.view(torch.int32)
     tile = next_power_of_two(width)
     num_programs = min(num_rows, inboxes.max_programs)
+    num_warps = min(16, max(4, tile // 512))
     _all_reduce[(num_programs,)](
         delta,
         data,
@@ -337,12 +377,14 @@ def _launch(
         rank=inboxes.rank,
         size=inboxes.size,
         width=width,
-        num_packets=data.shape[1],
+        num_words=data.shape[1],
         has_norm=stream is not None,
         has_bias=bias is not None,
         is_centred=is_centred,
         has_one_row=num_rows == num_programs,
-        packet_tile=tile * delta.dtype.itemsize // _PACKET_DATA_BYTES,
+        word_tile=tile * delta.dtype.itemsize // _WORD_BYTES,
         tile=tile,
-        num_warps=min(16, max(4, tile // 512)),
+        num_warps=num_warps,
+        maxnreg=min(_MAX_REGISTERS, _REGISTERS_PER_SM // (32 * num_warps * PROGRAMS_PER_SM)),
+        **dependent_launch(delta.device),
     )

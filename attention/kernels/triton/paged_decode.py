@@ -12,6 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tiles import (
     attend,
@@ -70,6 +75,7 @@ def _attend_split(
     tile_vectors: tl.constexpr,
     tile_keys: tl.constexpr,
     min_split_tiles: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Attend for one query over one split of its keys, for the query heads of one KV head.
 
@@ -79,6 +85,7 @@ def _attend_split(
     parts; lse `[B * num_splits, num_heads]` float32; slopes `[num_heads]` float32; seq_lens `[B]`
     int32; tables `[B, width]` int32.
     """
+    wait_for_inputs(is_dependent)
     block_stride, token_stride, head_stride = wide_strides(
         block_stride, token_stride, head_stride, stride_unit
     )
@@ -167,6 +174,7 @@ def _merge_splits(
     merged_splits: tl.constexpr,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Merge the parts of one head of one query, weighted by their sums of exponentials.
 
@@ -174,6 +182,7 @@ def _merge_splits(
     `[B, num_splits, num_heads, head_size]` and part_lse `[B, num_splits, num_heads]`, float32, from
     `_attend_split`; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32.
     """
+    wait_for_inputs(is_dependent)
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -216,6 +225,49 @@ def num_scratch_elements(
     return num_parts * (head_size + 1) if num_splits > 1 else 0
 
 
+class _Parts:
+    """The results of the splits, in scratch memory, and the launch that merges them."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        num_splits: int,
+        scratch: torch.Tensor,
+    ) -> None:
+        num_sequences, num_heads, head_size = query.shape
+        num_parts = num_sequences * num_splits * num_heads
+        assert scratch.dtype == torch.float32
+        assert scratch.is_contiguous()
+        assert scratch.numel() >= num_parts * (head_size + 1)
+        self.out = scratch
+        self.lse = scratch[num_parts * head_size :]
+        self.strides = num_heads * head_size, head_size, num_heads
+        """From part to part and from head to head of `out`, and from part to part of `lse`."""
+        self._merge = RepeatedLaunch(
+            _merge_splits,
+            (num_heads, num_sequences, 1),
+            (
+                *_token_strides(out, lse),
+                lse is not None,
+                num_splits,
+                next_power_of_two(num_splits),
+                min(_MERGED_SPLITS, next_power_of_two(num_splits)),
+                head_size,
+                _padded_size(head_size),
+                can_depend(query.device),
+            ),
+            num_warps=2,
+            **launch_options(query.device),
+        )
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge them into `out` and, if `lse` was given at first, into `lse`."""
+        self._merge.launch(self.out, self.lse, out, lse)
+
+
 class PagedDecode:
     """The decodes of one step, for layers whose tensors have the same layouts.
 
@@ -241,82 +293,30 @@ class PagedDecode:
         `scratch` is float32 of at least `num_scratch_elements`; launches on one stream may share
         it.
         """
-        num_sequences, num_heads, head_size = query.shape
-        num_kv_heads = layer_cache.shape[3]
-        num_queries_per_kv = num_heads // num_kv_heads
-        num_splits = tuning.num_splits
-        num_parts = num_sequences * num_splits * num_heads
-        assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_vectors * num_kv_heads
         assert seq_lens.dtype == block_tables.dtype == torch.int32
         assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
         assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
         self._layouts = query.stride(), layer_cache.stride(), out.stride()
         self._options = options
-        self._attend: RepeatedLaunch | None = None
-        self._merge: RepeatedLaunch | None = None
         self._lse = lse
-        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
-        if not num_sequences:
-            return
-        padded_size = max(16, next_power_of_two(head_size))
-        lse_stride = 0 if lse is None else lse.stride(0)
-        part_strides = out.stride(0), out.stride(1), lse_stride
-        if num_splits > 1:
-            assert scratch.dtype == torch.float32
-            assert scratch.is_contiguous()
-            assert scratch.numel() >= num_parts * (head_size + 1)
-            self._parts = scratch, scratch[num_parts * head_size :]
-            part_strides = num_heads * head_size, head_size, num_heads
-            self._merge = RepeatedLaunch(
-                _merge_splits,
-                (num_heads, num_sequences, 1),
-                (
-                    out.stride(0),
-                    out.stride(1),
-                    lse_stride,
-                    lse is not None,
-                    num_splits,
-                    next_power_of_two(num_splits),
-                    min(_MERGED_SPLITS, next_power_of_two(num_splits)),
-                    head_size,
-                    padded_size,
-                ),
-                num_warps=2,
-            )
         slopes = options.alibi_slopes
-        unit = stride_unit(layer_cache)
         self._step = seq_lens if slopes is None else slopes, seq_lens, block_tables
-        self._attend = RepeatedLaunch(
-            _attend_split,
-            (num_kv_heads, num_splits, num_sequences),
-            (
-                query.stride(0),
-                query.stride(1),
-                *part_strides,
-                layer_cache.stride(0) // unit,
-                layer_cache.stride(2) // unit,
-                layer_cache.stride(3) // unit,
-                block_tables.stride(0),
-                options.window_left,
-                options.dot_scale,
-                options.cap,
-                options.v_scale,
-                options.window_left >= 0,
-                options.soft_cap is not None,
-                slopes is not None,
-                lse is not None or num_splits > 1,
-                dot_type(query),
-                unit,
-                num_queries_per_kv,
-                layer_cache.shape[2],
-                head_size,
-                padded_size,
-                tuning.tile_vectors,
-                tuning.tile_keys,
-                -(-tuning.min_split_keys // tuning.tile_keys),
-            ),
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
+        self._parts: _Parts | None = None
+        self._attend: RepeatedLaunch | None = None
+        if not len(query):
+            return
+        part_strides = _token_strides(out, lse)
+        if tuning.num_splits > 1:
+            self._parts = _Parts(query, out, lse, num_splits=tuning.num_splits, scratch=scratch)
+            part_strides = self._parts.strides
+        self._attend = _attend_launch(
+            query,
+            layer_cache,
+            part_strides,
+            table_stride=block_tables.stride(0),
+            has_lse=lse is not None or tuning.num_splits > 1,
+            options=options,
+            tuning=tuning,
         )
 
     def fits(
@@ -338,10 +338,12 @@ class PagedDecode:
             return
         # What a kernel does not use is any tensor.
         lse = out if self._lse is None else self._lse
-        part_out, part_lse = self._parts or (out, lse)
-        self._attend.launch(query, keys, values, part_out, part_lse, *self._step)
-        if self._merge is not None:
-            self._merge.launch(part_out, part_lse, out, lse)
+        parts = self._parts
+        if parts is None:
+            self._attend.launch(query, keys, values, out, lse, *self._step)
+            return
+        self._attend.launch(query, keys, values, parts.out, parts.lse, *self._step)
+        parts.merge(out, lse)
 
 
 def paged_decode(
@@ -369,3 +371,64 @@ def paged_decode(
         lse=lse,
     )
     decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out)
+
+
+def _attend_launch(
+    query: torch.Tensor,
+    layer_cache: torch.Tensor,
+    part_strides: tuple[int, int, int],
+    *,
+    table_stride: int,
+    has_lse: bool,
+    options: AttentionOptions,
+    tuning: PagedAttentionTuning,
+) -> RepeatedLaunch:
+    """Return the launch of `_attend_split`, which writes the result or, with splits, parts."""
+    num_sequences, num_heads, head_size = query.shape
+    _, _, block_size, num_kv_heads, _ = layer_cache.shape
+    num_queries_per_kv = num_heads // num_kv_heads
+    assert num_heads == num_queries_per_kv * num_kv_heads <= tuning.tile_vectors * num_kv_heads
+    unit = stride_unit(layer_cache)
+    return RepeatedLaunch(
+        _attend_split,
+        (num_kv_heads, tuning.num_splits, num_sequences),
+        (
+            query.stride(0),
+            query.stride(1),
+            *part_strides,
+            layer_cache.stride(0) // unit,
+            layer_cache.stride(2) // unit,
+            layer_cache.stride(3) // unit,
+            table_stride,
+            options.window_left,
+            options.dot_scale,
+            options.cap,
+            options.v_scale,
+            options.window_left >= 0,
+            options.soft_cap is not None,
+            options.alibi_slopes is not None,
+            has_lse,
+            dot_type(query),
+            unit,
+            num_queries_per_kv,
+            block_size,
+            head_size,
+            _padded_size(head_size),
+            tuning.tile_vectors,
+            tuning.tile_keys,
+            -(-tuning.min_split_keys // tuning.tile_keys),
+            can_depend(query.device),
+        ),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **launch_options(query.device),
+    )
+
+
+def _token_strides(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the strides from token to token and from head to head of `out`, and of `lse`."""
+    return out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+
+
+def _padded_size(head_size: int) -> int:
+    return max(16, next_power_of_two(head_size))

@@ -17,6 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dependent_launch import (
+    can_depend,
+    launch_options,
+    wait_for_inputs,
+)
 from attention.kernels.triton.token_rows import activation
 
 __all__ = ["MAX_ROWS", "SkinnyGemmTuning", "default_skinny_tuning", "skinny_gated", "skinny_gemm"]
@@ -69,6 +74,22 @@ def _weight_tile(
 
 
 @triton.jit
+def _input_tile(
+    x: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    first: tl.tensor,
+    x_stride: tl.tensor,
+    depth: tl.constexpr,
+) -> tl.tensor:
+    """Return `depth` elements from `first` of all rows, `[depth, rows]`."""
+    elements = first + tl.arange(0, depth)
+    return tl.load(
+        x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
+    )
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     weight: tl.tensor,
@@ -82,6 +103,8 @@ def _multiply(
     is_gated: tl.constexpr,
     kind: tl.constexpr,
     operand_type: tl.constexpr,
+    overlaps: tl.constexpr,
+    is_dependent: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
@@ -99,11 +122,19 @@ def _multiply(
     is_row = rows < num_rows
     product = tl.zeros([tile_columns, tile_rows], tl.float32)
     other = tl.zeros([tile_columns, tile_rows], tl.float32)
-    for first in range(0, in_size, tile_depth):
-        elements = first + tl.arange(0, tile_depth)
-        inputs = tl.load(
-            x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
-        ).to(operand_type)
+    if overlaps:
+        # No kernel writes weights, so that the first are on their way before the inputs are there.
+        tile = _weight_tile(weight, read, 0, in_size, tile_depth)
+        if is_gated:
+            other_tile = _weight_tile(weight, read + out_size, 0, in_size, tile_depth)
+        wait_for_inputs(is_dependent)
+        inputs = _input_tile(x, rows, is_row, 0, x_stride, tile_depth).to(operand_type)
+        product = tl.dot(tile.to(operand_type), inputs, product, input_precision="ieee")
+        if is_gated:
+            other = tl.dot(other_tile.to(operand_type), inputs, other, input_precision="ieee")
+    start: tl.constexpr = tile_depth if overlaps else 0
+    for first in range(start, in_size, tile_depth):
+        inputs = _input_tile(x, rows, is_row, first, x_stride, tile_depth).to(operand_type)
         tile = _weight_tile(weight, read, first, in_size, tile_depth)
         product = tl.dot(tile.to(operand_type), inputs, product, input_precision="ieee")
         if is_gated:
@@ -159,6 +190,8 @@ def _launched(
     assert weight.shape[1] == in_size
     assert in_size % tuning.tile_depth == 0
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    # With more rows, the first weights would take registers that the loop needs.
+    overlaps = num_rows == 1 and (can_depend(x.device) or not x.is_cuda)
     # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
     widens = x.dtype == torch.bfloat16 and not x.is_cuda
     if num_rows:
@@ -180,6 +213,9 @@ def _launched(
             tile_depth=tuning.tile_depth,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
+            overlaps=overlaps,
+            is_dependent=overlaps and x.is_cuda,
+            **(launch_options(x.device) if overlaps else {}),
         )
     return out
 

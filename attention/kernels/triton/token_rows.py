@@ -12,6 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.triton.dependent_launch import (
+    can_depend,
+    dependent_launch,
+    launch_options,
+    wait_for_inputs,
+)
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = ["Gate", "activation", "add_norm", "gated", "norm_heads", "rotate_heads"]
@@ -36,6 +42,7 @@ def _add_norm(
     has_delta: tl.constexpr,
     has_bias: tl.constexpr,
     is_centred: tl.constexpr,
+    is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Add delta to one row of the residual stream in place, and write its norm.
@@ -43,6 +50,7 @@ def _add_norm(
     Launched by `add_norm`; grid `(num_rows,)`. Pointers: stream, delta, out `[num_rows, size]`;
     weight, bias `[size]`, all of the model's dtype.
     """
+    wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     elements = tl.arange(0, tile)
     is_element = elements < size
@@ -69,10 +77,12 @@ def add_norm(
     eps: float,
     *,
     is_centred: bool,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """Return the norm of `stream + delta`, `[num_rows, size]`; `stream` becomes that sum.
 
-    The norm is RMSNorm, or LayerNorm if `is_centred`, which subtracts the mean.
+    The norm is RMSNorm, or LayerNorm if `is_centred`, which subtracts the mean. With `overlaps`, it
+    starts while the kernel before it ends, which must be of the same stream: not one of NCCL.
     """
     num_rows, size = stream.shape
     assert stream.stride(1) == 1
@@ -95,6 +105,8 @@ def add_norm(
             is_centred=is_centred,
             tile=tile,
             num_warps=min(16, max(4, tile // 512)),
+            is_dependent=can_depend(stream.device),
+            **(launch_options(stream.device) if overlaps else {}),
         )
     return out
 
@@ -162,6 +174,7 @@ def _rotate_heads(
     token_stride: tl.tensor,
     num_heads: tl.constexpr,
     half: tl.constexpr,
+    is_dependent: tl.constexpr,
     head_tile: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
@@ -171,6 +184,7 @@ def _rotate_heads(
     `[num_tokens, num_heads, 2 * half]`; positions `[num_tokens]` int64; table
     `[num_positions, 2 * half]` float32, cosines, then sines.
     """
+    wait_for_inputs(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
     pairs = tl.arange(0, tile)
@@ -209,6 +223,7 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
             head_tile=_HEADS_PER_PROGRAM,
             tile=next_power_of_two(head_size // 2),
             num_warps=4,
+            **dependent_launch(heads.device),
         )
 
 
@@ -238,6 +253,7 @@ def _gated(
     row_stride: tl.tensor,
     size: tl.constexpr,
     kind: tl.constexpr,
+    is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Write `tile` elements of the gated product of one row.
@@ -245,6 +261,7 @@ def _gated(
     Launched by `gated`; grid `(num_rows, tiles of a row)`. Pointers: columns
     `[num_rows, 2 * size]`, out `[num_rows, size]`.
     """
+    wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     elements = tl.program_id(1) * tile + tl.arange(0, tile)
     is_element = elements < size
@@ -263,6 +280,13 @@ def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
     if num_rows:
         tile = min(_GATE_TILE, next_power_of_two(size))
         _gated[(num_rows, triton.cdiv(size, tile))](
-            columns, out, columns.stride(0), size=size, kind=kind, tile=tile, num_warps=4
+            columns,
+            out,
+            columns.stride(0),
+            size=size,
+            kind=kind,
+            tile=tile,
+            num_warps=4,
+            **dependent_launch(columns.device),
         )
     return out

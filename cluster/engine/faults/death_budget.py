@@ -40,18 +40,20 @@ class DeathBudget:
         self._first_pause_s = first_pause_s
         self._max_pause_s = max_pause_s
         self._deaths: deque[float] = deque()
+        self._num_steps = 0
         self._num_barren = 0
         self._barren_since_s = 0.0
 
-    def note_step(self) -> None:
-        """Note that a step finished after the last death."""
-        self._num_barren = 0
-
-    def note_death(self, now_s: float, error: WorkerError, *, has_narrowed: bool = False) -> float:
+    def note_death(
+        self, now_s: float, error: WorkerError, *, num_steps: int, has_narrowed: bool = False
+    ) -> float:
         """Return the pause before the replacement, in seconds. Raises WorkerError without budget.
 
-        `has_narrowed` says that the death narrowed the search for the request that causes them.
+        `num_steps` counts the steps that have finished since the engine started. `has_narrowed`
+        says that the death narrowed the search for the request that causes them.
         """
+        if num_steps != self._num_steps:
+            self._num_steps, self._num_barren = num_steps, 0
         self._deaths.append(now_s)
         while self._deaths[0] < now_s - self._window_s:
             self._deaths.popleft()

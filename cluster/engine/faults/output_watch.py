@@ -49,19 +49,16 @@ class OutputWatch:
         self._tested_s = -math.inf
         self._broken_since_s: float | None = None
         self._next_log_s = -math.inf
+        self.is_suspicious = False
+        """Whether no logits were finite since some were not."""
 
     @property
     def is_broken(self) -> bool:
         """Whether the last test request failed."""
         return self._broken_since_s is not None
 
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether no logits were finite since some were not."""
-        return bool(self._bad_ids) or self.is_broken or self._open_test is not None
-
     def note_events(self, events: Iterable[TokenEvent], now_s: float) -> None:
-        """Note the events of a step in which, or before which, logits were not finite."""
+        """Note the events of a step; none matter while all logits are finite."""
         is_test_finite = has_finite = False
         for event in events:
             is_test = event.request_id == self._open_test
@@ -75,19 +72,9 @@ class OutputWatch:
                     self._bad_ids.add(event.request_id)
             if is_test and event.finish_reason is not None:
                 self._open_test = None
-        if not has_finite:
-            return
-        if self.is_broken:
-            logger.warning("The logits of the model are finite again.")
-        elif is_test_finite and now_s >= self._next_log_s:
-            self._next_log_s = now_s + _LOG_INTERVAL_S
-            logger.warning(
-                "The logits of the last %d requests were not finite, but those of a test request "
-                "are: the cause is in these requests. If the dtype is float16, try bfloat16.",
-                _MAX_IN_A_ROW,
-            )
-        self._bad_ids.clear()
-        self._broken_since_s = None
+        if has_finite:
+            self._note_finite(now_s, is_test=is_test_finite)
+        self.is_suspicious = bool(self._bad_ids) or self.is_broken or self._open_test is not None
 
     def next_test(self, now_s: float) -> Request | None:
         """Return a test request that is due.
@@ -105,6 +92,20 @@ class OutputWatch:
         request = make_engine_request(f"output-test-{self._num_tests}", max_tokens=1)
         self._open_test = request.id
         return request
+
+    def _note_finite(self, now_s: float, *, is_test: bool) -> None:
+        """Note finite logits; `is_test` says that they are, among others, those of a test."""
+        if self.is_broken:
+            logger.warning("The logits of the model are finite again.")
+        elif is_test and now_s >= self._next_log_s:
+            self._next_log_s = now_s + _LOG_INTERVAL_S
+            logger.warning(
+                "The logits of the last %d requests were not finite, but those of a test request "
+                "are: the cause is in these requests. If the dtype is float16, try bfloat16.",
+                _MAX_IN_A_ROW,
+            )
+        self._bad_ids.clear()
+        self._broken_since_s = None
 
     def _note_failed_test(self, now_s: float) -> None:
         if self._broken_since_s is not None:

@@ -49,7 +49,9 @@ class ProgressClock:
     count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_tick_s: float = _MAX_TICK_S) -> None:
+        """One observation can add `max_tick_s`: more than usually passes between two of them."""
+        self._max_tick_s = max_tick_s
         self._seen: object = None
         self._observed_s: float | None = None
         self._silent_s = 0.0
@@ -58,7 +60,7 @@ class ProgressClock:
         """Return the observed time since `seen` changed or was expected not to."""
         elapsed_s = 0.0
         if self._observed_s is not None:
-            elapsed_s = min(max(now_s - self._observed_s, 0.0), _MAX_TICK_S)
+            elapsed_s = min(max(now_s - self._observed_s, 0.0), self._max_tick_s)
         self._observed_s = now_s
         self._silent_s = 0.0 if is_expected or seen != self._seen else self._silent_s + elapsed_s
         self._seen = seen

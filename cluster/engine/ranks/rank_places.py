@@ -8,6 +8,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pagedray.errors import WorkerError
 from workers.gpu_worker import GpuWorker
 from workers.parallel.rendezvous import LOOPBACK
 
@@ -26,6 +27,7 @@ class RankPlaces:
     """The last bundles of a placement group, one for each rank, as they are placed at present."""
 
     def __init__(self, config: EngineConfig, placement: PlacementGroup) -> None:
+        """Raises WorkerError while the group has no node for a rank, since one has died."""
         self._config = config
         self._placement = placement
         self._size = config.parallel.tensor_parallel_size
@@ -55,9 +57,14 @@ class RankPlaces:
         return self._start(self.nodes.index(node), num_cpus=0, num_gpus=0)
 
     def _hosts(self) -> list[str]:
+        addresses = {
+            node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]
+        }
+        for rank, node in enumerate(self.nodes):
+            if node not in addresses:
+                raise WorkerError(f"The node of rank {rank} has left the Ray cluster.")
         if len(set(self.nodes)) == 1:
             return [LOOPBACK] * self._size
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return [addresses[node] for node in self.nodes]
 
     def _start(self, rank: int, *, num_cpus: int, num_gpus: int) -> Actor:

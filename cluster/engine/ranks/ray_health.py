@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
 from cluster.engine.executor import Outage
+from cluster.engine.ranks.ray_calls import result_unless, start_call
 from cluster.engine.ranks.ray_daemon import RayDaemon
 from pagedray.errors import StartupError
 
@@ -72,18 +72,9 @@ class RayHealth:
     def run_unless_out(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns, which needs Ray. Raises StartupError during an outage.
 
-        Calls of Ray may then block for ever, so `call` runs in a thread that is abandoned.
+        Calls of Ray may then block for ever, so the call is abandoned.
         """
-        future = _in_thread(call)
-        while True:
-            # Not `result`, whose time may be over just before the call returns.
-            if wait((future,), _POLL_S).done:
-                return future.result()
-            outage = self._outage
-            if outage is None:
-                continue
-            if outage.is_final or time.monotonic() - self._outage_began_s > _REPLACE_WAIT_S:
-                raise StartupError(f"{outage.reason} Ranks cannot be replaced.")
+        return result_unless(self._check_outage, call, period_s=_POLL_S)
 
     def close(self) -> None:
         """Stop watching."""
@@ -95,9 +86,17 @@ class RayHealth:
             call()
             return
         try:
-            _in_thread(call).result(_END_TIMEOUT_S)
+            start_call(call).result(_END_TIMEOUT_S)
         except Exception as error:
             logger.debug("Ray did not end what it runs: %r", error)
+
+    def _check_outage(self) -> None:
+        """Raise StartupError if there is an outage that does not end soon."""
+        outage = self._outage
+        if outage is None:
+            return
+        if outage.is_final or time.monotonic() - self._outage_began_s > _REPLACE_WAIT_S:
+            raise StartupError(f"{outage.reason} Ranks cannot be replaced.")
 
     def _watch(self) -> None:
         daemons = self._raylet, self._gcs
@@ -156,17 +155,3 @@ class RayHealth:
 def _end_error_listener() -> None:
     """End the thread of Ray that prints errors: without GCS, it keeps a core and the GIL busy."""
     ray._private.worker.global_worker.threads_stopped.set()
-
-
-def _in_thread(call: Callable[[], Result]) -> Future[Result]:
-    # Not an executor's thread, for which the interpreter would wait at its end.
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="pagedray-ray-call", daemon=True).start()
-    return future

@@ -23,10 +23,11 @@ from cluster.engine.ranks.ray_reports import RayReports
 from pagedray.channel import ChannelClosedError
 from pagedray.config import CacheSize
 from pagedray.errors import HungRankError, StartupError, WorkerError
+from pagedray.load_progress import LoadProgress
 from pagedray.step_listener import StepListener
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from cluster.engine.executor import ReportProgress
     from cluster.engine.faults.start_limit import StartLimit
@@ -133,7 +134,7 @@ class RayRanks:
                 for rank, (actor, device_index) in sorted(places.items())
             ]
             address = self._open_rendezvous()
-            self._results(preparing, "Loading weights", _no_fraction)
+            self._results(preparing, _at("Loading weights"))
             healing.end_phase("loaded")
             self._join(address)
             healing.end_phase("joined")
@@ -268,14 +269,11 @@ class RayRanks:
             for actor, mine in zip(self._actors, by_rank, strict=True)
         ]
         is_loading = method == "load_rank"
-        return self._results(
-            references, what, self._loaded_fraction if is_loading else _no_fraction
-        )
+        return self._results(references, self._loading_progress if is_loading else _at(what))
 
     def _open_rendezvous(self) -> GroupAddress:
         opening = [self._actors[0].open_rendezvous.remote(self.places.hosts[0])]
-        what = f"Starting {_ranks(self._size)}"
-        address: GroupAddress = self._results(opening, what, _no_fraction)[0]
+        address: GroupAddress = self._results(opening, _at(f"Starting {_ranks(self._size)}"))[0]
         return address
 
     def _join(self, address: GroupAddress) -> None:
@@ -286,7 +284,9 @@ class RayRanks:
     def _warm_up(self, *, captures_lazily: bool) -> list[dict[str, float]]:
         return self._call("Preparing the first steps", "warm_up", (captures_lazily,))
 
-    def _results(self, references: list[Reference], what: str, fraction: Any) -> list[Any]:
+    def _results(
+        self, references: list[Reference], progress: Callable[[], tuple[str, float]]
+    ) -> list[Any]:
         """Return the actors' results. Raises StartupError if one is an error message.
 
         Raises HungRankError if a rank makes no progress. Reports progress meanwhile, which may
@@ -295,7 +295,7 @@ class RayRanks:
         waiting = references
         while waiting:
             self._monitor.check_start()
-            self._report_progress(what, fraction())
+            self._report_progress(*progress())
             finished, waiting = ray.wait(waiting, timeout=_POLL_S)
             # A rank that fails ends the wait for the others.
             for answer in ray.get(finished):
@@ -303,12 +303,17 @@ class RayRanks:
                     raise StartupError(answer)
         return list(ray.get(references))
 
-    def _loaded_fraction(self) -> float:
+    def _loading_progress(self) -> tuple[str, float]:
+        """Return what the ranks do, and the part that is done."""
+        asking = [actor.load_progress.remote() for actor in self._actors]
         try:
-            done, total = ray.get(self._actors[0].load_progress.remote(), timeout=_POLL_S)
+            shown: list[LoadProgress] = ray.get(asking, timeout=_POLL_S)
         except GetTimeoutError:
-            return 0.0
-        return float(done / total) if total else 0.0
+            shown = [LoadProgress()]
+        # One rank of a node downloads, and the others wait for it.
+        downloads = [progress for progress in shown if progress.is_download]
+        progress = max(downloads, key=lambda each: each.fraction, default=shown[0])
+        return progress.what, progress.fraction
 
     def _connect(self) -> None:
         secret = secrets.token_bytes(32)
@@ -357,8 +362,9 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _no_fraction() -> float:
-    return 0.0
+def _at(what: str) -> Callable[[], tuple[str, float]]:
+    """Return the progress of what has no parts."""
+    return lambda: (what, 0.0)
 
 
 def _has_answered(reference: Reference) -> bool:

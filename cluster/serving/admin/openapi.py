@@ -19,6 +19,7 @@ from cluster.serving.openai.messages import (
     ToolChoiceObject,
     ToolObject,
 )
+from cluster.serving.openai.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from pagedray.version import __version__
 
@@ -33,6 +34,8 @@ _BODIES: tuple[type[Body], ...] = (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    RerankBody,
+    ScoreBody,
     TokenizeBody,
 )
 _PARTS: tuple[type[BodyPart], ...] = (

@@ -87,6 +87,34 @@ OPERATIONS = (
         body="EmbeddingBody",
         errors=_BODY_ERRORS,
     ),
+    *(
+        ApiOperation(
+            id=f"rerank{name}",
+            method="POST",
+            path=path,
+            tag="Scores",
+            summary="Sort documents by their relevance to a query, as Jina's and Cohere's APIs do.",
+            response_text="The most relevant documents first.",
+            contents=((_JSON, "Ranking"),),
+            body="RerankBody",
+            errors=_BODY_ERRORS,
+        )
+        for name, path in (("", "/rerank"), ("V1", "/v1/rerank"), ("V2", "/v2/rerank"))
+    ),
+    *(
+        ApiOperation(
+            id=f"score{name}",
+            method="POST",
+            path=path,
+            tag="Scores",
+            summary="Score pairs of texts, as vLLM's API does.",
+            response_text="The scores, in the order of the pairs.",
+            contents=((_JSON, "ScoreList"),),
+            body="ScoreBody",
+            errors=_BODY_ERRORS,
+        )
+        for name, path in (("", "/score"), ("V1", "/v1/score"))
+    ),
     ApiOperation(
         id="resumeStream",
         path="/v1/streams/{request_id}",

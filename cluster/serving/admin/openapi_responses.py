@@ -117,6 +117,27 @@ RESPONSE_SCHEMAS: Json = {
         max_model_len=_COUNT,
     ),
     "ModelList": _object(object=_const("list"), data=_list(_reference("Model"))),
+    "RankedDocument": _open_object(
+        ("document",),
+        index=_COUNT,
+        relevance_score={"type": "number"},
+        document=_object(text=_STRING),
+    ),
+    "Ranking": _object(
+        id=_STRING,
+        model=_STRING,
+        usage=_object(total_tokens=_COUNT),
+        results=_list(_reference("RankedDocument")),
+    ),
+    "Score": _object(object=_const("score"), index=_COUNT, score={"type": "number"}),
+    "ScoreList": _object(
+        id=_STRING,
+        object=_const("list"),
+        created=_COUNT,
+        model=_STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        data=_list(_reference("Score")),
+    ),
     "Status": _object(status=_const("ok")),
     "Tokens": _object(
         count=_COUNT,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cluster.serving.client_host import client_host
+from cluster.serving.connections.client_host import client_host
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from cluster.serving.connection_limits import ConnectionLimits
+    from cluster.serving.connections.connection_limits import ConnectionLimits
 
 __all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_AT_ONCE = 64
+_MAX_AT_ONCE = 16
 _PAUSE_S = 1.0
-_HANDSHAKE_TIMEOUT_S = 10.0
+_HANDSHAKE_TIMEOUT_S = 10
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+class _TlsProtocol(SSLProtocol):
+    """asyncio's TLS, which would hold a buffer of 256 KiB for each connection."""
+
+    max_size = 2**15
 
 
 class Acceptor:
@@ -111,17 +118,37 @@ class Acceptor:
                 self._release(host)
 
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: self._make_protocol(release),
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=None if self._context is None else _HANDSHAKE_TIMEOUT_S,
-            )
+            if self._context is None:
+                await self._loop.connect_accepted_socket(
+                    lambda: self._make_protocol(release), connection
+                )
+            else:
+                await self._open_tls(connection, self._make_protocol(release), self._context)
         except OSError:
             # The client went away, or does not speak TLS.
             release()
         except BaseException:
             release()
+            raise
+
+    async def _open_tls(
+        self, connection: socket.socket, protocol: asyncio.Protocol, context: ssl.SSLContext
+    ) -> None:
+        """Raises OSError if the handshake fails."""
+        has_ended = self._loop.create_future()
+        tls = _TlsProtocol(
+            self._loop,
+            protocol,
+            context,
+            has_ended,
+            server_side=True,
+            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S,
+        )
+        transport, _ = await self._loop.connect_accepted_socket(lambda: tls, connection)
+        try:
+            await has_ended
+        except BaseException:
+            transport.close()
             raise
 
     def _release(self, host: str) -> None:

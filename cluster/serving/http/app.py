@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
@@ -15,10 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
+from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
+from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, refusal_body
+from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.inputs import Arrival
+from cluster.serving.intake.loop_shares import MAX_WAITING, TimedWork, TooManyWaitError
 from pagedray.errors import (
     AuthenticationError,
     EngineError,
@@ -33,9 +38,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.inputs import Operation
-    from cluster.serving.open_calls import OpenCall
     from cluster.serving.servicer import Servicer
 
 __all__ = ["HttpApp"]
@@ -43,6 +48,12 @@ __all__ = ["HttpApp"]
 logger = logging.getLogger(__name__)
 
 _CLIENT_ERROR = "invalid_request_error"
+_MAX_WAITING_BODIES = 256
+"""Requests of a client that wait, up to 64 KiB of whose bodies are received each."""
+_OTHER_S = 0.0002
+"""What it takes to receive a request and to send the response."""
+_FREE_CALL_S = 0.001
+"""What most calls take until they are in the engine's queue."""
 # The client has disconnected and receives nothing.
 _DISCONNECTED_STATUS = 400
 
@@ -88,8 +99,34 @@ class HttpApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        response = await self._respond(Request(scope, receive))
+        response = await self._respond_in_turn(Request(scope, receive))
         await response(scope, receive, send)
+
+    async def _respond_in_turn(self, request: Request) -> Response:
+        """Return the response once it is its client's turn."""
+        endpoint = self._table.find(_path_of(request.scope))[0].get(request.method)
+        shares, client = self._servicer.intake.loop_shares, self._client_of(request)
+        is_public = endpoint is not None and endpoint.access is Access.PUBLIC
+        # A health check on a connection of its own never waits.
+        if not (is_public and request.scope.get(IS_FIRST_KEY, True)):
+            most = _MAX_WAITING_BODIES if _has_body(request) else MAX_WAITING
+            if shares.num_waiting(client) >= most:
+                shares.charge(client, _OTHER_S)
+                return _refusal(TooManyWaitError(), {"connection": "close"})
+            await shares.wait_turn(client)
+        work = TimedWork(self._respond(request).__await__())
+        response = await work
+        shares.charge(client, _charged_s(endpoint, response, work.used_s))
+        return response
+
+    def _client_of(self, request: Request) -> str:
+        """Return whose requests take turns: those of a tenant, or of a host without a valid key."""
+        if self._servicer.authenticator.requires_keys:
+            with suppress(AuthenticationError):
+                given = request.headers.get("authorization")
+                return f"tenant {self._servicer.authenticate(given).name}"
+        address = request.scope.get("client")
+        return client_host(address[0]) if address else ""
 
     async def _respond(self, request: Request) -> Response:
         try:
@@ -115,7 +152,7 @@ class HttpApp:
             allowed = {"allow": ", ".join(sorted(methods))}
             raise HTTPException(405, f"Method not allowed; use {allowed['allow']}.", allowed)
         if endpoint.operation is None and not endpoint.is_counted:
-            return await endpoint.handler(self._call(request, tenant, rest, None))
+            return await self._handle(endpoint, self._call(request, tenant, rest, None))
         continuation = request.scope.get(CONTINUATION_KEY)
         try:
             entered = self._servicer.enter_call(
@@ -128,9 +165,13 @@ class HttpApp:
             self._servicer.note_refused(error, _arrival(call, endpoint.operation), "http")
             raise
         try:
-            return await endpoint.handler(self._call(request, tenant, rest, entered))
+            return await self._handle(endpoint, self._call(request, tenant, rest, entered))
         finally:
             entered.leave()
+
+    async def _handle(self, endpoint: Endpoint, call: HttpCall) -> Response:
+        response = await endpoint.handler(call)
+        return kept_if_large(response, self._servicer.buffers, call.tenant.name)
 
     def _call(
         self, request: Request, tenant: Tenant, rest: str, entered: OpenCall | None
@@ -170,6 +211,26 @@ class HttpApp:
         return tenant
 
 
+def _has_body(request: Request) -> bool:
+    headers = request.headers
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _charged_s(endpoint: Endpoint | None, response: Response, used_s: float) -> float:
+    """Return the time of the event loop that a request's client is charged."""
+    if endpoint is None or endpoint.operation is None:
+        return _OTHER_S + used_s
+    if response.status_code == OverloadedError.http_status:
+        # An overloaded server rejects at once; clients that it has room for are not delayed.
+        return 0.0
+    if response.status_code >= 400:
+        return _OTHER_S + used_s
+    # The engine's queue limits calls, but not what one costs before it has a place there. What it
+    # generates is not charged, which a complete response includes.
+    is_stream = response.media_type == "text/event-stream"
+    return max(0.0, used_s - _FREE_CALL_S) if is_stream else 0.0
+
+
 def _arrival(call: HttpCall, operation: Operation | None) -> Arrival | None:
     if operation is None:
         return None
@@ -196,8 +257,8 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-def _refusal(error: PagedRayError) -> Response:
-    headers = {}
+def _refusal(error: PagedRayError, given: Mapping[str, str] | None = None) -> Response:
+    headers = dict(given or {})
     if isinstance(error, OverloadedError | EngineError):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, AuthenticationError):

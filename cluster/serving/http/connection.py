@@ -1,9 +1,9 @@
 """A client's HTTP connection: uvicorn's, made strict about time, size and ambiguous requests.
 
 It serves one request at a time, times out waiting for a request head and for a client that does not
-read, limits the size of heads, chunk extensions and trailers, rejects requests that another HTTP
-parser might read differently (request smuggling), and always notices that the client has
-disconnected.
+read, limits the size of heads, chunk extensions and trailers and the numbers of headers and chunks,
+rejects requests that another HTTP parser might read differently (request smuggling), and always
+notices that the client has disconnected.
 """
 
 from __future__ import annotations
@@ -25,13 +25,32 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-__all__ = ["MAX_HEAD_BYTES", "HttpConnection", "connection_kind"]
+__all__ = [
+    "FREE_CHUNKS",
+    "IS_FIRST_KEY",
+    "MAX_HEADERS",
+    "MAX_HEAD_BYTES",
+    "MIN_CHUNK_BYTES",
+    "HttpConnection",
+    "connection_kind",
+]
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 2**16
 """Limit of a head, and of the chunk extensions and trailers around a body's chunks."""
+MAX_HEADERS = 128
+"""Headers and trailers of a request. Even a short one takes time on the event loop."""
+MIN_CHUNK_BYTES = 64
+"""What a body's chunks must have on average, for the same reason."""
+FREE_CHUNKS = 256
+"""Chunks of a body that may be smaller."""
+IS_FIRST_KEY = "pagedray.is_first"
+"""The key in the ASGI scope for whether a request is the first one of its connection."""
 
+_MAX_HELD_BYTES = 2**24
+"""Of all connections; while they hold more, only short heads are received."""
+_SHORT_HEAD_BYTES = 2**12
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -40,6 +59,12 @@ _VERSIONS = ("1.0", "1.1")
 
 class _InvalidRequestError(Exception):
     """A request that the parser accepts but that must be rejected."""
+
+
+class _HeldBytes:
+    """Bytes of heads, chunk extensions and trailers that are not complete."""
+
+    num_bytes = 0
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -59,6 +84,8 @@ class HttpConnection(HttpToolsProtocol):
     """Called when a request is rejected here."""
     invalid_lines: ClassVar[LineLimit]
     """Limits the log lines about invalid requests on all connections."""
+    held: ClassVar[_HeldBytes]
+    """What all connections hold."""
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -66,9 +93,16 @@ class HttpConnection(HttpToolsProtocol):
     """Runs while writing is paused, and while the rest of a complete response is unsent."""
     _num_held_bytes = 0
     """Bytes received since the parser last completed a head or a chunk of a body."""
+    _num_counted_bytes = 0
+    """Those of them that are counted in `held`."""
     _has_head = False
     """Whether the parser is between the head and the end of a request."""
     _has_long_head = False
+    _num_headers = 0
+    """Headers and trailers of the request."""
+    _num_chunks = 0
+    """Pieces in which the parser has found its body."""
+    _num_body_bytes = 0
 
     # Any: uvicorn's base class leaves the transport's type to its caller.
     def connection_made(self, transport: Any) -> None:
@@ -81,6 +115,8 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
         self._stop_write_timer()
+        self._num_held_bytes = 0
+        self._count_held()
         super().connection_lost(exc)
         self.note_lost()
 
@@ -98,8 +134,11 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse_unread()
             return
+        self._count_held()
         if self._num_held_bytes > MAX_HEAD_BYTES:
             self._refuse_long()
+        elif self.held.num_bytes > _MAX_HELD_BYTES and self._num_held_bytes > _SHORT_HEAD_BYTES:
+            self._refuse_large("The server is receiving too many long heads of requests.")
         elif self._is_waiting_for_head:
             self._watch_head()
         else:
@@ -116,15 +155,22 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_write_timer()
 
     def on_response_complete(self) -> None:
+        # The part of a body that was received and not read.
+        self.cycle.body = bytearray()
         super().on_response_complete()
         self._watch_rest()
 
     def on_message_begin(self) -> None:
         if self._is_answering:
             raise _InvalidRequestError
+        self._num_headers = self._num_chunks = self._num_body_bytes = 0
         super().on_message_begin()
+        self.scope[IS_FIRST_KEY] = self.cycle is None  # type: ignore[literal-required]  # ours
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise _InvalidRequestError
         # Trailers are ignored: they must not replace headers, such as Authorization.
         if not self._has_head:
             super().on_header(name, value)
@@ -145,6 +191,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_held_bytes = 0
+        self._num_chunks += 1
+        self._num_body_bytes += len(body)
+        if self._has_small_chunks:
+            raise _InvalidRequestError
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -159,6 +209,10 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().shutdown()
+
+    def _count_held(self) -> None:
+        self.held.num_bytes += self._num_held_bytes - self._num_counted_bytes
+        self._num_counted_bytes = self._num_held_bytes
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which calls the `on_` methods. Raises HttpParserError."""
@@ -198,6 +252,10 @@ class HttpConnection(HttpToolsProtocol):
                 raise _InvalidRequestError
 
     @property
+    def _has_small_chunks(self) -> bool:
+        return self._num_chunks > FREE_CHUNKS + self._num_body_bytes // MIN_CHUNK_BYTES
+
+    @property
     def _is_waiting_for_head(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -211,6 +269,14 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_pipelined()
         elif self._has_long_head:
             self._refuse_long()
+        elif self._num_headers > MAX_HEADERS:
+            self._refuse_large(f"A request may have at most {MAX_HEADERS} headers.")
+        elif self._has_small_chunks:
+            self._refuse(
+                HTTPStatus.BAD_REQUEST,
+                f"The chunks of a body must have {MIN_CHUNK_BYTES} bytes on average after the "
+                f"first {FREE_CHUNKS}.",
+            )
         else:
             self._log_invalid()
             self._refuse(HTTPStatus.BAD_REQUEST, "The request is not valid HTTP.")
@@ -225,7 +291,9 @@ class HttpConnection(HttpToolsProtocol):
             )
 
     def _refuse_long(self) -> None:
-        text = f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes."
+        self._refuse_large(f"The head or trailers of the request exceed {MAX_HEAD_BYTES} bytes.")
+
+    def _refuse_large(self, text: str) -> None:
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def _refuse_pipelined(self) -> None:
@@ -235,6 +303,10 @@ class HttpConnection(HttpToolsProtocol):
         """Respond in place of the application, and close."""
         self._stop_watching()
         self.note_refusal()
+        if self._has_head and self.cycle is not None and self.cycle.response_started:
+            # The request has its response, and the client would take another one for the next's.
+            self.transport.close()
+            return
         body = msgspec.json.encode(error_body(text, "invalid_request_error"))
         self.transport.write(
             b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -298,6 +370,7 @@ def connection_kind(
         "note_refusal": staticmethod(note_refusal),
         "note_stall": staticmethod(note_stall),
         "invalid_lines": LineLimit(),
+        "held": _HeldBytes(),
     }
     return type("HttpConnection", (HttpConnection,), members)
 

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.serving.auth.tenant import Tenant
+from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import JSON_TYPE, read_raw
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.intake.intake import Intake
-from cluster.serving.open_calls import OpenCall
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError
 

@@ -6,9 +6,10 @@ An unsupported parameter is rejected unless its value has no effect: null, or it
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -106,11 +107,45 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequ
 
 
 def _validated(kind: type[Part], given: object, where: str) -> Part:
+    _check_num_names(kind, given, where)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)[0]
         raise _refusal(details, where) from error
+
+
+def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
+    """Raise InvalidRequestError for an object that has more names than fields.
+
+    pydantic would make an error for each unknown name, which takes long for thousands.
+    """
+    if isinstance(given, list):
+        for index, one in enumerate(given):
+            if isinstance(one, dict):
+                _check_num_names(kind, one, f"{where}.{index}")
+        return
+    if not isinstance(given, dict):
+        return
+    if len(given) > len(kind.model_fields):
+        known = {field.alias or name for name, field in kind.model_fields.items()}
+        unknown = next(name for name in given if name not in known)
+        raise _unsupported(f"{where}.{unknown}" if where else unknown)
+    for name, part in _parts_of(kind).items():
+        if name in given:
+            _check_num_names(part, given[name], f"{where}.{name}" if where else name)
+
+
+@functools.cache
+def _parts_of(kind: type[BodyPart]) -> Mapping[str, type[BodyPart]]:
+    """Return the parts that fields of a part are, or are lists of."""
+    found: dict[str, type[BodyPart]] = {}
+    for name, field in kind.model_fields.items():
+        # Of a list its entries' type, of `X | None` both.
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BodyPart):
+                found[name] = inner
+    return found
 
 
 def _without_defaults(

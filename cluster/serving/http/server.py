@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from cluster.serving.connection_limits import ConnectionLimits
+from cluster.serving.connections.connection_limits import ConnectionLimits
+from cluster.serving.connections.listener import listen
 from cluster.serving.http.acceptor import Acceptor
 from cluster.serving.http.connection import HttpConnection, connection_kind
-from cluster.serving.listener import listen
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
+    from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.app import HttpApp
-    from cluster.serving.tls import CertificateStore
 
 __all__ = ["HttpServer"]
 

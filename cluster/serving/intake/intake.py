@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.intake.limits import IntakeLimits, request_size
+from cluster.serving.intake.loop_shares import LoopShares
 from cluster.serving.intake.parsing import Parsing
 from cluster.serving.intake.read_deadlines import ReadDeadlines
 from cluster.serving.intake.reception import Reception
+from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagedray.config import EngineConfig
 
 __all__ = ["Intake"]
@@ -18,9 +22,15 @@ __all__ = ["Intake"]
 class Intake:
     """The limits of a server on requests that it reads. Used from the event loop only."""
 
-    def __init__(self, config: EngineConfig, limits: IntakeLimits) -> None:
+    def __init__(
+        self, config: EngineConfig, limits: IntakeLimits, *, has_streams: Callable[[], bool]
+    ) -> None:
+        """`has_streams` returns whether anyone waits for tokens."""
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s
-        self.reception = Reception(limits.received, wait_s=limits.wait_s)
+        self.reception = Reception(
+            limits.received, wait_s=limits.wait_s, note_freed=MemoryTrimmer().note_freed
+        )
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
-        self.parsing = Parsing()
+        self.parsing = Parsing(has_streams=has_streams)
+        self.loop_shares = LoopShares(has_streams=has_streams)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.serving.tenant_bytes import BufferLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.errors import ContextLengthError
 from pagedray.request import MAX_N
 
@@ -75,7 +75,7 @@ def request_size(config: EngineConfig, limits: IntakeLimits) -> RequestSize:
     context = config.max_model_len
     num_bytes = min(MAX_REQUEST_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * context * MAX_N)
     num_values = min(_MAX_VALUES, _OTHER_VALUES + context * MAX_N)
-    if config.model.is_encoder:
+    if config.model.pools:
         # Its calls may have more texts than others have prompts.
         num_bytes, num_values = MAX_REQUEST_BYTES, _MAX_VALUES
     return RequestSize(

@@ -7,13 +7,14 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from cluster.serving.tenant_bytes import TenantBytes
+from cluster.serving.memory.tenant_bytes import TenantBytes
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
-    from cluster.serving.tenant_bytes import BufferLimits
+    from cluster.serving.memory.tenant_bytes import BufferLimits
 
 __all__ = ["IncomingMessage", "Reception"]
 
@@ -64,14 +65,21 @@ class IncomingMessage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._reception.note_freed(self.num_bytes)
         self.shrink_to(0)
 
 
 class Reception:
     """The requests that a server is receiving. Used from the event loop only."""
 
-    def __init__(self, limits: BufferLimits, *, wait_s: float) -> None:
-        """A message waits for room for up to `wait_s`."""
+    def __init__(
+        self, limits: BufferLimits, *, wait_s: float, note_freed: Callable[[int], None]
+    ) -> None:
+        """A message waits for room for up to `wait_s`.
+
+        `note_freed` is called with the bytes of each request that is not needed any longer.
+        """
+        self.note_freed = note_freed
         self._bytes = TenantBytes(limits)
         self._wait_s = wait_s
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.serving.openai.generation_response import (
@@ -12,17 +13,31 @@ from cluster.serving.openai.generation_response import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cluster.serving.http.errors import Json
     from cluster.serving.servicer import GenerationCall
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
     from cluster.serving.tools.tool_choice import ToolUse
-    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnReader
+    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnDelta, TurnReader
     from pagedray.batch import TokenLogprobs
 
 __all__ = ["ChatCompletionResponse"]
+
+
+@dataclass(slots=True)
+class _WholeCall:
+    """A tool call of a complete choice."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def as_json(self) -> Json:
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": "".join(self.arguments)},
+        }
 
 
 class ChatCompletionResponse(GenerationResponse):
@@ -43,6 +58,8 @@ class ChatCompletionResponse(GenerationResponse):
     ) -> None:
         super().__init__(generation, token_bytes, options)
         self._tools = tools
+        self._calls: dict[int, dict[int, _WholeCall]] = {}
+        """The calls of each complete choice, by their indices in the turn."""
 
     def _reader(self) -> TurnReader | None:
         return self._tools.reader() if self._tools.is_read else None
@@ -54,16 +71,31 @@ class ChatCompletionResponse(GenerationResponse):
             return "tool_calls"
         return reason
 
-    def _content(self, text: str, choice: ResponseChoice) -> Json:
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
+    def _add_content(self, text: str, choice: ResponseChoice) -> None:
+        if choice.reader is None:
+            choice.texts.append(text)
+        else:
+            # Reading all of it at the end would hold the event loop.
+            self._add_turn(choice.reader.read_piece(text), choice)
+
+    def _content(self, choice: ResponseChoice) -> Json:
         if choice.reader is not None:
-            read, rest = choice.reader.read_piece(text), choice.reader.flush()
-            message["content"] = read.content + rest.content
-            calls = _whole_calls([*read.calls, *rest.calls])
-            if calls:
-                message["tool_calls"] = calls
-                message["content"] = message["content"] or None
+            self._add_turn(choice.reader.flush(), choice)
+        calls = self._calls.pop(choice.index, {})
+        message: Json = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls.values()]
+            message["content"] = message["content"] or None
         return {"message": message}
+
+    def _add_turn(self, read: TurnDelta, choice: ResponseChoice) -> None:
+        choice.texts.append(read.content)
+        calls = self._calls.setdefault(choice.index, {})
+        for delta in read.calls:
+            if delta.name is not None:
+                assert delta.id is not None
+                calls[delta.index] = _WholeCall(delta.id, delta.name)
+            calls[delta.index].arguments.append(delta.arguments)
 
     def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
         content = sequence.text
@@ -117,18 +149,3 @@ def _call_delta(call: ToolCallDelta) -> Json:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[Json]:
-    arguments: dict[int, str] = {}
-    for delta in deltas:
-        arguments[delta.index] = arguments.get(delta.index, "") + delta.arguments
-    return [
-        {
-            "id": delta.id,
-            "type": "function",
-            "function": {"name": delta.name, "arguments": arguments[delta.index]},
-        }
-        for delta in deltas
-        if delta.name is not None
-    ]

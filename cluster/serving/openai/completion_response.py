@@ -23,8 +23,8 @@ class CompletionResponse(GenerationResponse):
     bare_begin = b',"text":'
     bare_end = b""
 
-    def _content(self, text: str, choice: ResponseChoice) -> Json:
-        return {"text": text}
+    def _content(self, choice: ResponseChoice) -> Json:
+        return {"text": "".join(choice.texts)}
 
     def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
         return {"text": sequence.text} if sequence.text else {}

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.kept_response import whole_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
 from cluster.serving.openai.chat_body import ChatBody
@@ -207,11 +208,15 @@ class _OpenAIHandlers:
                 close=generation.close,
                 take_progress=None if call.continuation is None else generation.follow_progress(),
             )
+        buffer = self._servicer.buffers.open_buffer(call.tenant.name)
         try:
-            content = await unless_disconnected(call.request.receive, response.complete())
+            parts = await unless_disconnected(call.request.receive, response.complete(buffer))
+        except BaseException:
+            buffer.clear()
+            raise
         finally:
             generation.close()
-        return Response(content, media_type=JSON_TYPE, headers={"x-request-id": generation.id})
+        return whole_response(parts, buffer, headers={"x-request-id": generation.id})
 
     def _card(self) -> Json:
         return {

@@ -5,6 +5,7 @@ Chunks of a stream differ mostly in their text; their common parts are encoded o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
+    from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.batch import TokenLogprobs
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 DONE_EVENT = b"data: [DONE]\n\n"
 """The last event of every stream."""
 
+_OUTPUT_BYTES = 128
+"""Memory of an output beside its content."""
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
@@ -66,7 +70,10 @@ class ResponseChoice:
     bare_begin: bytes
     """The start of an event that contains only text."""
     texts: list[str] = field(default_factory=list)
-    outputs: list[SequenceOutput] = field(default_factory=list)
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict)
+    """The lists of the complete choice's log-probabilities, and the parts of each as JSON."""
+    last: SequenceOutput | None = None
+    """The last output of a complete choice."""
     num_characters: int = 0
     """Characters of the tokens whose log-probabilities were written."""
     is_new: bool = True
@@ -98,23 +105,35 @@ class GenerationResponse(ABC):
         self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
         self._bare_end = self.bare_end + _BARE + self._end
 
-    async def complete(self) -> bytes:
-        """Return the response once it is complete. Raises PagedRayError."""
+    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
+        """Return the parts of the response once it is complete. Raises PagedRayError.
+
+        They are counted in `buffer` while they are collected.
+        """
         usage = None
         async with aclosing(self._generation.outputs()) as outputs:
             async for output in outputs:
                 usage = output.usage
+                num_bytes = 0
                 for sequence in output.sequences:
                     error = sequence.failure
                     if error is not None:
                         self._generation.close(error)
                         raise error
-                    choice = self._choice(sequence)
-                    choice.texts.append(sequence.text)
-                    choice.outputs.append(sequence)
+                    num_bytes += self._collect(sequence)
+                try:
+                    buffer.collect(num_bytes)
+                except PagedRayError as error:
+                    self._generation.close(error)
+                    raise
         assert usage is not None
-        choices = [self._complete_choice(self._choices[index]) for index in sorted(self._choices)]
-        return _encode({**self._head(self.kind), "choices": choices, "usage": _usage(usage)})
+        parts = [_encode(self._head(self.kind))[:-1] + b',"choices":[']
+        for index in sorted(self._choices):
+            # Encoding all at once would hold the event loop.
+            await asyncio.sleep(0)
+            parts += [self._complete_choice(self._choices.pop(index)), b","]
+        parts[-1] = b'],"usage":%b}' % _encode(_usage(usage))
+        return parts
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
@@ -209,15 +228,41 @@ class GenerationResponse(ABC):
             choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
         return choice
 
-    def _complete_choice(self, choice: ResponseChoice) -> Json:
-        last = choice.outputs[-1]
-        return {
-            "index": choice.index,
-            **self._content("".join(choice.texts), choice),
-            "logprobs": self._logprobs(choice.outputs, choice),
-            "finish_reason": self._reason(last, choice),
-            "stop_reason": last.stop_reason,
+    def _collect(self, sequence: SequenceOutput) -> int:
+        """Add an output to a complete choice; return the bytes that this takes."""
+        choice = self._choice(sequence)
+        choice.last = sequence
+        self._add_content(sequence.text, choice)
+        num_bytes = _OUTPUT_BYTES + len(sequence.text)
+        # As JSON, entries take less memory than as objects, and no time at the end.
+        for name, value in (self._logprobs([sequence], choice) or {}).items():
+            if isinstance(value, list):
+                parts = choice.logprobs.setdefault(name, [])
+                if value:
+                    parts.append(_encode(value)[1:-1])
+                    num_bytes += len(parts[-1])
+        return num_bytes
+
+    def _complete_choice(self, choice: ResponseChoice) -> bytes:
+        last = choice.last
+        assert last is not None
+        return _encode(
+            {
+                "index": choice.index,
+                **self._content(choice),
+                "logprobs": self._whole_logprobs(choice),
+                "finish_reason": self._reason(last, choice),
+                "stop_reason": last.stop_reason,
+            }
+        )
+
+    def _whole_logprobs(self, choice: ResponseChoice) -> Json | None:
+        if not self._options.has_logprobs:
+            return None
+        lists = {
+            name: msgspec.Raw(b"[%b]" % b",".join(parts)) for name, parts in choice.logprobs.items()
         }
+        return {**self._token_logprobs([], choice), **lists}
 
     def _logprobs(self, outputs: list[SequenceOutput], choice: ResponseChoice) -> Json | None:
         if not self._options.has_logprobs:
@@ -239,8 +284,12 @@ class GenerationResponse(ABC):
         # OpenAI defines no such reason; an event with the error follows.
         return None if reason is None or reason is FinishReason.ERROR else reason.value
 
+    def _add_content(self, text: str, choice: ResponseChoice) -> None:
+        """Add text to a complete choice."""
+        choice.texts.append(text)
+
     @abstractmethod
-    def _content(self, text: str, choice: ResponseChoice) -> Json:
+    def _content(self, choice: ResponseChoice) -> Json:
         """Return the content of a complete choice."""
 
     @abstractmethod

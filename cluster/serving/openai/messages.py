@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
@@ -253,6 +253,16 @@ def _call_of(call: MessageCall, where: str) -> MessageToolCall:
     return MessageToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
+def _is_text_part(part: object) -> bool:
+    # As TextPart, whose validation would take ten times as long for each of thousands.
+    return (
+        type(part) is dict
+        and len(part) == 2
+        and part.get("type") == "text"
+        and type(part.get("text")) is str
+    )
+
+
 def _content_of(given: object, where: str, *, is_needed: bool) -> str:
     if isinstance(given, str):
         return given
@@ -260,9 +270,6 @@ def _content_of(given: object, where: str, *, is_needed: bool) -> str:
         if is_needed:
             raise InvalidRequestError(f"{where} is required.", param=where)
         return ""
-    if isinstance(given, list):
-        try:
-            return "".join(TextPart.model_validate(part).text for part in given)
-        except ValidationError:
-            pass
+    if isinstance(given, list) and all(map(_is_text_part, given)):
+        return "".join([part["text"] for part in given])
     raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)

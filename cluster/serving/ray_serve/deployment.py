@@ -14,12 +14,14 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from cluster.serving.http_app import build_http_app
+from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import Incoming, ServeGrpc
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.options import ServeArguments, ServeOptions, read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
 from cluster.serving.ray_serve.routing.replica_calls import call_others, current_call_id
 from cluster.serving.ray_serve.served_replica import ServedReplica
+from workers.hub.locate import pin_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -68,7 +70,7 @@ class PagedRay(ServedReplica):
             # Messages about the application's lifespan belong to no call.
             call_id = current_call_id() if scope["type"] == "http" else None
             with self._leases.held(call_id), pace.stream() as stream:
-                await app(scope, receive, stream.paced(send))
+                await app(scope, receive_carried(scope, receive), stream.paced(send))
 
         return serve_leased
 
@@ -204,12 +206,14 @@ class PagedRay(ServedReplica):
 
 
 def build_app(args: Mapping[str, object]) -> Application:
-    """Return the application. `model` is a folder; other arguments are fields of EngineOptions and
-    ServeOptions. Raises StartupError for an unknown or invalid argument.
+    """Return the application. `model` is a folder or a Hub id; other arguments are fields of
+    EngineOptions and ServeOptions. Raises StartupError for an unknown or invalid argument.
+
+    A branch or tag of a model on the Hub is resolved here, so that all replicas load one commit.
     """
     arguments = read_arguments(args)
     engine = replace(arguments.engine, device=arguments.engine.device or _available_device())
-    arguments = replace(arguments, engine=engine)
+    arguments = replace(arguments, engine=engine, model=pin_model(arguments.model))
     return serve.deployment(PagedRay, **deployment_options(arguments)).bind(arguments)  # type: ignore[attr-defined, no-any-return]  # Serve's decorator
 
 

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2
 from cluster.serving.intake.limits import LARGEST, MAX_REQUEST_BYTES
 from cluster.serving.intake.steps import finish
 from cluster.serving.ray_serve.routing.affinity import (
-    MOST_KEY_MESSAGES,
-    MOST_KEY_TOKENS,
+    MAX_KEY_MESSAGES,
+    MAX_KEY_TOKENS,
     prefix_key,
 )
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
@@ -345,8 +345,8 @@ def _routing_key(message: pb.GenerateRequest | pb.ChatRequest | None) -> str | N
     if message is None:
         return None
     if isinstance(message, pb.ChatRequest):
-        return prefix_key(message.messages[:MOST_KEY_MESSAGES])  # type: ignore[arg-type]  # the stubs are narrower than the library
-    return prefix_key(message.token_ids.ids[:MOST_KEY_TOKENS] or message.text)
+        return prefix_key(message.messages[:MAX_KEY_MESSAGES])  # type: ignore[arg-type]  # the stubs are narrower than the library
+    return prefix_key(message.token_ids.ids[:MAX_KEY_TOKENS] or message.text)
 
 
 def _unserved(body: bytes, context: Context) -> None:

@@ -1,9 +1,10 @@
 """Middleware of Ray Serve's HTTP proxy, which its environment names:
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.serving.ray_serve.http_proxy:middlewares`.
 
-It chooses the routing key of requests. A stream whose replica died, hangs or ended it too early
-continues from another one, and any other request is sent again; if that fails, the response ends
-with an OpenAI error. This module does not know the servicer.
+It chooses the routing key of requests, and sends short bodies with their scope. A stream whose
+replica died, hangs or ended it too early continues from another one, and any other request is sent
+again; if that fails, the response ends with an OpenAI error. This module does not know the
+servicer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 
 from cluster.serving.continuation import CONTINUATION_KEY, PROGRESS_KEY, Progress
 from cluster.serving.http.errors import refusal_body
 from cluster.serving.intake.limits import MAX_REQUEST_BYTES
+from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.routing.affinity import prefix_key
 from cluster.serving.ray_serve.routing.errors import ReplicaDiedError
 from cluster.serving.ray_serve.routing.proxied_call import HeldBytes, ProxiedCall
@@ -34,6 +36,11 @@ SESSION_HEADER = "x-session-id"
 _DONE = b"data: [DONE]\n\n"
 _MOST_READ_BYTES = 256 * 2**10
 """Requests with longer bodies are routed by load alone, since reading them delays others."""
+_BODY_TIMEOUT = 408
+"""The status of a replica that did not receive the whole body in time, and closes the connection.
+
+It is also that of a client that does not read, whose connection stays open.
+"""
 _PROBES = ("/health", "/ready")
 """The ends of paths that are answered soon, even if no replica is available."""
 
@@ -57,8 +64,11 @@ class ReplicaGuard:
         call = ProxiedCall(self._held, is_probe=scope["path"].endswith(_PROBES))
         try:
             request = _Request(receive, call)
-            await _set_key(scope, request)
-            await self._send_to_replicas(scope, request, _Response(send, call), call)
+            body = await _short_body(scope, request)
+            if body is not None:
+                _set_key(scope, body)
+                scope = {**scope, BODY_KEY: body}
+            await self._send_to_replicas(scope, request, _Response(send, call, request), call)
         finally:
             call.close()
 
@@ -92,6 +102,8 @@ class _Request:
         self._messages: list[Message] | None = []
         self._num_bytes = 0
         self.is_disconnected = False
+        self.is_whole = False
+        """Whether the end of the body was received."""
 
     def receiver(self) -> Receive:
         """Return a `receive` that begins with the first message."""
@@ -107,6 +119,7 @@ class _Request:
             if message["type"] == "http.disconnect":
                 self.is_disconnected = True
             else:
+                self.is_whole = not message.get("more_body", False)
                 self._hold(message)
             return message
 
@@ -129,9 +142,10 @@ class _Request:
 class _Response:
     """The response of one replica after another, as one response to the client."""
 
-    def __init__(self, send: Send, call: ProxiedCall) -> None:
+    def __init__(self, send: Send, call: ProxiedCall, request: _Request) -> None:
         self._send = send
         self._call = call
+        self._request = request
         self._kept: list[Message] = []
         """What is sent unless another replica serves the request."""
         self._has_started = False
@@ -207,14 +221,17 @@ class _Response:
         return not has_status or (self._is_stream and self._call.is_ours and not self._is_done)
 
     async def _start(self, message: Message) -> None:
-        kind = MutableHeaders(raw=message["headers"]).get("content-type", "")
-        self._is_event_stream = kind.startswith("text/event-stream")
+        headers = Headers(raw=message["headers"])
+        self._is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
         if self._has_started:
             # A stream continues; its client has the status.
             self._has_failed = not self._is_event_stream
             return
         self._is_stream = self._is_event_stream
-        self._has_failed = message["status"] == ReplicaDiedError.http_status
+        status = message["status"]
+        misses_body = status == _BODY_TIMEOUT and headers.get("connection") == "close"
+        has_lost_body = misses_body and self._request.is_whole
+        self._has_failed = has_lost_body or status == ReplicaDiedError.http_status
         if self._is_stream:
             self._has_started = True
             await self._send(message)
@@ -245,23 +262,32 @@ class _Prompt(msgspec.Struct):
     messages: list[dict[str, object]] | None = None
 
 
-async def _set_key(scope: Scope, request: _Request) -> None:
-    """Set the routing key in the request's headers."""
-    headers = MutableHeaders(scope=scope)
-    length = headers.get("content-length", "").lstrip("0")
+async def _short_body(scope: Scope, request: _Request) -> bytes | None:
+    """Return the body of a POST request if it is short and complete."""
+    length = Headers(scope=scope).get("content-length", "").lstrip("0")
     is_short = length.isdecimal() and len(length) < 10 and int(length) <= _MOST_READ_BYTES
-    if scope["method"] != "POST" or SESSION_HEADER in headers or not is_short:
-        return
+    if scope["method"] != "POST" or not is_short:
+        return None
     receive = request.receiver()
     parts: list[bytes] = []
-    while True:
+    num_bytes = 0
+    while not (request.is_whole or request.is_disconnected):
         message = await receive()
         parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            break
-    key = _key_of(b"".join(parts))
-    if key is not None:
-        headers[SESSION_HEADER] = key
+        num_bytes += len(parts[-1])
+        if num_bytes > _MOST_READ_BYTES:
+            # Some servers ignore Content-Length beside Transfer-Encoding.
+            return None
+    return b"".join(parts) if request.is_whole else None
+
+
+def _set_key(scope: Scope, body: bytes) -> None:
+    """Set the routing key in the request's headers, if its client has not."""
+    headers = MutableHeaders(scope=scope)
+    if SESSION_HEADER not in headers:
+        key = _key_of(body)
+        if key is not None:
+            headers[SESSION_HEADER] = key
 
 
 def _key_of(body: bytes) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from cluster.engine.options import EngineOptions
+from cluster.engine.options import EngineOptions, refuse_remote_code
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError
@@ -87,7 +87,10 @@ def read_arguments(given: Mapping[str, object]) -> ServeArguments:
     """
     model = given.get("model")
     if not isinstance(model, str) or not model:
-        raise StartupError("model is required: the path of the checkpoint folder, on every node.")
+        raise StartupError(
+            "model is required: a Hub id, or the path of a checkpoint folder on every node."
+        )
+    refuse_remote_code(given)
     for name in given:
         if name != "model" and name not in _ENGINE_NAMES | _SERVE_NAMES:
             raise StartupError(f"Unknown argument {name!r}; {_known_names()}")

@@ -59,7 +59,7 @@ class ReplicaEngine:
         model = config.model
         self.servicer = Servicer(
             self._client,
-            Tokenizer.from_folder(model.folder, is_encoder=model.is_encoder),
+            Tokenizer.from_folder(model.folder, pools=model.pools),
             config,
             authenticator=self._authenticator,
             tracer=self._tracer,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.output_buffer import OutputBuffer
+from cluster.serving.memory.output_buffer import OutputBuffer
+from cluster.serving.memory.tenant_bytes import TenantBytes
 from cluster.serving.resume.stream import ResumableStream, StreamReader
-from cluster.serving.tenant_bytes import TenantBytes
 from pagedray.errors import (
     DuplicateIdError,
     ForbiddenError,
@@ -22,8 +22,8 @@ from pagedray.errors import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.serving.generation_call import GenerationCall
-    from cluster.serving.reader_limits import ReaderLimits
+    from cluster.serving.calls.generation_call import GenerationCall
+    from cluster.serving.memory.reader_limits import ReaderLimits
 
 __all__ = ["ResumableStreams", "StreamFormat"]
 

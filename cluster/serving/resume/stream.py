@@ -17,15 +17,15 @@ from pagedray.errors import InternalError, PagedRayError, StreamTakenError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from cluster.serving.generation_call import GenerationCall
-    from cluster.serving.output_buffer import OutputBuffer
+    from cluster.serving.calls.generation_call import GenerationCall
+    from cluster.serving.memory.output_buffer import OutputBuffer
 
 __all__ = ["ResumableStream", "StreamReader"]
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 160
-"""Memory of a message beside its content."""
+_MESSAGE_BYTES = 240
+"""Memory of a message beside its content: its header, two entries of dictionaries, an integer."""
 _MOST_TAKEN_BYTES = 2**16
 """Bytes after which a reader takes no further messages at once."""
 
@@ -55,6 +55,9 @@ class ResumableStream:
         self._make_room = make_room
         self._note_detached = note_detached
         self._messages: dict[int, bytes] = {}
+        self._ends: dict[int, int] = {}
+        """Bytes of all messages up to the end of each that is kept, dropped ones included."""
+        self._num_dropped_bytes = 0
         self._first = 1
         """The oldest number that is kept."""
         self._last = 0
@@ -94,9 +97,9 @@ class ResumableStream:
         if taken is not None:
             taken.wake()
         self._num_delivered = number
-        self.num_delivered_bytes = sum(
-            _size(self._messages[one]) for one in range(self._first, number + 1)
-        )
+        # Not a sum over the messages: a client may resume as often as it likes.
+        end = self._ends.get(number, self._num_dropped_bytes)
+        self.num_delivered_bytes = end - self._num_dropped_bytes
         return self._reader
 
     def detach_reader(self, reader: StreamReader) -> None:
@@ -127,6 +130,7 @@ class ResumableStream:
         num_dropped = 0
         while num_dropped < num_bytes and self._first <= self._num_delivered:
             num_dropped += _size(self._messages.pop(self._first))
+            self._num_dropped_bytes = self._ends.pop(self._first)
             self._first += 1
         self.num_delivered_bytes -= num_dropped
         self._buffer.remove(num_dropped)
@@ -142,6 +146,7 @@ class ResumableStream:
             self._task.cancel()
         self._generation.close()
         self._messages.clear()
+        self._ends.clear()
         self._first = self._last + 1
         self._buffer.clear()
         self.is_finished = True
@@ -174,8 +179,10 @@ class ResumableStream:
         num_bytes = _size(message)
         self._make_room(num_bytes)
         self._buffer.add(num_bytes)
+        end = self._ends.get(self._last, self._num_dropped_bytes) + num_bytes
         self._last += 1
         self._messages[self._last] = message
+        self._ends[self._last] = end
 
 
 class StreamReader:

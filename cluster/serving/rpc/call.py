@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import Continuation
 from cluster.serving.inputs import CallOrigin, Frontend
-from cluster.serving.open_calls import OpenCall
 
 __all__ = ["AUTHORIZATION", "RpcCall"]
 

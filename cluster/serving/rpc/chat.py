@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.serving.auth.tenant import Tenant
-    from cluster.serving.generation_call import GenerationOutput
+    from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.inputs import GenerationInput, TokenizeInput
     from cluster.serving.intake.limits import RequestSize
     from cluster.serving.intake.steps import Steps

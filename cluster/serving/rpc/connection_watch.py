@@ -7,14 +7,14 @@ gRPC decodes any number of headers, pings and settings of a client without a key
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.serving.client_host import client_host
+from cluster.serving.connections.client_host import client_host
+from cluster.serving.memory.memory_trimmer import trim_memory
 from cluster.serving.rpc.open_sockets import (
     end_connection,
     num_received_bytes,
@@ -27,7 +27,7 @@ from cluster.serving.rpc.proven_connections import peer_name
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
-    from cluster.serving.connection_limits import ConnectionLimits
+    from cluster.serving.connections.connection_limits import ConnectionLimits
     from cluster.serving.rpc.proven_connections import ProvenConnections
 
 __all__ = ["ConnectionWatch"]
@@ -35,12 +35,15 @@ __all__ = ["ConnectionWatch"]
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-_SUSPECT_INTERVAL_S = 0.05
-"""While a connection is suspected, whose next look is the last."""
 _MAX_SHARE = 0.02
-"""Of the time that may be spent on watching."""
-_MAX_BUSY_SHARE = 0.2
-"""The same while a host has too many connections, or one is suspected."""
+"""Of a core that may be spent on watching."""
+_ALERT_INTERVAL_S = 0.05
+"""While a connection is suspected, whose next look is the last, and for some time after a host
+had too many connections."""
+_MAX_ALERT_SHARE = 0.2
+"""Of a core in that time."""
+_ALERT_S = 5.0
+"""A host that had too many connections may open as many again at once."""
 _UNPROVEN_BYTES = 2**16
 _UNPROVEN_BYTES_PER_S = 2**12
 """Health checks need less, at several a second."""
@@ -72,8 +75,7 @@ class ConnectionWatch:
         """Connections that had sent too much at the last look, by their inodes."""
         self._stalled: dict[int, float] = {}
         """When each stalled connection ends, by their inodes."""
-        self._has_excess = False
-        """Whether a host had too many connections at the last look."""
+        self._alert_until_s = 0.0
         self._excess_lines = LineLimit()
         self._unproven_lines = LineLimit()
         self._defect_lines = LineLimit()
@@ -85,9 +87,9 @@ class ConnectionWatch:
         interval_s = _INTERVAL_S
         while True:
             await asyncio.sleep(interval_s)
-            started_s = time.monotonic()
+            spent_s = 0.0
             try:
-                await asyncio.to_thread(self.close_excess)
+                spent_s = await asyncio.to_thread(self._timed_look)
             except OSError:
                 # Listing descriptors takes one; the next turn may find one.
                 pass
@@ -95,10 +97,16 @@ class ConnectionWatch:
                 # Without the watch, connections would have no limits.
                 if self._defect_lines.count_event():
                     logger.error("gRPC connections could not be checked.", exc_info=error)
-            is_busy = self._has_excess or bool(self._suspects)
-            wanted_s = _SUSPECT_INTERVAL_S if is_busy else _INTERVAL_S
-            share = _MAX_BUSY_SHARE if is_busy else _MAX_SHARE
-            interval_s = max(wanted_s, (time.monotonic() - started_s) / share)
+            is_alert = bool(self._suspects) or time.monotonic() < self._alert_until_s
+            wanted_s = _ALERT_INTERVAL_S if is_alert else _INTERVAL_S
+            share = _MAX_ALERT_SHARE if is_alert else _MAX_SHARE
+            interval_s = max(wanted_s, spent_s / share)
+
+    def _timed_look(self) -> float:
+        # Time of the CPU: on a busy machine a look takes longer, and must not come later for that.
+        started_s = time.thread_time()
+        self.close_excess()
+        return time.thread_time() - started_s
 
     def close_excess(self) -> None:
         """Stall or close what exceeds a limit, of a host's connections the newest."""
@@ -106,14 +114,13 @@ class ConnectionWatch:
         self._update_known(sockets)
         num_open: Counter[str] = Counter()
         suspects: set[int] = set()
-        self._has_excess = False
         for inode, connection in self._known.items():
             if connection is None:
                 continue
             num_open[connection.host] += 1
             if num_open[connection.host] > self._limit:
                 end_connection(sockets[inode], inode)
-                self._has_excess = True
+                self._alert_until_s = time.monotonic() + _ALERT_S
                 self._log_excess(connection.host)
             elif inode in self._stalled:
                 self._reconsider(connection, sockets[inode], inode)
@@ -176,9 +183,7 @@ class ConnectionWatch:
         if self._has_garbage and now_s >= self._next_trim_s:
             self._has_garbage = False
             self._next_trim_s = now_s + _TRIM_INTERVAL_S
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
+            trim_memory()
 
     def _log_excess(self, host: str) -> None:
         if num_closed := self._excess_lines.count_event():

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 
+from cluster.serving.connections.client_host import client_host
 from cluster.serving.rpc.status import DETAILS_KEY, code_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Context", "abort_call", "metadata_of"]
+__all__ = ["Context", "abort_call", "drop_frames", "host_of", "metadata_of"]
+
+_PEER = re.compile(r"(?:ipv[46]:)?(?P<address>.*?)(?::\d+)?")
 
 # grpc's own stubs leave the context's message types open.
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def host_of(context: Context) -> str:
+    """Return the host of a client, whose address gRPC gives as in a URL."""
+    found = _PEER.fullmatch(unquote(context.peer()))
+    assert found is not None
+    return client_host(found["address"].strip("[]"))
 
 
 def metadata_of(entries: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
@@ -32,7 +44,20 @@ async def abort_call(context: Context, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError | grpc.RpcError):
         raise error
     status = status_of(error)
+    drop_frames(error)
     await context.abort(
         code_of(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
     )
     raise AssertionError
+
+
+def drop_frames(error: BaseException) -> None:
+    """Free what the frames hold that an error, and those that it was raised from, passed through.
+
+    gRPC keeps the error of an aborted call in a reference cycle, so the call's message would stay
+    in memory until a garbage collection.
+    """
+    waiting: BaseException | None = error
+    while waiting is not None:
+        waiting.__traceback__ = None
+        waiting = waiting.__context__

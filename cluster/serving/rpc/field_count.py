@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["check_fields", "unknown_field"]
 
 _MAX_FIELDS = 3 * 2**13
-_STEP_FIELDS = 2**11
+_STEP_FIELDS = 2**9
 _LARGE_BYTES = 2**12
 _FEW_BYTES = 2**12
 """A message of this size has few fields whatever they are."""

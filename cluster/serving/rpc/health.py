@@ -7,17 +7,15 @@ rest of a message, and answers an invalid message with a trace.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from cluster.serving.client_host import client_host
+from cluster.serving.rpc.context import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -35,7 +33,6 @@ _MAX_WAITING_CALLS = 256
 _MAX_WATCHES = 32
 """Watch calls of one host. Check calls are answered at once, so that they are not limited."""
 _MAX_ALL_WATCHES = 512
-_PEER = re.compile(r"(?:ipv[46]:)?(?P<address>.*?)(?::\d+)?")
 
 
 class Health:
@@ -81,7 +78,7 @@ class Health:
         """Return the name of the requested service. Aborts the call if none arrives in time."""
         try:
             async with asyncio.timeout(self._read_timeout_s) as timeout:
-                with self._counted_as_waiting(timeout, _host_of(context)):
+                with self._counted_as_waiting(timeout, host_of(context)):
                     body = await context.read()
         except TimeoutError:
             text = f"The request message did not arrive within {self._read_timeout_s:g} s."
@@ -124,7 +121,7 @@ class Health:
         await context.write(self._answer(service))
 
     async def _watch(self, service: str, context: Context) -> None:
-        with self._counted_as_watch(_host_of(context)) as is_within_limits:
+        with self._counted_as_watch(host_of(context)) as is_within_limits:
             if not is_within_limits:
                 text = f"A host may have at most {_MAX_WATCHES} open Watch calls."
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
@@ -160,10 +157,3 @@ async def _service(body: object, context: Context) -> str:
         text = "The message is not a valid HealthCheckRequest."
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     return service
-
-
-def _host_of(context: Context) -> str:
-    """Return the host of a client, whose address gRPC gives as in a URL."""
-    found = _PEER.fullmatch(unquote(context.peer()))
-    assert found is not None
-    return client_host(found["address"].strip("[]"))

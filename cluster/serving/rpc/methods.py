@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.auth.tenant import ANONYMOUS
+from cluster.serving.intake.loop_shares import MAX_WAITING, TimedWork, TooManyWaitError
 from cluster.serving.rpc.call import AUTHORIZATION
-from cluster.serving.rpc.context import Context, abort_call, metadata_of
+from cluster.serving.rpc.context import Context, abort_call, drop_frames, host_of, metadata_of
 from cluster.serving.rpc.message_reader import MessageReader
-from cluster.serving.rpc.service import SERVICE, GrpcService
+from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
 from cluster.serving.rpc.stalled_writes import StalledWrites
 from pagedray.errors import AuthenticationError, StalledReaderError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 
     from google.protobuf.message import Message
 
@@ -37,6 +38,15 @@ logger = logging.getLogger(__name__)
 
 _MOST_WRITTEN_BYTES = 2**16
 """Bytes of messages of a call that gRPC takes before it makes the next write wait."""
+# A context returns the number of its code.
+_OVERLOADED: tuple[object, ...] = (
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+)
+_CALL_S = 0.002
+"""The most that a call takes until it is in the engine's queue."""
+_OTHER_S = 0.0002
+"""What it takes to receive a call and to send its status."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
@@ -55,8 +65,10 @@ def method_handlers(servicer: Servicer) -> grpc.GenericRpcHandler[Any, Any]:
         run = getattr(service, python_name(method.name))
         if not method.server_streaming:
             run = _one_message(run)
+        answer = _answering(run, reader, servicer, writes)
         handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-            _handler(run, reader, servicer, writes), response_serializer=_serialize
+            _handler(answer, servicer, uses_engine=method.name in OPERATIONS),
+            response_serializer=_serialize,
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -75,12 +87,12 @@ def _one_message(
     return messages
 
 
-def _handler(
+def _answering(
     method: Callable[[Message, RpcCall], AsyncGenerator[Message | bytes]],
     reader: MessageReader[Message],
     servicer: Servicer,
     writes: StalledWrites,
-) -> Callable[[object, Context], Awaitable[None]]:
+) -> Callable[[Context], Coroutine[None, None, None]]:
     async def answer(context: Context) -> None:
         message: Message | bytes = b""
         try:
@@ -106,10 +118,40 @@ def _handler(
         except Exception as error:
             await abort_call(context, error)
 
+    return answer
+
+
+def _handler(
+    answer: Callable[[Context], Coroutine[None, None, None]],
+    servicer: Servicer,
+    *,
+    uses_engine: bool,
+) -> Callable[[object, Context], Awaitable[None]]:
+    shares = servicer.intake.loop_shares
+
+    async def answer_in_turn(context: Context) -> None:
+        client = _client_of(context, servicer)
+        if shares.num_waiting(client) >= MAX_WAITING:
+            await abort_call(context, TooManyWaitError())
+        await shares.wait_turn(client)
+        work = TimedWork(answer(context).__await__())
+        is_complete = False
+        try:
+            await work
+            is_complete = True
+        finally:
+            # An overloaded server rejects at once; clients that it has room for are not delayed.
+            is_free = is_complete or context.code() in _OVERLOADED
+            if not (is_free and uses_engine):
+                # What a call generated before it was cancelled is not charged.
+                used_s = min(work.used_s, _CALL_S) if uses_engine else work.used_s
+                shares.charge(client, _OTHER_S + used_s)
+
     async def handle(_requests: object, context: Context) -> None:
         try:
-            await answer(context)
-        except grpc.aio.AbortError:
+            await answer_in_turn(context)
+        except grpc.aio.AbortError as abort:
+            drop_frames(abort)
             raise
         except grpc.aio.BaseError as left:
             # The client left during a write, which gRPC would log as an error of the method.
@@ -117,6 +159,15 @@ def _handler(
             raise asyncio.CancelledError from left
 
     return handle
+
+
+def _client_of(context: Context, servicer: Servicer) -> str:
+    """Return whose calls take turns: those of a tenant, or of a host without a valid key."""
+    if servicer.authenticator.requires_keys:
+        with suppress(AuthenticationError):
+            given = metadata_of(context.invocation_metadata()).get(AUTHORIZATION)
+            return f"tenant {servicer.authenticate(given).name}"
+    return host_of(context)
 
 
 async def _abort_stalled(

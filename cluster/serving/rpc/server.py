@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.serving.connection_limits import ConnectionLimits
-from cluster.serving.listener import listen
+from cluster.serving.connections.connection_limits import ConnectionLimits
+from cluster.serving.connections.listener import listen
 from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.entry import EntryInterceptor
 from cluster.serving.rpc.health import HEALTH, Health
@@ -19,8 +19,8 @@ from cluster.serving.rpc.proven_connections import ProofInterceptor, ProvenConne
 from cluster.serving.rpc.service import SERVICE
 
 if TYPE_CHECKING:
+    from cluster.serving.connections.tls import Certificates, CertificateStore
     from cluster.serving.servicer import Servicer
-    from cluster.serving.tls import Certificates, CertificateStore
 
 __all__ = ["GrpcServer"]
 

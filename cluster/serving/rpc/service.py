@@ -174,7 +174,7 @@ class GrpcService:
         model = pb.Model(
             name=config.model.name,
             context_length=config.max_model_len,
-            is_encoder=config.model.is_encoder,
+            is_encoder=config.model.pools,
         )
         return pb.ListModelsResponse(models=[model])
 

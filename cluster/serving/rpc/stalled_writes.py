@@ -1,7 +1,8 @@
 """Ends streaming calls whose client accepts no messages.
 
 A writer only counts its marks, because a timer for each message would be slow. One timer looks at
-all writers a few times within the timeout.
+all writers a few times within the timeout. Looks are counted instead of seconds, so a pause of the
+process, in which no client could have been served, is not a stall.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOOKS_PER_TIMEOUT = 10
 class StreamWriter:
     """What is known of one call's writes."""
 
-    __slots__ = ("is_stalled", "num_marks", "num_seen", "seen_s", "task")
+    __slots__ = ("is_stalled", "num_looks", "num_marks", "num_seen", "task")
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.task = task
@@ -31,8 +32,8 @@ class StreamWriter:
         """Increased before and after each write, so that it is odd during one."""
         self.num_seen = -1
         """The marks when they were last looked at."""
-        self.seen_s = 0.0
-        """When these marks were first seen, on the event loop's clock."""
+        self.num_looks = 0
+        """How often these marks were looked at again."""
         self.is_stalled = False
 
 
@@ -72,19 +73,17 @@ class StalledWrites:
     def _start_timer(self) -> None:
         if self._timer is None and self._writers:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._timeout_s / _LOOKS_PER_TIMEOUT, self._look, loop)
+            self._timer = loop.call_later(self._timeout_s / _LOOKS_PER_TIMEOUT, self._look)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look(self) -> None:
         self._timer = None
-        now_s = loop.time()
         for writer in self._writers:
             if writer.num_marks != writer.num_seen:
-                writer.num_seen, writer.seen_s = writer.num_marks, now_s
-            elif (
-                writer.num_marks % 2
-                and not writer.is_stalled
-                and now_s - writer.seen_s >= self._timeout_s
-            ):
+                writer.num_seen, writer.num_looks = writer.num_marks, 0
+                continue
+            writer.num_looks += 1
+            is_writing = bool(writer.num_marks % 2)
+            if is_writing and not writer.is_stalled and writer.num_looks >= _LOOKS_PER_TIMEOUT:
                 writer.is_stalled = True
                 writer.task.cancel()
         self._start_timer()

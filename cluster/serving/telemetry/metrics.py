@@ -149,7 +149,7 @@ class Metrics:
         self._tenant_tokens.labels(tenant, "prompt").inc(report.num_prompt_tokens)
         if report.started_s is not None and report.validated_s is not None:
             self._queue_time.observe(max(0.0, report.started_s - report.validated_s))
-        if report.operation == "embeddings":
+        if report.operation in ("embeddings", "score"):
             return
         self._generated_length.observe(report.num_generated_tokens)
         self._tenant_tokens.labels(tenant, "generated").inc(report.num_generated_tokens)

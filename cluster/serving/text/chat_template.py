@@ -109,18 +109,21 @@ class ChatTemplate:
         """
         written = [_for_template(message) for message in messages]
         mark = secrets.token_hex(16) if continues_final_message and written else None
-        if mark is not None:
-            written[-1]["content"] = f"{written[-1]['content']}{mark}"
-        text = self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
         if mark is None:
-            return text
-        end = text.find(mark)
-        if end < 0:
+            return self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
+        content = str(written[-1]["content"])
+        # The space shows whether the template keeps spaces around messages.
+        written[-1]["content"] = f"{content}{mark} "
+        text = self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
+        begin = text.rfind(mark)
+        if begin < 0 or content.strip() not in text:
             raise InvalidRequestError(
-                "The model's chat template omits the final message, so it cannot be continued.",
+                "The model's chat template omits the final message or a part of it, so it cannot "
+                "be continued.",
                 param="messages",
             )
-        return text[:end]
+        is_kept = text.startswith(" ", begin + len(mark))
+        return text[:begin] if is_kept else text[:begin].rstrip()
 
     def _render(
         self,
@@ -156,8 +159,8 @@ class ChatTemplate:
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error) or "out of memory"
-    return " ".join(text.split())[:_MAX_REASON_LENGTH].rstrip(".")
+    text = str(error)[:_MAX_REASON_LENGTH] or "out of memory"
+    return " ".join(text.split()).rstrip(".")
 
 
 def _for_template(message: ChatMessage) -> dict[str, object]:
@@ -178,8 +181,21 @@ def _for_template(message: ChatMessage) -> dict[str, object]:
     return written
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # The parameters are those of Transformers, in the same order.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -26,6 +26,8 @@ class IncrementalDetokenizer:
     ) -> None:
         """`is_continuation` means that text precedes it, so a leading space is kept."""
         self._token_bytes = token_bytes
+        self._fallback_bytes = token_bytes.fallback_bytes
+        self._run = bytearray()
         self._skips_special_tokens = skips_special_tokens
         self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
@@ -34,16 +36,39 @@ class IncrementalDetokenizer:
         """Return the complete characters up to this token that were not returned before."""
         if self._skips_special_tokens and self._token_bytes.is_special(token_id):
             return ""
-        known = self._held + self._token_bytes.bytes_of(token_id)
+        if not self._fallback_bytes:
+            return self._decoded(self._token_bytes.bytes_of(token_id))
+        byte = self._fallback_bytes.get(token_id)
+        if byte is not None:
+            # Bytes in a row are text only together, so that none of it is certain before the end.
+            self._run.append(byte)
+            return ""
+        own = self._token_bytes.bytes_of(token_id)
+        return self._decoded(self._ended_run() + own) if own else ""
+
+    def flush(self) -> str:
+        """Return the rest of the text: U+FFFD if a character is incomplete."""
+        text = self._decoded(self._ended_run())
+        held, self._held = self._held, b""
+        return text + held.decode(errors="replace")
+
+    def _decoded(self, data: bytes) -> str:
+        known = self._held + data
         text, num_taken = utf_8_decode(known, "replace", False)
         # The bytes of an incomplete character.
         self._held = known[num_taken:]
         return self._stripped(text) if self._num_stripped else text
 
-    def flush(self) -> str:
-        """Return the rest of the text: U+FFFD if a character is incomplete."""
-        held, self._held = self._held, b""
-        return held.decode(errors="replace")
+    def _ended_run(self) -> bytes:
+        """Return the text of the bytes in a row that have ended, as UTF-8."""
+        if not self._run:
+            return b""
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            run.decode()
+        except UnicodeDecodeError:
+            return len(run) * "\ufffd".encode()
+        return run
 
     def _stripped(self, text: str) -> str:
         while self._num_stripped and text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ __all__ = ["LiteralTokens", "MarkedText"]
 _NUM_NONCE_BITS = 128
 _NUM_NONCE_DIGITS = 39
 _NUM_INDEX_DIGITS = 8
+_NUM_PART_DIGITS = 12
+"""Digits of a nonce that are in no text by chance."""
+_CHECK_INTERVAL = 64
+"""Texts between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class MarkedText:
 
     @property
     def restored(self) -> str:
-        """The text with the client's own in place of the marks."""
+        """The text with the client's own in place of the marks. Raises InvalidRequestError."""
         return _restored(self.text, self.originals)
 
 
@@ -83,6 +89,8 @@ class LiteralTokens:
 
     def _check_literal(self, encoding: Encoding, text: str) -> None:
         # A token of the vocabulary may have the same text, for example in a unigram model.
+        if self._special.keys().isdisjoint(encoding.ids):
+            return
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             # A character that the vocabulary lacks becomes a special token, too.
             if token_id in self._special and self._special[token_id] in text[begin:end]:
@@ -106,6 +114,8 @@ class _TokenFinder:
         self._tails = {text[begin:] for text in texts for begin in range(1, len(text))}
         self._first_characters = {text[0] for text in texts}
         self._last_characters = {text[-1] for text in texts}
+        edges = "".join(sorted(self._first_characters | self._last_characters))
+        self._edges = re.compile(f"[{re.escape(edges)}]" if edges else "(?!)")
         normalizer = tokenizer.normalizer
         is_normalized = any(token.normalized for token in special)
         self._normalize = normalizer.normalize_str if normalizer and is_normalized else None
@@ -115,6 +125,9 @@ class _TokenFinder:
 
         Spaces around a text stay outside, since templates strip them.
         """
+        if self._normalize is None and self._edges.search(text) is None:
+            # The fast path of most texts.
+            return 0, 0
         end = len(text.rstrip())
         begin = len(text) - len(text.lstrip())
         if self._normalize is not None and self.pattern.search(self._normalize(text)):
@@ -151,6 +164,8 @@ class _Marker:
 
     def __init__(self, finder: _TokenFinder) -> None:
         self._finder = finder
+        self._pauses = ThreadPauses()
+        self._num_texts = 0
         self._nonce = ""
         self.originals: dict[str, str] = {}
         """The text that each mark stands for."""
@@ -190,6 +205,9 @@ class _Marker:
         )
 
     def _mark(self, text: str) -> str:
+        self._num_texts += 1
+        if self._num_texts % _CHECK_INTERVAL == 0:
+            self._pauses.pause_if_due(time.thread_time())
         begin, end = self._finder.part_to_mark(text)
         if begin >= end:
             return text
@@ -209,12 +227,12 @@ def _with_aliases(tokenizer: Tokenizer, aliases: Mapping[str, str]) -> Tokenizer
         made.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
         made.pre_tokenizer = tokenizer.pre_tokenizer
-    # Tokens get the ids that they have, in the order of these; one by one it would take minutes.
+    # Added in the order of their ids, tokens keep them. To add each alone would take minutes.
     for is_special, tokens in groupby(added, key=lambda token: token.special):
         add = made.add_special_tokens if is_special else made.add_tokens
         add(list(tokens))
     if _ids_of_added(made) != _ids_of_added(tokenizer):
-        # Ids of tokens were not given in order.
+        # Their ids are not consecutive.
         made = Tokenizer.from_str(tokenizer.to_str())
     made.add_tokens(
         [
@@ -243,5 +261,11 @@ def _restored(text: str, originals: Mapping[str, str]) -> str:
         return text
     # All marks begin with the same number.
     nonce = next(iter(originals))[:_NUM_NONCE_DIGITS]
-    mark = f"{nonce}[0-9]{{{_NUM_INDEX_DIGITS}}}"
-    return re.sub(mark, lambda found: originals[found[0]], text)
+    mark = re.compile(f"{nonce}[0-9]{{{_NUM_INDEX_DIGITS}}}")
+    rest = mark.sub(lambda found: "" if found[0] in originals else found[0], text)
+    if nonce[:_NUM_PART_DIGITS] in rest or nonce[-_NUM_PART_DIGITS:] in rest:
+        raise InvalidRequestError(
+            "messages contain the text of a special token, which the model's chat template cuts.",
+            param="messages",
+        )
+    return mark.sub(lambda found: originals[found[0]], text)

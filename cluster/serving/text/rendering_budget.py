@@ -7,6 +7,8 @@ import time
 
 from jinja2 import TemplateError
 
+from cluster.serving.text.thread_pauses import ThreadPauses
+
 __all__ = ["MAX_CPU_S", "MAX_TOTAL", "RenderingBudget", "TemplateLimitError"]
 
 MAX_CPU_S = 2.0
@@ -15,9 +17,6 @@ MAX_TOTAL = 2**27
 """Characters of all texts, and elements of all lists, that one rendering makes."""
 _CHECK_INTERVAL = 64
 """Steps between two looks at the clock, which takes as long as a step."""
-_WORK_S = 0.001
-"""CPU time between two pauses on a thread beside the main one."""
-_PAUSE_S = 0.0001
 
 
 class TemplateLimitError(TemplateError):
@@ -33,12 +32,9 @@ class RenderingBudget(threading.local):
 
     def start_rendering(self) -> None:
         """Count from zero on this thread."""
-        now_s = time.thread_time()
         self._num_steps = self._size = 0
-        self._end_s = now_s + self._cpu_s
-        # The event loop of a server would wait five milliseconds for the interpreter's lock.
-        self._gives_way = threading.current_thread() is not threading.main_thread()
-        self._pause_s = now_s + _WORK_S
+        self._end_s = time.thread_time() + self._cpu_s
+        self._pauses = ThreadPauses()
 
     def count_steps(self, num_steps: int = 1) -> None:
         """Count steps of a template. Raises TemplateLimitError if they took too long."""
@@ -49,9 +45,7 @@ class RenderingBudget(threading.local):
         now_s = time.thread_time()
         if now_s > self._end_s:
             raise TemplateLimitError(f"the template takes more than {self._cpu_s:g} s of CPU time")
-        if self._gives_way and now_s > self._pause_s:
-            self._pause_s = now_s + _WORK_S
-            time.sleep(_PAUSE_S)
+        self._pauses.pause_if_due(now_s)
 
     def count_size(self, size: int) -> None:
         """Count characters or elements. Raises TemplateLimitError if there are too many."""

@@ -17,17 +17,16 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 
+from cluster.serving.text.format_limits import check_brace_format, check_percent_format
 from cluster.serving.text.operation_limits import (
     FILTER_CHECKS,
-    check_format,
     check_method,
     check_power,
     check_product,
-    check_text,
     listed,
-    num_elements,
 )
 from cluster.serving.text.rendering_budget import MAX_CPU_S, MAX_TOTAL, RenderingBudget
+from cluster.serving.text.value_sizes import check_text, num_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -92,6 +91,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return values
         return self._counted(iter(values))
 
+    def sliced(self, part: Any) -> Any:
+        """Return a part of a text or list, which takes memory of its own."""
+        if isinstance(part, Sized):
+            self._budget.count_size(len(part))
+        return part
+
     def concatenated(self, *values: Any) -> str:
         """Return the result of the operator `~`."""
         texts = [one if one.__class__ is str else str(_printable(one)) for one in values]
@@ -125,7 +130,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 return value
             return self.limited(value)
         if operator == "%" and isinstance(left, str):
-            check_format(left, right)
+            check_percent_format(str(left), right)
         elif operator == "*":
             check_product(left, right)
         elif operator == "**":
@@ -141,7 +146,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(found)
         def run(*args: Any, **kwargs: Any) -> str:
-            check_format(form, args, **kwargs)
+            check_brace_format(str(form), (*args, *kwargs.values()))
             text: str = self.limited(found(*args, **kwargs))
             return text
 
@@ -153,6 +158,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _replace(source, nodes.Concat, lambda node: _call_of("concatenated", *node.nodes))
         for kind in (nodes.List, nodes.Tuple, nodes.Dict):
             _replace(source, kind, lambda node: _call_of("limited", node))
+        _replace(source, nodes.Getitem, _counted_slice)
         return super()._generate(source, *args, **kwargs)
 
     def _joined(self, texts: Iterable[str]) -> str:
@@ -196,6 +202,10 @@ def _printable(value: Any) -> Any:
 def _call_of(method: str, *arguments: Any) -> nodes.Call:
     """Return a call of a method of the environment."""
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
+
+
+def _counted_slice(node: nodes.Getitem) -> nodes.Node:
+    return _call_of("sliced", node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _replace(node: nodes.Node, kind: type[nodes.Node], make: Callable[[Any], nodes.Node]) -> None:

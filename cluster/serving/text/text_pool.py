@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from cluster.serving.intake.turns import Turns
+from cluster.serving.text.text_budgets import TextBudgets
 from pagedray.errors import OverloadedError, ShuttingDownError
+from pagedray.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +26,27 @@ Result = TypeVar("Result")
 
 _NUM_THREADS = 3
 _MAX_WAITING = 64
+_NICENESS = 19
+"""Priority of texts of a tenant that has spent its budget."""
 
 
 class TextPool:
     """Runs functions in threads; used from one event loop.
 
-    The tenant whose texts have taken the least time comes next, and no tenant has all threads.
+    The tenant whose texts have taken the least time comes next, and no tenant has all threads. The
+    texts of a tenant that has spent its budget are tokenized at the lowest priority, so that they
+    take no time from the engine on a busy machine.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, max_waiting: int = _MAX_WAITING) -> None:
         """Tenants share `max_waiting` places to wait; even if others have all, one has a few."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-text")
+        self._low_threads = ThreadPoolExecutor(
+            num_threads,
+            thread_name_prefix="pagedray-text-low",
+            initializer=lambda: lower_priority(threading.get_native_id(), _NICENESS),
+        )
+        self._budgets = TextBudgets()
         self._max_waiting = max_waiting
         self._turns = Turns(num_threads, num_per_tenant=max(1, num_threads - 1))
         self._running: set[asyncio.Future[None]] = set()
@@ -42,6 +56,17 @@ class TextPool:
         self, tenant: str, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         """Return the result of `work`. Raises OverloadedError if the tenant's queue is full."""
+        return await self._run(tenant, functools.partial(work, *args, **kwargs), may_be_low=False)
+
+    async def encode_in_thread(self, tenant: str, encode: Callable[[], Result]) -> Result:
+        """Return the result of `encode`, which holds the interpreter's lock for moments only.
+
+        At low priority it would otherwise keep other threads waiting for the lock. Raises
+        OverloadedError if the tenant's queue is full.
+        """
+        return await self._run(tenant, encode, may_be_low=True)
+
+    async def _run(self, tenant: str, work: Callable[[], Result], *, may_be_low: bool) -> Result:
         turns = self._turns
         num_waiting = turns.num_waiting(tenant)
         if num_waiting >= max(1, self._max_waiting // max(1, turns.num_tenants)):
@@ -52,14 +77,16 @@ class TextPool:
         if self._is_closed:
             turns.end_turn(tenant, 0.0)
             raise ShuttingDownError
+        is_low = may_be_low and self._budgets.is_spent(tenant)
+        timed = _TimedWork(work)
         started_s = time.monotonic()
         try:
-            future = self._threads.submit(work, *args, **kwargs)
+            future = (self._low_threads if is_low else self._threads).submit(timed.run)
         except RuntimeError:
             # The system has no more threads.
             turns.end_turn(tenant, 0.0)
             raise
-        self._end_turn_after(future, tenant, started_s)
+        self._end_turn_after(future, tenant, started_s, timed)
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
@@ -68,8 +95,11 @@ class TextPool:
         while self._running:
             await asyncio.wait(self._running)
         self._threads.shutdown()
+        self._low_threads.shutdown()
 
-    def _end_turn_after(self, future: Future[Result], tenant: str, started_s: float) -> None:
+    def _end_turn_after(
+        self, future: Future[Result], tenant: str, started_s: float, timed: _TimedWork[Result]
+    ) -> None:
         # A thread is free when its work ends, not when its caller is cancelled.
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -78,6 +108,7 @@ class TextPool:
         def end_turn() -> None:
             self._running.discard(ended)
             ended.set_result(None)
+            self._budgets.charge(tenant, timed.cpu_s)
             self._turns.end_turn(tenant, time.monotonic() - started_s)
 
         def note_done(_: Future[Result]) -> None:
@@ -85,3 +116,19 @@ class TextPool:
                 loop.call_soon_threadsafe(end_turn)
 
         future.add_done_callback(note_done)
+
+
+class _TimedWork(Generic[Result]):
+    """A function, and the CPU time that it took."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self.cpu_s = 0.0
+
+    def run(self) -> Result:
+        """Return its result."""
+        began_s = time.thread_time()
+        try:
+            return self._work()
+        finally:
+            self.cpu_s = time.thread_time() - began_s

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.text.detokenizer import IncrementalDetokenizer
-from cluster.serving.text.stop_strings import StopMatcher
+from cluster.serving.text.stop_strings import StopMatcher, StopStrings
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import InvalidRequestError, LethalRequestError, PagedRayError
 from pagedray.request import FinishReason, Request
@@ -63,11 +63,15 @@ class TextStream:
         index: int,
         token_bytes: TokenBytes,
         *,
+        stops: StopStrings,
         prompt_index: int = 0,
         skips_special_tokens: bool = True,
         includes_stop: bool = False,
     ) -> None:
-        """`includes_stop` keeps the stop string or the client's stop token in the text."""
+        """`stops` are those of the request, shared by all sequences of its call.
+
+        `includes_stop` keeps the stop string or the client's stop token in the text.
+        """
         sampling = request.sampling
         # Only decoders that strip leading spaces depend on the text before.
         is_continuation = token_bytes.num_stripped > 0 and not all(
@@ -79,10 +83,11 @@ class TextStream:
             skips_special_tokens=skips_special_tokens,
         )
         self._includes_stop = includes_stop
-        self._matcher = StopMatcher(sampling.stop)
+        self._matcher = StopMatcher(stops)
         self._has_stops = bool(sampling.stop)
         self._min_tokens = sampling.min_tokens
-        self._client_stop_ids = frozenset(sampling.stop_token_ids)
+        # Looked at once, so that a set of its own for each sequence would take longer.
+        self._client_stop_ids = sampling.stop_token_ids
         self._index = index
         self._prompt_index = prompt_index
         self._num_tokens = 0

@@ -8,8 +8,9 @@ boundary character and byte fallback.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
+from itertools import product
+from string import hexdigits
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TokenBytes"]
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SUPPORTED = "ByteLevel, Metaspace, or Replace, ByteFallback, Fuse and Strip"
 
 
@@ -47,6 +47,11 @@ class TokenBytes:
             if token.special
         )
         self._cache: dict[int, bytes] = {}
+        self.fallback_bytes = _fallback_bytes(tokenizer) if self._rules.has_byte_fallback else {}
+        """The byte of each token that stands for one byte of a character.
+
+        If several such tokens in a row are no valid text, each becomes U+FFFD.
+        """
 
     @property
     def num_stripped(self) -> int:
@@ -78,8 +83,8 @@ class TokenBytes:
             except KeyError:
                 # Added tokens are plain text.
                 return token.encode()
-        if self._rules.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes((int(match[1], 16),))
+        if (byte := self.fallback_bytes.get(token_id)) is not None:
+            return bytes((byte,))
         for old, new in self._rules.replacements:
             token = token.replace(old, new)
         return token.encode()
@@ -114,6 +119,16 @@ def _read_rules(tokenizer: tokenizers.Tokenizer) -> _Rules:
         replacements=tuple(replacements),
         num_stripped=num_stripped,
     )
+
+
+def _fallback_bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
+    digits = ["".join(pair) for pair in product(hexdigits, repeat=2)]
+    ids = [tokenizer.token_to_id(f"<0x{pair}>") for pair in digits]
+    return {
+        token_id: int(pair, 16)
+        for token_id, pair in zip(ids, digits, strict=True)
+        if token_id is not None
+    }
 
 
 def _flattened(tree: object) -> list[dict[str, object]]:

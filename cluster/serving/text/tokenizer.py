@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import tokenizers
 
-from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.configured_tokens import (
+    add_configured_tokens,
+    special_tokens_of,
+)
 from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
+from cluster.serving.text.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
 from pagedray.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Tokenizer", "read_tokenizer"]
+    from cluster.serving.text.chat_template import ChatMessage
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+__all__ = ["Tokenizer", "read_tokenizer"]
 
 
 class Tokenizer:
@@ -33,17 +37,17 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         *,
         special_tokens: Mapping[str, str],
-        template: ChatTemplate | None,
-        is_encoder: bool = False,
+        templates: ChatTemplates | None,
+        pools: bool = False,
     ) -> None:
         """`special_tokens` maps names such as `eos_token` to tokens.
 
-        An encoder's tokens are never streamed as text, so any decoder is supported.
+        Tokens of a model that embeds are never streamed as text, so any decoder is supported.
         """
         self._tokenizer = tokenizer
-        self._template = template
-        self._literals = None if template is None else LiteralTokens(tokenizer)
-        self._token_bytes = None if is_encoder else TokenBytes(tokenizer)
+        self._templates = templates
+        self._literals = None if templates is None else LiteralTokens(tokenizer)
+        self._token_bytes = None if pools else TokenBytes(tokenizer)
         eos_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
         """End-of-sequence tokens according to the tokenizer."""
@@ -54,16 +58,19 @@ class Tokenizer:
         """One more than the highest token id."""
 
     @classmethod
-    def from_folder(cls, folder: Path, *, is_encoder: bool = False) -> Self:
+    def from_folder(cls, folder: Path, *, pools: bool = False) -> Self:
         """Return the tokenizer of a checkpoint. Raises CheckpointError."""
         tokenizer = read_tokenizer(folder)
-        settings = _read_settings(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(settings)
+        path = folder / "tokenizer_config.json"
+        settings = _read_settings(path)
+        special_tokens = special_tokens_of(settings)
+        with panics_as_errors():
+            add_configured_tokens(tokenizer, settings, path)
         return cls(
             tokenizer,
             special_tokens=special_tokens,
-            template=_read_template(folder, settings, special_tokens),
-            is_encoder=is_encoder,
+            templates=ChatTemplates.from_folder(folder, settings, special_tokens),
+            pools=pools,
         )
 
     @property
@@ -95,6 +102,14 @@ class Tokenizer:
         return encodings[0].ids
 
     @panics_as_errors()
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of a pair of texts, with the special tokens that separate them.
+
+        The interpreter's lock is not held.
+        """
+        return self._tokenizer.encode_batch_fast([(first, second)])[0].ids
+
+    @panics_as_errors()
     def encode_marked(self, marked: MarkedText) -> list[int]:
         """Return the token ids of a rendered conversation, without the interpreter's lock.
 
@@ -121,11 +136,11 @@ class Tokenizer:
 
         Raises InvalidRequestError.
         """
-        if self._template is None:
+        if self._templates is None:
             raise InvalidRequestError(
                 "The model has no chat template; use the completions API.", param="messages"
             )
-        return self._template.render(
+        return self._templates.template_for(tools).render(
             messages,
             tools=tools,
             adds_generation_prompt=adds_generation_prompt,
@@ -159,8 +174,8 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """The source of the chat template; empty without one."""
-        return "" if self._template is None else self._template.source
+        """The source of the chat template for tools; empty without one."""
+        return "" if self._templates is None else self._templates.tool_source
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
@@ -192,36 +207,6 @@ def _read_settings(path: Path) -> dict[str, object]:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path} must hold a JSON object.")
     return settings
-
-
-def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        value = settings.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
-
-
-def _read_template(
-    folder: Path, settings: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> ChatTemplate | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not valid UTF-8.") from error
-        return ChatTemplate(source, special_tokens, origin=str(path))
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default", {}).get("template")
-    if not isinstance(found, str):
-        return None
-    return ChatTemplate(found, special_tokens, origin=str(folder / "tokenizer_config.json"))
 
 
 def _one_line(error: Exception) -> str:

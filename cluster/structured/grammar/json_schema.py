@@ -275,25 +275,23 @@ def _members_in_order(
 ) -> Expression:
     """Return members in order, separated by commas; those not required may be omitted.
 
-    Each member has two rules, which are added to `rules`: `more` for it and those after it where
-    another member precedes it, and `from` where none does.
+    `rules` gets one rule for each member: that member or a later one, and those that follow. The
+    compiled grammar has a copy of all states for each rule, so more rules would make it larger.
     """
     number = len(rules)
-    first_required = are_required.index(True) if True in are_required else len(members)
-    rest: Expression = Concat(())
-    alone: Expression = Concat(())
+    remaining: Expression = Concat(())
+    following: Expression = Concat(())
+    may_end = True
     for index in range(len(members) - 1, -1, -1):
-        member, is_required = members[index], are_required[index]
-        with_comma = Concat((Text(","), SPACE, member))
-        if index <= first_required:
-            first = Concat((member, rest))
-            rules[f"from{number}x{index}"] = first if is_required else Alternation((first, alone))
-            alone = Rule(f"from{number}x{index}")
-        rest = Concat((with_comma if is_required else optional(with_comma), rest))
-        # As a rule, so that the rest is written once.
-        rules[f"more{number}x{index}"] = rest
-        rest = Rule(f"more{number}x{index}")
-    return alone
+        chosen: Expression = Concat((members[index], following))
+        if index < len(members) - 1 and not are_required[index]:
+            chosen = Alternation((chosen, remaining))
+        remaining = Rule(f"from{number}x{index}")
+        rules[remaining.name] = chosen
+        with_comma = Concat((Text(","), SPACE, remaining))
+        may_end = may_end and not are_required[index]
+        following = optional(with_comma) if may_end else with_comma
+    return optional(remaining) if may_end else remaining
 
 
 def _leading_items(items: Sequence[Expression], minimum: int, more: Expression) -> Expression:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from cluster.structured.processes.messages import MaskQuery, MatcherStart
+from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
+from cluster.structured.processes.sequence_matcher import REJECTED_TOKEN
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -26,7 +27,13 @@ class MaskSource(Protocol):
     num_mask_bytes: int
 
     def matcher(self, grammar: CompiledGrammar, request: Request) -> MatcherHandle: ...
-    def masks(self, asked: Sequence[tuple[MatcherHandle, Sequence[int]]]) -> list[Outcome]: ...
+    def masks(
+        self,
+        asked: Sequence[tuple[MatcherHandle, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[Outcome | None]: ...
 
 
 class CompiledGrammar:
@@ -61,9 +68,15 @@ class CompiledGrammar:
         """Return a matcher at the start of a continuation of the request."""
         return self._source.matcher(self, request)
 
-    def masks(self, asked: Sequence[tuple[MatcherHandle, Sequence[int]]]) -> list[Outcome]:
+    def masks(
+        self,
+        asked: Sequence[tuple[MatcherHandle, Sequence[int]]],
+        *,
+        num_awaited: int,
+        wait_s: float,
+    ) -> list[Outcome | None]:
         """Return the masks of matchers, of this or other grammars; see `MaskClient.masks`."""
-        return self._source.masks(asked)
+        return self._source.masks(asked, num_awaited=num_awaited, wait_s=wait_s)
 
 
 class MatcherHandle:
@@ -80,7 +93,8 @@ class MatcherHandle:
         self.grammar = grammar
         self.error = ""
         """Why the structure ended the sequence with an error, if it did."""
-        self._id = sequence_id
+        self.id = sequence_id
+        """The id of the sequence in the mask process."""
         self._note_end = note_end
         self._start = MatcherStart(
             grammar.id,
@@ -93,21 +107,53 @@ class MatcherHandle:
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._num_sent = self._num_prompt_tokens
         self._incarnation = 0
+        self._outcome: Outcome | None = None
         self._cpu_s = 0.0
+        self._mask_cpu_s = 0.0
+        self._costly_s = 0.0
 
     def __del__(self) -> None:
-        self._note_end(self._id)
+        self._note_end(self.id)
 
-    def note_cpu_time(self, cpu_s: float) -> None:
-        """Record the CPU time that the sequence has taken, or 0 if it is unknown."""
-        self._cpu_s = max(self._cpu_s, cpu_s)
+    @property
+    def is_costly(self) -> bool:
+        """Whether its last mask took more CPU time than steps should wait for."""
+        return self._mask_cpu_s > self._costly_s
 
-    def query(self, token_ids: Sequence[int], incarnation: int) -> MaskQuery:
-        """Return the query for the next mask; another incarnation gets all generated tokens."""
+    def outcome_after(self, token_ids: Sequence[int]) -> Outcome | None:
+        """Return the outcome for all tokens of the sequence, or None if it is not known."""
+        return self._outcome if len(token_ids) == self._num_sent else None
+
+    def is_pending(self, incarnation: int) -> bool:
+        """Return whether this incarnation of the process makes its mask."""
+        return self._outcome is None and self._incarnation == incarnation
+
+    def query(self, token_ids: Sequence[int], incarnation: int, *, costly_s: float) -> MaskQuery:
+        """Return the query for the next mask; another incarnation gets all generated tokens.
+
+        The mask is costly if it takes more than `costly_s` of CPU time.
+        """
         start = None
         if incarnation != self._incarnation:
             self._incarnation, self._num_sent = incarnation, self._num_prompt_tokens
             start = replace(self._start, cpu_s=self._cpu_s)
         added = list(token_ids[self._num_sent :])
         self._num_sent = len(token_ids)
-        return MaskQuery(self._id, added, start)
+        self._outcome = None
+        self._costly_s = costly_s
+        return MaskQuery(self.id, added, start)
+
+    def note_made(self, made: MadeMask) -> None:
+        """Record the reply to the query."""
+        # Both are 0 for a mask that ended its process.
+        self._cpu_s = max(self._cpu_s, made.cpu_s)
+        self._mask_cpu_s = made.mask_cpu_s
+        self._outcome = made.finish_reason or made.words
+        if made.error != REJECTED_TOKEN:
+            self.error = made.error
+
+    def note_failure(self, token_ids: Sequence[int], error: str) -> None:
+        """End the sequence with an error, empty for a defect, although there was no reply."""
+        self.error = error
+        self._num_sent = len(token_ids)
+        self._outcome = FinishReason.ERROR

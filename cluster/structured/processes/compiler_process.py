@@ -39,6 +39,7 @@ from cluster.structured.processes.messages import (
 from cluster.structured.processes.warm_up import NICENESS, WarmUp
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
+from pagedray.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from cluster.structured.processes.xgrammar_library import XGrammarLibrary
@@ -103,7 +104,7 @@ def _supervise(connection: socket.socket, library: XGrammarLibrary, limits: Comp
 def _answer(connection: socket.socket, library: XGrammarLibrary, limits: CompileLimits) -> None:
     structure = read_message(connection, Structure)
     # Masks and ranks have priority, since whole batches wait for those.
-    os.nice(NICENESS)
+    lower_priority(os.getpid(), NICENESS)
     _limit(limits)
     try:
         text = library.compile_grammar(grammar_text(structure))

@@ -32,6 +32,8 @@ class CpuBudget:
         self._left_s = _BURST_S
         self._filled_s = now_s
         self._lock = threading.Lock()
+        self.last_mask_s: float | None = None
+        """CPU time of the last mask that was charged."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -42,6 +44,7 @@ class CpuBudget:
         """Subtract seconds of CPU time."""
         with self._lock:
             self._left_s = max(self._left_s - cpu_s, -_BURST_S)
+            self.last_mask_s = cpu_s
 
     def refill(self, num_rows: int, now_s: float) -> None:
         """Add the CPU time of a step with this many rows of the tenant."""
@@ -89,6 +92,15 @@ class TenantCpuBudgets:
         for tenant in recovered:
             del self._budgets[tenant]
 
+    def tenant_of(self, sequence_id: int) -> str:
+        """Return the tenant of a sequence."""
+        return self._tenants[sequence_id]
+
     def budget_of(self, sequence_id: int) -> CpuBudget:
-        """Return the budget that a sequence of this step is charged to."""
-        return self._budgets[self._tenants[sequence_id]]
+        """Return the budget that a sequence is charged to."""
+        # It may have recovered, and was dropped, while a mask was made.
+        return self._budgets.setdefault(self.tenant_of(sequence_id), CpuBudget(self._clock()))
+
+    def has_sequence(self, sequence_id: int) -> bool:
+        """Return whether a sequence was added and has not ended."""
+        return sequence_id in self._tenants

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import select
 import socket
 import threading
+import time
 from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -19,17 +22,14 @@ import msgspec
 
 from cluster.structured.processes.compiled_grammar import CompiledGrammar, MatcherHandle
 from cluster.structured.processes.frames import read_message, write_frame
-from cluster.structured.processes.mask_batch import LATE_MASK_S
 from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
+    MaskReply,
     StepQuery,
-    StepReply,
 )
-from cluster.structured.processes.sequence_matcher import REJECTED_TOKEN, allowed_cpu_s
 from pagedray.errors import EngineError, OverloadedError
-from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +44,13 @@ logger = logging.getLogger(__name__)
 
 _REPLY_MARGIN_S = 5.0
 """Time for a reply beyond the limit that the process itself keeps."""
+_PATIENCE_SHARE = 0.75
+"""Of the time that a caller waits: what the process waits for quick masks."""
+_MAX_PATIENCE_S = 60.0
+_COSTLY_SHARE = 0.5
+"""Of the time that a caller waits: CPU time of a mask that is not worth waiting for."""
+_TOO_COSTLY = "its masks take too much time or memory"
+"""Why sequences end whose structure has ended a process, or would."""
 _LOAD_TIMEOUT_S = 60.0
 _MAX_INCARNATIONS = 3
 """Processes that may die, one after another, before a query fails."""
@@ -64,9 +71,9 @@ class MaskClient:
         step_s: float = 5.0,
         alone_s: float = 2.0,
     ) -> None:
-        """The process is killed if it takes `step_s` longer than the masks of a step may.
+        """The process is killed if a mask keeps it from reading its clock for `step_s`.
 
-        For a sequence that is queried alone, since it may be the cause of that, after `alone_s`.
+        For a sequence that is queried alone, since it may be the cause of that, for `alone_s`.
         """
         self.num_mask_bytes = num_mask_bytes
         """Bytes of a mask."""
@@ -100,27 +107,29 @@ class MaskClient:
         note_end = self._connection.ended_sequence_ids.append
         return MatcherHandle(grammar, next(self._ids), request, note_end)
 
-    def masks(self, asked: Sequence[_Asked]) -> list[Outcome]:
+    def masks(
+        self, asked: Sequence[_Asked], *, num_awaited: int, wait_s: float
+    ) -> list[Outcome | None]:
         """Return the mask, or how the sequence ends, for each matcher and its tokens.
 
-        It never raises.
+        It is None if it is not made yet: of the first `num_awaited` after `wait_s`, of the others
+        now. The caller must ask for it again in each later call. Never raises; after the death of
+        the process, it waits for all of them.
         """
         if not asked:
             return []
-        outcomes: dict[int, Outcome] = {}
         with self._lock:
             self._connection.close_orphaned()
             try:
-                self._query_all(dict(enumerate(asked)), outcomes, self._step_s)
+                self._query_all(asked, num_awaited, wait_s, self._step_s)
             except _MaskProcessDiedError as error:
                 logger.warning("Querying each sequence alone. %s", error)
                 # Only the cause ends, with the other sequences of its grammar: each of those would
                 # cost a process too.
                 crashing: set[CompiledGrammar] = set()
-                for row, one in enumerate(asked):
-                    if row not in outcomes:
-                        outcomes[row] = self._query_alone(one, crashing)
-        return [outcomes[row] for row in range(len(asked))]
+                for one in asked:
+                    self._query_alone(one, crashing)
+        return [matcher.outcome_after(token_ids) for matcher, token_ids in asked]
 
     def close(self) -> None:
         """End the process and the calls that wait for it."""
@@ -128,58 +137,71 @@ class MaskClient:
         with self._lock:
             self._connection.close()
 
-    def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> Outcome:
-        """Return the outcome of one row; add its grammar to `crashing` if that ends a process."""
-        matcher = asked[0]
-        grammar = matcher.grammar
-        if grammar in crashing:
-            return _failed(matcher)
-        outcomes: dict[int, Outcome] = {}
+    def _query_alone(self, asked: _Asked, crashing: set[CompiledGrammar]) -> None:
+        """Wait for the outcome of one; add its grammar to `crashing` if that ends a process."""
+        matcher, token_ids = asked
+        if matcher.outcome_after(token_ids) is not None:
+            return
+        if matcher.grammar in crashing:
+            matcher.note_failure(token_ids, _TOO_COSTLY)
+            return
         try:
-            crashing |= self._query_all({0: asked}, outcomes, self._alone_s)
+            crashing |= self._query_all([asked], 1, math.inf, self._alone_s)
         except _MaskProcessDiedError as error:
             logger.warning("Ending all sequences of a grammar with an error. %s", error)
-            crashing.add(grammar)
-            return _failed(matcher) if error.is_killed else FinishReason.ERROR
-        return outcomes[0]
+            crashing.add(matcher.grammar)
+            matcher.note_failure(token_ids, _TOO_COSTLY if error.is_killed else "")
 
     def _query_all(
-        self, asked: dict[int, _Asked], outcomes: dict[int, Outcome], limit_s: float
+        self, asked: Sequence[_Asked], num_awaited: int, wait_s: float, limit_s: float
     ) -> set[CompiledGrammar]:
-        """Query until each row has an outcome; return the grammars that ended a process.
+        """Query masks and wait for the first ones; return the grammars that ended a process.
 
         Raises _MaskProcessDiedError.
         """
         crashing: set[CompiledGrammar] = set()
-        while asked:
-            rows = list(asked)
-            reply = self._query(list(asked.values()), limit_s)
-            size = self.num_mask_bytes
-            for index, row in enumerate(rows):
-                mask = reply.words[index * size : (index + 1) * size]
-                outcomes[row] = reply.finish_reasons.get(index) or mask
-            # Other sequences of the grammar may be as slow, and there may be many.
-            crashing |= {asked[rows[index]][0].grammar for index in reply.offenders}
-            left = [rows[index] for index in reply.missing]
-            for row in left:
-                del outcomes[row]
-                if asked[row][0].grammar in crashing:
-                    outcomes[row] = _failed(asked[row][0])
-            asked = {row: asked[row] for row in left if row not in outcomes}
+        until_s = time.monotonic() + wait_s
+        while left := _without_outcome(asked):
+            process = self._connection.process_with({matcher.grammar for matcher, _ in left})
+            queries = [
+                matcher.query(token_ids, process.incarnation, costly_s=_COSTLY_SHARE * wait_s)
+                for matcher, token_ids in left
+                if not matcher.is_pending(process.incarnation)
+            ]
+            if queries:
+                self._connection.send_queries(process, queries, wait_s, limit_s)
+            is_awaited = bool(_without_outcome(asked[:num_awaited]))
+            left_s = max(0.0, until_s - time.monotonic()) if is_awaited else 0.0
+            reply = self._connection.receive_reply(process, left_s, limit_s)
+            if reply is None:
+                break
+            crashing |= _apply(reply, left)
         return crashing
 
-    def _query(self, asked: Sequence[_Asked], limit_s: float) -> StepReply:
-        process = self._connection.process_with({matcher.grammar for matcher, _ in asked})
-        queries = [matcher.query(token_ids, process.incarnation) for matcher, token_ids in asked]
-        limit_s += sum(LATE_MASK_S + allowed_cpu_s(query) for query in queries)
-        reply = self._connection.exchange(process, queries, limit_s)
-        for (matcher, _), cpu_s in zip(asked, reply.cpu_s, strict=True):
-            matcher.note_cpu_time(cpu_s)
-        for row, error in reply.errors.items():
-            logger.warning("Ending a sequence with an error: %s.", error)
-            if error != REJECTED_TOKEN:
-                asked[row][0].error = error
-        return reply
+
+def _without_outcome(asked: Sequence[_Asked]) -> list[_Asked]:
+    return [one for one in asked if one[0].outcome_after(one[1]) is None]
+
+
+def _apply(reply: MaskReply, asked: Sequence[_Asked]) -> set[CompiledGrammar]:
+    """Record the masks that were asked for; return the grammars that ended the process."""
+    matchers = {matcher.id: matcher for matcher, _ in asked}
+    crashing: set[CompiledGrammar] = set()
+    for made in reply.masks:
+        # Others belong to sequences that have ended.
+        if made.sequence_id not in matchers:
+            continue
+        matcher = matchers[made.sequence_id]
+        matcher.note_made(made)
+        if made.error:
+            logger.warning("Ending a sequence with an error: %s.", made.error)
+        if made.is_offender:
+            crashing.add(matcher.grammar)
+    # Other sequences of the grammar may be as slow, and there may be many.
+    for matcher, token_ids in _without_outcome(asked):
+        if matcher.grammar in crashing:
+            matcher.note_failure(token_ids, _TOO_COSTLY)
+    return crashing
 
 
 class _MaskProcessDiedError(Exception):
@@ -225,6 +247,10 @@ class _MaskConnection:
         self._orphaned: deque[socket.socket] = deque()
         """Sockets for masks of dead processes, to be closed by the thread that reads them."""
         self._num_incarnations = 0
+        self._unanswered: set[int] = set()
+        """The sequences whose masks were asked for."""
+        self._heard_s = 0.0
+        """When the process replied last, or was asked while it had nothing to do."""
 
     def load_grammar(self, grammar: CompiledGrammar) -> int:
         """Load a grammar into the process; return its size in bytes.
@@ -288,20 +314,45 @@ class _MaskConnection:
                 raise _MaskProcessDiedError(str(error)) from error
         raise _MaskProcessDiedError(f"The mask process died {_MAX_INCARNATIONS} times in a row.")
 
-    def exchange(
-        self, process: _MaskProcess, queries: list[MaskQuery], limit_s: float
-    ) -> StepReply:
-        """Return the reply to the queries of a step. Raises _MaskProcessDiedError."""
-        sequence_ids, grammar_ids = self.ended_sequence_ids, self.ended_grammar_ids
-        query = StepQuery(queries, _drained(sequence_ids), _drained(grammar_ids), limit_s)
+    def send_queries(
+        self, process: _MaskProcess, queries: list[MaskQuery], wait_s: float, limit_s: float
+    ) -> None:
+        """Ask for masks. Raises _MaskProcessDiedError."""
+        # The process replies in time for what arrives last to be read.
+        patience_s = min(_PATIENCE_SHARE * wait_s, _MAX_PATIENCE_S)
+        sequence_ids, grammar_ids = _drained(self.ended_sequence_ids), self.ended_grammar_ids
+        query = StepQuery(queries, sequence_ids, _drained(grammar_ids), patience_s, limit_s)
+        self._unanswered.difference_update(sequence_ids)
+        if not self._unanswered:
+            self._heard_s = time.monotonic()
+        self._unanswered.update(one.sequence_id for one in queries)
         try:
             process.masks.settimeout(limit_s + _REPLY_MARGIN_S)
             write_frame(process.masks, msgspec.msgpack.encode(query))
-            reply: StepReply = read_message(process.masks, StepReply)
-        except (OSError, EOFError) as error:
+        except OSError as error:
             self._forget(process)
             raise _died(error, is_killed=True) from error
-        if reply.offenders:
+
+    def receive_reply(
+        self, process: _MaskProcess, wait_s: float, limit_s: float
+    ) -> MaskReply | None:
+        """Return the next reply, or None if there is none within `wait_s`.
+
+        Raises _MaskProcessDiedError, also if the process has been silent for longer than `limit_s`.
+        """
+        silent_s = self._heard_s + limit_s + _REPLY_MARGIN_S - time.monotonic()
+        try:
+            if not _is_readable(process.masks, min(wait_s, max(0.0, silent_s))):
+                if wait_s < silent_s:
+                    return None
+                raise TimeoutError("no reply")
+            reply: MaskReply = read_message(process.masks, MaskReply)
+        except (OSError, EOFError, ValueError) as error:
+            self._forget(process)
+            raise _died(error, is_killed=True) from error
+        self._heard_s = time.monotonic()
+        self._unanswered.difference_update(mask.sequence_id for mask in reply.masks)
+        if reply.is_last:
             self._forget(process)
         return reply
 
@@ -325,6 +376,7 @@ class _MaskConnection:
             connection.close()
 
     def _forget(self, process: _MaskProcess) -> None:
+        self._unanswered.clear()
         with self._lock:
             # A thread that loads a grammar may have started another process.
             if self._process is process:
@@ -337,14 +389,16 @@ class _MaskConnection:
             self._process = None
 
 
+def _is_readable(connection: socket.socket, wait_s: float) -> bool:
+    """Wait until there is something to read, or the other end is closed."""
+    # Unlike `select`, for any number of open files.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1e3 * wait_s))
+
+
 def _died(error: Exception, *, is_killed: bool = False) -> _MaskProcessDiedError:
     return _MaskProcessDiedError(f"The mask process died: {error!r}.", is_killed=is_killed)
-
-
-def _failed(matcher: MatcherHandle) -> FinishReason:
-    """Return the end of a sequence whose structure has ended a process, or would."""
-    matcher.error = "its masks take too much time or memory"
-    return FinishReason.ERROR
 
 
 def _drained(items: deque[_Item]) -> list[_Item]:

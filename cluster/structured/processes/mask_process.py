@@ -1,8 +1,8 @@
 """The process that makes masks: a fork of the compiler process, which cannot harm the replica.
 
-It has two sockets. On one it gets the queries of a step, which several threads answer, since
-xgrammar releases Python's lock. On the other it gets grammars at the same time. It exits when
-either closes, or when a sequence delays the others for too long or takes all memory.
+It has two sockets. On one it gets queries, which several threads answer, since xgrammar releases
+Python's lock. On the other it gets grammars at the same time. It exits when either closes, or when
+a mask takes too long or all memory.
 """
 
 from __future__ import annotations
@@ -12,28 +12,34 @@ import resource
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_message, write_frame
-from cluster.structured.processes.mask_batch import CHECK_INTERVAL_S, MaskBatch
+from cluster.structured.processes.mask_work import CHECK_INTERVAL_S, MaskJob, MaskWork
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
-from cluster.structured.processes.messages import GrammarLoaded, LoadFailed, LoadGrammar, StepQuery
+from cluster.structured.processes.messages import (
+    GrammarLoaded,
+    LoadFailed,
+    LoadGrammar,
+    MaskReply,
+    StepQuery,
+)
 from cluster.structured.processes.sequence_matcher import SequenceMatcher
 
 if TYPE_CHECKING:
     import socket
 
-    from cluster.structured.processes.messages import MaskQuery, StepReply
+    from cluster.structured.processes.messages import MadeMask, MaskQuery
     from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
 __all__ = ["serve_masks"]
 
 _MAX_THREADS = 8
+_CHECKS_PER_REPORT = 20
 
 
 def serve_masks(
@@ -48,11 +54,7 @@ def serve_masks(
         threading.Thread(target=serve, daemon=True).start()
     try:
         while True:
-            query = read_message(masks, StepQuery)
-            # The kernel's limit, for a sequence that keeps Python's lock from the watching thread.
-            signal.setitimer(signal.ITIMER_REAL, query.limit_s)
-            server.answer_step(query)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            server.answer(read_message(masks, StepQuery))
     except (OSError, EOFError, MemoryError):
         return
 
@@ -86,12 +88,10 @@ class _MaskServer:
         self._grammars: dict[int, Any] = {}
         self._matchers: dict[int, SequenceMatcher] = {}
         self._budgets = TenantCpuBudgets()
-        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._threads = _started_threads(self._num_threads)
-        self._words = np.zeros((0, library.num_mask_words), dtype=np.int32)
-        self._batch: MaskBatch | None = None
-        self._reply_lock = threading.Lock()
-        """Held by the thread that replies: the one that makes masks or the one that watches."""
+        self._work = MaskWork(min(_MAX_THREADS, len(os.sched_getaffinity(0))), self._send)
+        self._limit_s = 0.0
+        self._send_lock = threading.Lock()
+        """Held by the thread that sends, one of several."""
 
     def load_grammar(self, load: LoadGrammar) -> int:
         """Load a grammar; return its size in bytes. Raises RuntimeError."""
@@ -100,52 +100,62 @@ class _MaskServer:
         self._grammars[load.grammar_id] = compiled
         return num_bytes
 
-    def answer_step(self, step: StepQuery) -> None:
-        """Make the masks of a step and send them. Raises OSError, MemoryError or RuntimeError."""
+    def answer(self, step: StepQuery) -> None:
+        """Make masks and send those that are quick. Raises OSError, MemoryError or RuntimeError."""
+        self._limit_s = step.limit_s
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        self._work.cancel(step.ended_sequence_ids)
+        self._budgets.remove_sequences(step.ended_sequence_ids)
         for sequence_id in step.ended_sequence_ids:
             self._matchers.pop(sequence_id, None)
-        self._budgets.remove_sequences(step.ended_sequence_ids)
         for query in step.queries:
             if query.start is not None:
                 self._budgets.add_sequence(query.sequence_id, query.start.tenant)
         self._budgets.begin_step(query.sequence_id for query in step.queries)
         self._remove_grammars(step.ended_grammar_ids)
-        num_queries = len(step.queries)
-        if num_queries > len(self._words):
-            self._words = np.zeros((num_queries, self._library.num_mask_words), dtype=np.int32)
-        words = self._words[:num_queries]
-        words[:] = 0
-        batch = self._batch = MaskBatch(step.queries, words, self._matcher_of, self._cost_of)
-        reply = batch.make_masks(self._threads, self._num_threads)
-        with self._reply_lock:
-            self._batch = None
-            self._send(reply)
+        made = self._work.make_masks([self._job(query) for query in step.queries], step.patience_s)
+        if made:
+            self._send(made)
 
     def watch(self) -> None:
-        """Reply in place of a step that takes too long. Never returns."""
+        """End the process if a mask takes too long, and report that it still makes masks.
+
+        Never returns.
+        """
         try:
-            while True:
+            for number in count():
                 time.sleep(CHECK_INTERVAL_S)
-                with self._reply_lock:
-                    reply = None if self._batch is None else self._batch.check_timeouts()
-                    if reply is not None:
-                        self._send(reply)
+                is_idle = self._work.is_idle
+                # The kernel's limit, for a mask that keeps Python's lock from this thread.
+                signal.setitimer(signal.ITIMER_REAL, 0.0 if is_idle else self._limit_s)
+                made = self._work.check_limits()
+                if made or (not is_idle and number % _CHECKS_PER_REPORT == 0):
+                    self._send(made)
         finally:
             os._exit(0)
 
-    def _send(self, reply: StepReply) -> None:
-        write_frame(self._connection, msgspec.msgpack.encode(reply))
-        if reply.offenders:
-            # Without the clean-up of the parent's objects.
-            os._exit(0)
+    def _send(self, masks: list[MadeMask]) -> None:
+        is_last = any(mask.is_offender for mask in masks)
+        with self._send_lock:
+            write_frame(self._connection, msgspec.msgpack.encode(MaskReply(masks, is_last)))
+            if is_last:
+                # Without the clean-up of the parent's objects.
+                os._exit(0)
 
     def _remove_grammars(self, grammar_ids: list[int]) -> None:
         for grammar_id in grammar_ids:
             self._grammars.pop(grammar_id, None)
 
-    def _cost_of(self, query: MaskQuery) -> float:
+    def _job(self, query: MaskQuery) -> MaskJob:
         matcher = self._matchers.get(query.sequence_id)
-        return 0.0 if matcher is None else matcher.last_cpu_s
+        budget = self._budgets.budget_of(query.sequence_id)
+        return MaskJob(
+            query,
+            self._budgets.tenant_of(query.sequence_id),
+            self._matcher_of,
+            num_words=self._library.num_mask_words,
+            expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
+        )
 
     def _matcher_of(self, query: MaskQuery) -> SequenceMatcher:
         if query.start is not None:
@@ -155,13 +165,7 @@ class _MaskServer:
                 self._library.vocab_size,
                 lambda: self._budgets.budget_of(query.sequence_id),
             )
+            if not self._budgets.has_sequence(query.sequence_id):
+                # It has ended meanwhile.
+                return self._matchers.pop(query.sequence_id)
         return self._matchers[query.sequence_id]
-
-
-def _started_threads(num_threads: int) -> ThreadPoolExecutor:
-    """Return running threads: one started later might find no memory for its stack."""
-    threads = ThreadPoolExecutor(num_threads)
-    all_run = threading.Barrier(num_threads)
-    for _ in range(num_threads):
-        threads.submit(all_run.wait)
-    return threads

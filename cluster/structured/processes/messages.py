@@ -15,11 +15,12 @@ __all__ = [
     "GrammarLoaded",
     "LoadFailed",
     "LoadGrammar",
+    "MadeMask",
     "MaskQuery",
+    "MaskReply",
     "MatcherStart",
     "Refused",
     "StepQuery",
-    "StepReply",
     "limits_for",
 ]
 
@@ -100,30 +101,39 @@ class MaskQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the masks of a step."""
+    """Asks for masks, each of a sequence whose last mask was received."""
 
     queries: list[MaskQuery]
     ended_sequence_ids: list[int]
     ended_grammar_ids: list[int]
+    patience_s: float
+    """How long quick masks are waited for; those made by then come in one reply."""
     limit_s: float
-    """Time after which the kernel kills the process unless it has replied."""
+    """Time after which the kernel kills the process if a mask keeps it from reading its clock."""
 
 
-class StepReply(msgspec.Struct, frozen=True, array_like=True):
-    """The reply to a `StepQuery`. Rows are indices of its queries."""
+class MadeMask(msgspec.Struct, frozen=True, array_like=True):
+    """A mask, or how its sequence ends."""
 
-    finish_reasons: dict[int, FinishReason]
-    """How sequences end, by row; their masks are undefined."""
-    errors: dict[int, str]
-    """Why rows end with an error."""
-    words: bytes
-    """The masks of all rows, concatenated."""
-    offenders: list[int]
-    """Rows that took too long or too much memory; the process exits. In `finish_reasons` too."""
-    missing: list[int]
-    """Rows whose masks were not made before that."""
-    cpu_s: list[float]
-    """CPU time that each sequence has taken; 0 for one whose mask was not made."""
+    sequence_id: int
+    cpu_s: float
+    """CPU time that the sequence has taken."""
+    mask_cpu_s: float
+    """Of that, CPU time of this mask."""
+    words: bytes = b""
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    """Why it ends with an error."""
+    is_offender: bool = False
+    """Whether it took too long or too much memory, so that the process exits."""
+
+
+class MaskReply(msgspec.Struct, frozen=True, array_like=True):
+    """Masks that were made; without any, a sign that the process still makes some."""
+
+    masks: list[MadeMask]
+    is_last: bool = False
+    """Whether the process exits; it makes no other mask that was asked for."""
 
 
 class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):

@@ -7,12 +7,12 @@ once, before a client needs them, in small steps of low priority.
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING
 
 from cluster.structured.grammar.expressions import write_ebnf
 from cluster.structured.grammar.schema_strings import limited_string
+from pagedray.thread_priority import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ class WarmUp:
         thread.join()
 
     def _run_step(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        lower_priority(threading.get_native_id(), NICENESS)
         try:
             self._library.warm_up(next(self._texts))
         except (StopIteration, RuntimeError):

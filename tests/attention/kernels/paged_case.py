@@ -6,8 +6,9 @@ The same code runs small under Triton's interpreter and large on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from attention.kernels.triton.options import AttentionOptions
@@ -18,7 +19,19 @@ from attention.kernels.triton.tuning import PagedAttentionTuning, default_decode
 from tests.attention.dense_reference import relative_error
 from tests.attention.kernels.two_sided_reference import two_sided_attention
 
-__all__ = ["DEVICE", "FEATURES", "HEADS", "TOLERANCE", "PagedCase", "Shape", "options_of"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "DEVICE",
+    "FEATURES",
+    "HEADS",
+    "TOLERANCE",
+    "PagedCase",
+    "Shape",
+    "options_of",
+    "or_slow",
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -42,6 +55,19 @@ FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
 }
 HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
 """Query heads and KV heads: 1, 3, 5, 7, 8 per KV head, and more than a small tile has."""
+
+
+# Any: parameters of any type.
+def or_slow(values: Sequence[Any], *, slow: Sequence[Any]) -> list[Any]:
+    """Return parameters of a test, of which some are marked as slow under the interpreter."""
+    if DEVICE == "cuda":
+        return list(values)
+    marked = []
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)
+        marks = [pytest.mark.slow] if value in slow else []
+        marked.append(pytest.param(*parts, marks=marks))
+    return marked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""The all-reduce of a few rows, as one rank runs it, with the packets of the others made here."""
+"""The all-reduce of a few rows, as one rank runs it, with the data of the others made here."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from attention.kernels.triton.one_shot_all_reduce import (
+    EMPTY_BYTE,
     Inboxes,
     all_reduce_add_norm,
     all_reduce_rows,
@@ -13,7 +14,8 @@ from attention.kernels.triton.one_shot_all_reduce import (
 from tests.attention.kernels.paged_case import DEVICE
 from tests.attention.kernels.test_triton_token_rows import DTYPES, assert_near
 
-MAX_ROWS = 4
+MAX_ROWS = 11
+EMPTY = -1
 EPS = 1e-5
 
 
@@ -24,9 +26,9 @@ class Rank:
         self, rank: int, size: int, width: int, dtype: torch.dtype, max_programs: int = MAX_ROWS
     ) -> None:
         num_bytes = inbox_bytes(MAX_ROWS, width, dtype, size)
+        empty = torch.full((num_bytes,), EMPTY_BYTE, dtype=torch.uint8).view(torch.int32)
         self.inboxes = [
-            torch.zeros(num_bytes // 8, dtype=torch.int64).view(2, size, MAX_ROWS, -1).to(DEVICE)
-            for _ in range(size)
+            empty.clone().view(2, size - 1, MAX_ROWS, -1).to(DEVICE) for _ in range(size)
         ]
         self.abort = torch.zeros(1, dtype=torch.int32)
         if DEVICE == "cuda":
@@ -43,22 +45,28 @@ class Rank:
         )
 
     def receive(self, sender: int, rows: torch.Tensor) -> None:
-        """Put the packets of another rank's next launch into this rank's inbox."""
-        launch = int(self.view.num_launches[0]) + 1
-        self.inboxes[self.view.rank][launch % 2, sender, : len(rows)] = packets(rows, launch)
+        """Put what another rank sends in its next launch into this rank's inbox."""
+        inbox = self.inboxes[self.view.rank][self._parity(1), self._slot(sender, self.view.rank)]
+        inbox[: len(rows)] = words(rows)
 
     def assert_sent(self, rows: torch.Tensor) -> None:
-        """Check that every other rank has the packets of the last launch."""
-        launch, view = int(self.view.num_launches[0]), self.view
+        """Check that every other rank has the rows of the last launch, and this one has none."""
+        view, parity = self.view, self._parity(0)
         for peer in set(range(view.size)) - {view.rank}:
-            inbox = self.inboxes[peer][launch % 2, view.rank, : len(rows)]
-            assert torch.equal(inbox, packets(rows, launch))
+            inbox = self.inboxes[peer][parity, self._slot(view.rank, peer)]
+            assert torch.equal(inbox[: len(rows)], words(rows))
+        assert (self.inboxes[view.rank] == EMPTY).all()
+
+    def _parity(self, num_ahead: int) -> int:
+        return (int(self.view.num_launches[0]) + num_ahead) % 2
+
+    def _slot(self, sender: int, receiver: int) -> int:
+        return sender - (sender > receiver)
 
 
-def packets(rows: torch.Tensor, launch: int) -> torch.Tensor:
-    """Return the packets of rows, `[num_rows, num_packets]` int64."""
-    data = rows.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return data | (launch << 32)
+def words(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as they are sent, `[num_rows, num_words]` int32."""
+    return rows.contiguous().view(torch.int32)
 
 
 def parts(size: int, num_rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -86,7 +94,7 @@ def test_rows_of_all_ranks_are_summed_launch_after_launch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("max_programs", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("max_programs", [1, 4, MAX_ROWS])
 def test_the_sum_is_added_to_the_stream_and_normed(
     max_programs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -116,14 +124,17 @@ def test_the_sum_is_added_to_the_stream_and_normed(
     one.assert_sent(rows[1])
 
 
-def test_packets_of_an_earlier_launch_are_not_taken() -> None:
-    one = Rank(0, 2, 16, torch.float32)
-    # What the other rank sent two launches ago is still in its place.
-    one.inboxes[0][:, 1, :1] = packets(torch.full((1, 16), 7.0), -1)
-    one.receive(1, torch.ones(1, 16))
-    rows = torch.ones(1, 16, device=DEVICE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_the_bits_of_an_empty_place_arrives(dtype: torch.dtype) -> None:
+    one = Rank(0, 2, 16, dtype)
+    one.receive(1, torch.ones(1, 16, dtype=dtype))
+    num_words = 16 * dtype.itemsize // 4
+    rows = torch.full((1, num_words), EMPTY, dtype=torch.int32).view(dtype).to(DEVICE)
     all_reduce_rows(rows, one.view)
-    assert torch.equal(rows, torch.full_like(rows, 2.0))
+    assert rows.isnan().all()
+    sent = one.inboxes[1][1, 0, 0].cpu()
+    assert (sent != EMPTY).all()
+    assert sent.view(dtype).isnan().all()
 
 
 def test_an_abort_ends_the_wait_for_a_rank_that_is_gone() -> None:

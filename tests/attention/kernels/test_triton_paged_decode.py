@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels.triton.tuning import default_num_splits
-from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape, or_slow
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -12,7 +12,7 @@ def test_every_feature_equals_the_reference(feature: str) -> None:
     PagedCase(Shape(), [37, 1, 130]).check_decode(FEATURES[feature])
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 6, 7, 8, 11])
+@pytest.mark.parametrize("num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7]))
 @pytest.mark.parametrize("feature", ["causal", "window"])
 def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: int) -> None:
     shape = Shape(num_heads=2, num_kv_heads=1)
@@ -32,7 +32,9 @@ def test_half_precision_equals_the_reference(feature: str, dtype: torch.dtype) -
     PagedCase(Shape(dtype=dtype), [90, 18, 64]).check_decode(FEATURES[feature])
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), or_slow(HEADS, slow=[(3, 1), (6, 2), (7, 1), (8, 1)])
+)
 def test_every_ratio_of_heads_equals_the_reference(num_heads: int, num_kv_heads: int) -> None:
     shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
     PagedCase(shape, [80, 7]).check_decode(FEATURES["ALiBi and window"])
@@ -44,16 +46,15 @@ def test_every_head_size_equals_the_reference(head_size: int) -> None:
     PagedCase(shape, [100]).check_decode({})
 
 
-@pytest.mark.parametrize("block_size", [4, 8, 12, 16, 32, 64, 128])
+@pytest.mark.parametrize("block_size", or_slow([4, 8, 12, 16, 32, 64, 128], slow=[8, 16, 32, 64]))
 @pytest.mark.parametrize("feature", ["causal", "window"])
 def test_every_block_size_equals_the_reference(feature: str, block_size: int) -> None:
     PagedCase(Shape(block_size=block_size), [83, 64, 129]).check_decode(FEATURES[feature])
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 66, 127, 128, 129])
 @pytest.mark.parametrize("window", [63, 64, 65])
-def test_window_ends_at_the_right_key(window: int, length: int) -> None:
-    case = PagedCase(Shape(num_heads=1, num_kv_heads=1), [length])
+def test_window_ends_at_the_right_key(window: int) -> None:
+    case = PagedCase(Shape(num_heads=1, num_kv_heads=1), [63, 64, 65, 66, 127, 128, 129])
     case.check_decode({"window_left": window - 1})
 
 

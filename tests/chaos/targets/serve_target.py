@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
+from pagedray.errors import PagedRayError
 from tests.chaos.targets.target import Holdings, Target, named, tracebacks_in
 from tests.system.serve_cluster import ServeCluster
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServeTarget"]
 
+_ASK_S = 2.0
 _PACKAGES = ("attention", "cluster", "pagedray", "workers")
 
 
@@ -83,6 +87,14 @@ class ServeTarget(Target):
             num_blocks=sum(one.num_blocks for one in loads),
             num_free_blocks=sum(one.num_free_blocks for one in loads),
         )
+
+    async def all_serve(self, key: str) -> bool:
+        # The proxy is ready as soon as one replica is.
+        try:
+            loads = await asyncio.wait_for(self._cluster.loads(key), _ASK_S)
+        except (TimeoutError, RayError, PagedRayError):
+            return False
+        return len(loads) == self.num_servers and all(one.is_ready for one in loads)
 
     def _replica_logs(self) -> list[Path]:
         """Return the logs of the replicas, in which their requests' errors are."""

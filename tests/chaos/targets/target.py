@@ -77,6 +77,13 @@ class Target(ABC):
     def tracebacks(self) -> list[str]:
         """Return the Python tracebacks in its logs, shortened."""
 
+    async def all_serve(self, key: str) -> bool:
+        """Return whether every server is ready, asked with an API key.
+
+        Where there is one server, `/ready` has already answered for it.
+        """
+        return True
+
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks."""
         return named(self.family(), "GpuWorker")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.hostile.attacks.cancelled_calls import CancelledCalls
 from tests.hostile.attacks.continuation_flood import ContinuationFlood
 from tests.hostile.attacks.costly_grammar import CostlyGrammar
 from tests.hostile.attacks.dns_rebinding import DnsRebinding
@@ -11,10 +12,17 @@ from tests.hostile.attacks.empty_messages import EmptyMessages
 from tests.hostile.attacks.forged_roles import ForgedRoles
 from tests.hostile.attacks.header_bomb import HeaderBomb
 from tests.hostile.attacks.header_name_bomb import HeaderNameBomb
+from tests.hostile.attacks.held_heads import HeldHeads
+from tests.hostile.attacks.hidden_fields import HiddenFields
 from tests.hostile.attacks.id_lists import IdLists
 from tests.hostile.attacks.idle_connections import IdleConnections
 from tests.hostile.attacks.keyless_calls import KeylessCalls
+from tests.hostile.attacks.keyless_requests import KeylessRequests
+from tests.hostile.attacks.large_responses import LargeResponses
+from tests.hostile.attacks.large_tools import LargeTools
+from tests.hostile.attacks.long_stops import LongStops
 from tests.hostile.attacks.long_texts import LongTexts
+from tests.hostile.attacks.many_headers import ManyHeaders
 from tests.hostile.attacks.many_members import ManyMembers
 from tests.hostile.attacks.many_messages import ManyMessages
 from tests.hostile.attacks.many_tool_calls import ManyToolCalls
@@ -22,7 +30,9 @@ from tests.hostile.attacks.packed_ids import PackedIds
 from tests.hostile.attacks.ping_flood import PingFlood
 from tests.hostile.attacks.rapid_reset import RapidReset
 from tests.hostile.attacks.settings_flood import SettingsFlood
+from tests.hostile.attacks.short_texts import ShortTexts
 from tests.hostile.attacks.slow_heads import SlowHeads
+from tests.hostile.attacks.small_chunks import SmallChunks
 from tests.hostile.attacks.smuggling import Smuggling
 from tests.hostile.attacks.unending_bodies import UnendingBodies
 from tests.hostile.attacks.unending_messages import UnendingMessages
@@ -36,6 +46,7 @@ __all__ = ["ATTACKS"]
 ATTACKS: dict[str, type[Attack]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
+        CancelledCalls,
         ContinuationFlood,
         CostlyGrammar,
         DnsRebinding,
@@ -43,10 +54,17 @@ ATTACKS: dict[str, type[Attack]] = {
         ForgedRoles,
         HeaderBomb,
         HeaderNameBomb,
+        HeldHeads,
+        HiddenFields,
         IdLists,
         IdleConnections,
         KeylessCalls,
+        KeylessRequests,
+        LargeResponses,
+        LargeTools,
+        LongStops,
         LongTexts,
+        ManyHeaders,
         ManyMembers,
         ManyMessages,
         ManyToolCalls,
@@ -54,7 +72,9 @@ ATTACKS: dict[str, type[Attack]] = {
         PingFlood,
         RapidReset,
         SettingsFlood,
+        ShortTexts,
         SlowHeads,
+        SmallChunks,
         Smuggling,
         UnendingBodies,
         UnendingMessages,

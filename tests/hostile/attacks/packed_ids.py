@@ -14,8 +14,6 @@ class PackedIds(CallFlood):
     """A byte for each token id."""
 
     name = "a million packed token ids"
-    # gRPC's threads keep what they allocated; it levels off at about 120 MiB.
-    max_growth_mib = 160.0
 
     def body(self) -> bytes:
         """Return a Generate request."""

@@ -11,7 +11,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from cluster.serving.admin.openapi import openapi_document
 from cluster.serving.admin.web_page import PAGE_PATHS
 from cluster.serving.http_app import build_http_app
-from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.memory.reader_limits import ReaderLimits
 from tests.load.generated_requests import ask_all
 from tests.serving.conftest import Server
 

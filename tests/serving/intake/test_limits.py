@@ -22,9 +22,7 @@ def test_a_full_batch_of_prompts_fits(context: int, num_bytes: int) -> None:
 
 def test_an_encoder_takes_many_texts_whatever_its_context() -> None:
     config = engine_config(512)
-    size = request_size(
-        replace(config, model=replace(config.model, is_encoder=True)), IntakeLimits()
-    )
+    size = request_size(replace(config, model=replace(config.model, task="embed")), IntakeLimits())
     assert (size.num_bytes, size.num_values) == (2**22, 2**20)
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
 
 LONG = 2**20
+STEP_S = 0.004
 
 
 def work(log: list[str], name: str, *, num_steps: int = 1) -> Steps[str]:
     for _ in range(num_steps):
         log.append(name)
-        busy_until_s = time.perf_counter() + 0.004
+        busy_until_s = time.perf_counter() + STEP_S
         while time.perf_counter() < busy_until_s:
             pass
         yield
@@ -29,7 +30,7 @@ def work(log: list[str], name: str, *, num_steps: int = 1) -> Steps[str]:
 
 
 async def test_short_requests_do_not_wait() -> None:
-    parsing, log = Parsing(), list[str]()
+    parsing, log = Parsing(has_streams=lambda: True), list[str]()
     long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=3)))
     await asyncio.sleep(0)
     assert await parsing.run("ann", 100, work(log, "short")) == "short"
@@ -38,7 +39,7 @@ async def test_short_requests_do_not_wait() -> None:
 
 
 async def test_long_requests_of_tenants_take_turns() -> None:
-    parsing, log = Parsing(), list[str]()
+    parsing, log = Parsing(has_streams=lambda: True), list[str]()
     names = ["ann"] * 4 + ["ben"] * 2
     await asyncio.gather(*(parsing.run(name, LONG, work(log, name)) for name in names))
     assert log[:3] in (["ann", "ben", "ann"], ["ann", "ben", "ben"])
@@ -46,7 +47,7 @@ async def test_long_requests_of_tenants_take_turns() -> None:
 
 
 async def test_others_run_between_the_steps_of_a_long_request() -> None:
-    parsing, log = Parsing(), list[str]()
+    parsing, log = Parsing(has_streams=lambda: True), list[str]()
     long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=4)))
     while not long.done():
         log.append("other")
@@ -56,8 +57,27 @@ async def test_others_run_between_the_steps_of_a_long_request() -> None:
     assert all("other" in log[one:next_one] for one, next_one in itertools.pairwise(places))
 
 
+async def test_a_quarter_of_the_time_is_used_while_others_wait_for_tokens() -> None:
+    parsing = Parsing(has_streams=lambda: True)
+    started_s = time.perf_counter()
+    await parsing.run("ann", 10_000, work([], "long", num_steps=4))
+    await parsing.run("ben", 10_000, work([], "next", num_steps=1))
+    assert time.perf_counter() - started_s > (5 + 4 * 3) * STEP_S
+
+
+async def test_nothing_pauses_while_nobody_waits_for_tokens() -> None:
+    parsing, log = Parsing(has_streams=lambda: False), list[str]()
+    long = asyncio.create_task(parsing.run("ann", LONG, work(log, "long", num_steps=4)))
+    while not long.done():
+        log.append("other")
+        await asyncio.sleep(0)
+    places = [place for place, name in enumerate(log) if name == "long"]
+    # A pause of the length of a step would have room for hundreds.
+    assert all(2 <= next_one - one < 20 for one, next_one in itertools.pairwise(places))
+
+
 async def test_an_error_ends_the_turn() -> None:
-    parsing, log = Parsing(), list[str]()
+    parsing, log = Parsing(has_streams=lambda: True), list[str]()
 
     def refuse() -> Steps[str]:
         yield

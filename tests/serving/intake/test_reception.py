@@ -8,14 +8,18 @@ import random
 import pytest
 
 from cluster.serving.intake.reception import Reception
-from cluster.serving.tenant_bytes import BufferLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
 from pagedray.errors import OverloadedError
 
 
 @pytest.fixture
 def reception() -> Reception:
     """400 bytes for all tenants, 100 for each."""
-    return Reception(BufferLimits(400), wait_s=0.05)
+    return Reception(BufferLimits(400), wait_s=0.05, note_freed=ignore)
+
+
+def ignore(_: int) -> None:
+    """Do nothing with bytes that are freed."""
 
 
 async def settle() -> None:
@@ -33,6 +37,16 @@ def test_a_tenant_may_not_exceed_its_quarter(reception: Reception) -> None:
         with reception.open_message("ben") as other:
             other.add(100)
     assert reception.num_bytes == 0
+
+
+def test_bytes_are_freed_when_a_message_is_parsed() -> None:
+    freed: list[int] = []
+    reception = Reception(BufferLimits(400), wait_s=0.05, note_freed=freed.append)
+    with reception.open_message("ann") as message:
+        message.add(100)
+        message.shrink_to(60)
+        assert freed == []
+    assert freed == [60]
 
 
 def test_all_tenants_together_may_not_exceed_the_total(reception: Reception) -> None:
@@ -70,7 +84,9 @@ async def test_a_message_that_waits_long_is_refused(reception: Reception) -> Non
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["refused", "left"])
 async def test_a_message_does_not_wait_for_one_that_has_left(is_cancelled: bool) -> None:
-    reception = Reception(BufferLimits(400), wait_s=60.0 if is_cancelled else 0.05)
+    reception = Reception(
+        BufferLimits(400), wait_s=60.0 if is_cancelled else 0.05, note_freed=ignore
+    )
     with reception.open_message("ann") as first:
         await first.wait_room(80)
         large = asyncio.create_task(reception.open_message("ann").wait_room(90))
@@ -88,7 +104,7 @@ async def test_a_message_does_not_wait_for_one_that_has_left(is_cancelled: bool)
 
 
 async def test_counts_stay_exact_when_messages_are_cancelled() -> None:
-    reception = Reception(BufferLimits(400), wait_s=60.0)
+    reception = Reception(BufferLimits(400), wait_s=60.0, note_freed=ignore)
     chance = random.Random(0)
 
     async def receive(tenant: str) -> None:

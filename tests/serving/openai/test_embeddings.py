@@ -41,7 +41,9 @@ class EncoderServer(Server):
 
     def config(self, context: int) -> EngineConfig:
         config = engine_config(context)
-        model = dataclasses.replace(config.model, architecture="BertModel", is_encoder=True)
+        model = dataclasses.replace(
+            config.model, architecture="BertModel", is_encoder=True, task="embed"
+        )
         return dataclasses.replace(config, model=model)
 
     def attach(self) -> None:

@@ -15,6 +15,7 @@ import grpc
 
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.http_app import build_http_app
+from cluster.serving.ray_serve.carried_body import receive_carried
 from cluster.serving.ray_serve.grpc_frontend import ServeGrpc
 from cluster.serving.ray_serve.grpc_proxy import add_services
 from cluster.serving.ray_serve.http_proxy import ReplicaGuard
@@ -70,6 +71,8 @@ class FailingReplicas:
         self._may_continue = may_continue
         self.cuts: list[Cut] = []
         """How the replicas of the next call fail, one after another; the last one does not."""
+        self.num_lost_bodies = 0
+        """How many of the next HTTP requests never get the messages of their bodies."""
         self.num_sent = 0
         self._handlers: list[Any] = []  # Any: grpc's handlers
         add_services(object(), SimpleNamespace(add_generic_rpc_handlers=self._take))  # type: ignore[arg-type]  # a stand-in for a server
@@ -153,7 +156,11 @@ class FailingReplicas:
             num_passed += 1
             await send(pickle.loads(pickle.dumps(message)))
 
+        if self.num_lost_bodies:
+            self.num_lost_bodies -= 1
+            receive = _losing(receive)
         carried = pickle.loads(pickle.dumps(scope))
+        receive = receive_carried(carried, receive)
         serving = asyncio.create_task(replica.http(carried, receive, send_some))
         leaving = asyncio.create_task(left.wait())
         await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -167,6 +174,16 @@ class FailingReplicas:
             serving.cancel()
         leaving.cancel()
         await asyncio.gather(serving, leaving, return_exceptions=True)
+
+
+def _losing(receive: Receive) -> Receive:
+    """Return a `receive` that never returns, though the messages are taken, as Serve does it."""
+
+    async def receive_nothing() -> Message:
+        while True:
+            await receive()
+
+    return receive_nothing
 
 
 async def _until_failure(

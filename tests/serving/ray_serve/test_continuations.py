@@ -136,10 +136,15 @@ async def over_grpc(
     return context
 
 
-async def over_http(serve: FailingReplicas, path: str, body: Mapping[str, object]) -> list[Any]:
-    """Return the ASGI messages that a client receives."""
+async def over_http(
+    serve: FailingReplicas, path: str, body: Mapping[str, object], *, is_whole: bool = True
+) -> list[Any]:
+    """Return the ASGI messages that a client receives.
+
+    A body that is not whole never ends.
+    """
     raw = json.dumps(body).encode()
-    incoming = [{"type": "http.request", "body": raw, "more_body": False}]
+    incoming = [{"type": "http.request", "body": raw, "more_body": not is_whole}]
     received: list[Any] = []  # Any: ASGI messages
 
     async def receive() -> Any:  # Any: see above
@@ -320,6 +325,38 @@ async def test_a_call_without_a_seed_keeps_the_one_it_began_with(
         ids = [one["ids"] for one in read_grpc(context, pb.GenerateResponse)["sequences"].values()]
         scripts = [replicas[0].engine.script(requests[0], index) for index in range(2)]
         assert sorted(ids) == sorted((one * 2)[:30] for one in scripts)
+
+
+LONG = {"model": "tiny", "prompt": "hello", "seed": 7, "user": "x" * 300_000}
+
+
+@pytest.mark.parametrize(
+    ("body", "num_lost", "num_sent"),
+    [(STREAMED, 4, 1), (LONG, 2, 3)],
+    ids=["carried with its scope", "sent again"],
+)
+async def test_a_body_that_serve_loses_is_not_missed(
+    serve: FailingReplicas,
+    replicas: list[Replica],
+    body: dict[str, Any],
+    num_lost: int,
+    num_sent: int,
+) -> None:
+    for one in replicas:
+        one.http.read_timeout_s = 0.1
+    serve.num_lost_bodies = num_lost
+    received = await over_http(serve, "/v1/completions", body)
+    assert received[0]["status"] == 200
+    assert serve.num_sent == num_sent
+
+
+async def test_a_body_that_its_client_does_not_end_is_sent_once(
+    serve: FailingReplicas, replicas: list[Replica]
+) -> None:
+    for one in replicas:
+        one.http.read_timeout_s = 0.1
+    received = await over_http(serve, "/v1/completions", LONG, is_whole=False)
+    assert (received[0]["status"], serve.num_sent) == (408, 1)
 
 
 @pytest.mark.parametrize("failure", get_args(Failure))

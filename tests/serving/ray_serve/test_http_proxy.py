@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cluster.serving.ray_serve.carried_body import BODY_KEY
 from cluster.serving.ray_serve.http_proxy import SESSION_HEADER, ReplicaGuard
 from cluster.serving.ray_serve.routing import proxied_call
+from cluster.serving.ray_serve.routing.proxied_call import ProxiedCall, current_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Message
 
 
 async def messages_of(
@@ -49,6 +51,59 @@ async def test_only_short_bodies_are_read_for_their_key(length: str, is_read: bo
     body = b'{"prompt": "hello"}'
     await messages_of(app, "POST", "/v1/completions", {"content-length": length}, body)
     assert len(keys) == is_read
+
+
+async def test_a_body_that_is_longer_than_its_header_says_is_not_kept() -> None:
+    part = b"x" * 2**17
+    num_received = 0
+
+    async def receive() -> Message:
+        nonlocal num_received
+        num_received += 1
+        return {"type": "http.request", "body": part, "more_body": num_received < 64}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        assert BODY_KEY not in scope
+        assert num_received <= 3
+        num_bytes = 0
+        has_more = True
+        while has_more:
+            message = await receive()
+            num_bytes += len(message["body"])
+            has_more = message["more_body"]
+        assert num_bytes == 64 * len(part)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: Message) -> None:
+        pass
+
+    headers = [(b"content-length", b"10"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    await ReplicaGuard(app)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("headers", "num_sent"),
+    [([(b"connection", b"close")], 4), ([], 1)],
+    ids=["a replica without the body", "a client that does not read"],
+)
+async def test_only_a_call_whose_body_was_lost_is_sent_again(
+    headers: list[tuple[bytes, bytes]], num_sent: int
+) -> None:
+    calls: list[ProxiedCall | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
+        call = current_call()
+        assert call is not None
+        call.note_sent(may_continue=True)
+        calls.append(call)
+        await receive()
+        await send({"type": "http.response.start", "status": 408, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    start, _ = await messages_of(app, "POST", "/v1/completions", {}, b"{}")
+    assert (start["status"], len(calls)) == (408, num_sent)
 
 
 async def test_readiness_is_answered_while_no_replica_is_available(

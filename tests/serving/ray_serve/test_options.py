@@ -35,7 +35,7 @@ def test_option_names_are_unique() -> None:
     [
         (
             {"model": None},
-            "model is required: the path of the checkpoint folder, on every node.",
+            "model is required: a Hub id, or the path of a checkpoint folder on every node.",
         ),
         ({"num_block": 1}, "Unknown argument 'num_block'; known arguments are model, "),
         (

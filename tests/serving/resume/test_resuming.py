@@ -12,9 +12,10 @@ import grpc
 import httpx
 import pytest
 
-from cluster.serving.reader_limits import ReaderLimits
+from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.resume import stream as stream_module
 from cluster.serving.resume.registry import ResumableStreams, StreamFormat
-from cluster.serving.tenant_bytes import BufferLimits
 from pagedray.errors import StreamTakenError, WorkerError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -404,3 +405,34 @@ async def test_reader_of_a_closed_stream_gets_an_error() -> None:
     streams.close()
     with pytest.raises(StreamTakenError):
         await anext(reader)
+
+
+async def test_resuming_does_not_look_at_what_was_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def batches() -> AsyncGenerator[list[bytes]]:
+        for number in range(1000):
+            yield [b"x" * number]
+        await asyncio.sleep(60.0)
+
+    streams = ResumableStreams(ReaderLimits(resume_grace_s=30.0, resumes_anonymous=True))
+    generation = SimpleNamespace(id="call", tenant="", close=lambda *_: None)
+    reader = streams.open_stream(generation, batches(), StreamFormat("grpc", "Generate"))  # type: ignore[arg-type]  # a stand-in
+    num_read = 0
+    while num_read < 1000:
+        num_read += len(await anext(reader))
+    stream = reader._stream
+    stream.drop_delivered(10_000)
+    size, sizes = stream_module._size, []
+
+    def counted_size(message: bytes) -> int:
+        sizes.append(size(message))
+        return sizes[-1]
+
+    monkeypatch.setattr(stream_module, "_size", counted_size)
+    streams.resume_stream("", "call", 900, protocol="grpc")
+    assert not sizes
+    delivered = stream.num_delivered_bytes
+    stream.drop_delivered(2**30)
+    assert (sum(sizes), stream.num_delivered_bytes) == (delivered, 0)
+    streams.close()

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.generation_call import GenerationOutput, Usage
+from cluster.serving.calls.generation_call import GenerationOutput, Usage
 from cluster.serving.inputs import ChatPrompt
 from cluster.serving.intake.limits import LARGEST
 from cluster.serving.intake.steps import finish

@@ -152,7 +152,7 @@ async def encoder_stub(tokenizer: Tokenizer, encoder: FakeEncoder) -> AsyncItera
     client = EngineClient(asyncio.get_running_loop())
     client.attach_embedding_engine(encoder)
     config = engine_config()
-    config = replace(config, model=replace(config.model, is_encoder=True))
+    config = replace(config, model=replace(config.model, task="embed"))
     servicer = Servicer(client, tokenizer, config)
     server = GrpcServer(servicer, host="127.0.0.1", port=0)
     await server.start_server()
@@ -183,7 +183,7 @@ async def test_texts_are_embedded(encoder_stub: Any, encoder: FakeEncoder) -> No
 async def test_defaults_of_embed_are_the_models(encoder_stub: Any, encoder: FakeEncoder) -> None:
     answer = await encoder_stub.Embed(pb.EmbedRequest(prompts=[pb.EmbedPrompt(text="x")]))
     assert len(answer.embeddings[0].values) == 8
-    assert (encoder.submitted[0].pooling, encoder.submitted[0].is_normalized) == ("mean", True)
+    assert (encoder.submitted[0].pooling, encoder.submitted[0].is_normalized) == ("last", True)
     (model,) = (await encoder_stub.ListModels(pb.ListModelsRequest())).models
     assert model.is_encoder
 
@@ -204,4 +204,4 @@ async def test_encoder_does_not_generate(encoder_stub: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "is an encoder" in str(caught.value.details())
+        assert "makes embeddings" in str(caught.value.details())

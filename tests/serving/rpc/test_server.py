@@ -329,7 +329,8 @@ def test_health_follows_the_engine(server: Server) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", "pagedray.v1.GenerationService"):
             request = health_pb2.HealthCheckRequest(service=name)
-            assert stub.Check(request).status == status.SERVING
+            # It is polled, and the engine of an earlier test may have died.
+            wait_for(lambda: stub.Check(request).status == status.SERVING)  # noqa: B023
         updates = stub.Watch(health_pb2.HealthCheckRequest())
         assert next(updates).status == status.SERVING
         server.engine.is_healthy_flag = False

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.serving.auth.authenticator import Authenticator
-from cluster.serving.connection_limits import ConnectionLimits
+from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.open_sockets import num_received_bytes
 from cluster.serving.rpc.proven_connections import ProvenConnections, peer_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from cluster.serving.text.detokenizer import IncrementalDetokenizer
-from cluster.serving.text.stop_strings import StopMatcher
+from cluster.serving.text.stop_strings import StopMatcher, StopStrings
 from cluster.serving.text.token_bytes import TokenBytes
 from tests.serving.checkpoint import TEXT
 
@@ -91,6 +92,26 @@ def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[
     assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
 
 
+@given(
+    token_ids=st.lists(
+        st.integers(0, len(_TOKENS) + 3)
+        | st.sampled_from([_TOKENS.index(f"<0x{byte:02X}>") for byte in b"a\n \xe4\xbd\xa0\xff"]),
+        max_size=20,
+    )
+)
+@settings(max_examples=300)
+def test_invalid_bytes_in_a_row_are_what_decoding_all_gives(token_ids: list[int]) -> None:
+    expected = FALLBACK.decode(token_ids, skip_special_tokens=True)
+    assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
+
+
+def test_a_byte_becomes_text_with_the_first_token_behind_its_row() -> None:
+    tokens = ["world", "<0x0A>", "<0xFF>", "world", "<0x0A>"]
+    token_ids = [_TOKENS.index(token) for token in tokens]
+    pieces = _pieces(TokenBytes(FALLBACK), token_ids)
+    assert pieces == ["world", "", "", "\ufffd\ufffdworld", "", "\n"]
+
+
 def test_a_continuation_keeps_its_leading_space() -> None:
     token_ids = [_TOKENS.index("\u2581hello")]
     assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == "hello"
@@ -112,7 +133,7 @@ def _cut(text: str, stops: list[str]) -> tuple[str, str | None]:
 )
 @settings(max_examples=500)
 def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     text, found = "", None
     for piece in pieces:
         certain, found = matcher.match_text(piece)
@@ -125,6 +146,34 @@ def test_stop_strings_cut_as_if_the_text_was_whole(pieces: list[str], stops: lis
 
 
 @given(
+    texts=st.lists(st.text("ab", max_size=12), min_size=1, max_size=6),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=16),
+)
+@settings(max_examples=300)
+def test_sequences_of_a_call_share_their_stop_strings(texts: list[str], stops: list[str]) -> None:
+    # Each text finds states that those before it have made.
+    shared = StopStrings(stops)
+    for text in texts:
+        matcher = StopMatcher(shared)
+        certain, found = matcher.match_text(text)
+        if found is None:
+            certain += matcher.flush()
+        assert (certain, found) == _cut(text, stops)
+
+
+def test_long_stop_strings_cost_a_sequence_little() -> None:
+    # Tables for each of 128 sequences would take 400 MiB and a fifth of a second.
+    stops = StopStrings(["a" * 511 + last for last in "bcdefghijklmnopq"])
+    tracemalloc.start()
+    matchers = [StopMatcher(stops) for _ in range(128)]
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 2**16
+    assert matchers[0].match_text("a" * 600) == ("a" * 89, None)
+    assert matchers[1].match_text("a" * 511 + "q") == ("", "a" * 511 + "q")
+
+
+@given(
     text=st.text(alphabet="aTh \u00e9\U0001f642", max_size=30),
     stops=st.lists(st.text("aTh \u00e9\U0001f642", min_size=1, max_size=3), max_size=3),
 )
@@ -133,7 +182,7 @@ def test_tokens_and_stop_strings_together(
     tokenizer: Tokenizer, text: str, stops: list[str]
 ) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     got, found = "", None
     for piece in _pieces(tokenizer.token_bytes, token_ids):
         certain, found = matcher.match_text(piece)
@@ -146,7 +195,7 @@ def test_tokens_and_stop_strings_together(
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
-    matcher = StopMatcher(["</tool>"])
+    matcher = StopMatcher(StopStrings(["</tool>"]))
     assert matcher.match_text("text <") == ("text ", None)
     assert matcher.match_text("/to") == ("", None)
     assert matcher.match_text("p") == ("</top", None)

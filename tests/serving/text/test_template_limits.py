@@ -70,6 +70,9 @@ LIMITS = (
         "{{ '%9999999999d' | format(1) }}",
         "{{ '{:9999999999}'.format(1) }}",
         "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ '%(a(b))9999999999d' % {'a(b)': 1} }}",
+        "{{ '%.9999999999f' % 1 }}",
+        "{{ ('{0}' * 60000).format('') }}",
         "{{ 'a'.ljust(9999999999) }}",
         "{{ 'a'.center(9999999999) }}",
         "{{ 'a'.zfill(9999999999) }}",
@@ -78,6 +81,9 @@ LIMITS = (
         "{{ messages | tojson(indent=999999999) }}",
         "{{ ('a' * 9999) | replace('', 'b' * 99999) }}",
         "{{ [[1]] | sum(start=[]) }}",
+        "{{ [[1]] | sum(none, []) }}",
+        "{{ ('f' * 99999) | int(0, 16) // 7 }}",
+        "{{ messages | tojson(separators=(',' * 99999, ':')) }}",
     ],
 )
 def test_a_template_cannot_run_for_ever(source: str) -> None:
@@ -86,6 +92,10 @@ def test_a_template_cannot_run_for_ever(source: str) -> None:
 
 
 BIG = "{% set big = 'x' * 262144 %}{% set ns = namespace(a=[big]) %}"
+WORDS = (
+    "{% set ns = namespace(a='x ' * 131072) %}"
+    "{% for i in range(6) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
+)
 
 
 # Each would make a text of almost 300 million characters at once.
@@ -108,6 +118,17 @@ BIG = "{% set big = 'x' * 262144 %}{% set ns = namespace(a=[big]) %}"
         "{{ [{'a': big}.items()] * 1100 }}",
         "{{ [{'a': big}.values()] * 1100 ~ 'x' }}",
         "{{ [10 ** 4000] * 75000 }}",
+        "{{ '{:\uff19\uff19\uff19\uff19\uff19\uff19\uff19\uff19}'.format(1) }}",
+        "{{ ('%(a)999d' * 32000) % {'a': 1} }}",
+        WORDS + "{{ ns.a.split() }}",
+        WORDS + "{{ ns.a.split('x') }}",
+        WORDS + "{{ ns.a.splitlines() }}",
+        WORDS + "{{ ns.a | list }}",
+        WORDS + "{{ ns.a | sort }}",
+        WORDS + "{{ ns.a | wordcount }}",
+        WORDS + "{{ ns.a | title }}",
+        WORDS + "{{ ns.a | join('') }}",
+        WORDS + "{{ raise_exception(ns.a) }}",
     ],
 )
 def test_a_refused_operation_takes_no_memory(source: str) -> None:
@@ -119,6 +140,13 @@ def test_a_refused_operation_takes_no_memory(source: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**25
     finally:
         tracemalloc.stop()
+
+
+def test_parts_of_texts_are_counted() -> None:
+    macro = "{% macro m(n, s) %}{% if n %}{{ m(n - 1, s[1:]) }}{% endif %}{% endmacro %}"
+    template = ChatTemplate(macro + WORDS + "{{ m(20, ns.a) }}", {}, origin="here")
+    with pytest.raises(InvalidRequestError, match="too much text"):
+        template.render([ChatMessage("user", "x")])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +171,11 @@ USUAL = (
     "{% macro m(n) %}{% if n %}{{ n }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(3) }}"
     "{% set block %}{{ messages | length }}{% endset %}{{ block }}"
     "{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ [1, 2] | sum }}"
+    "{{ 'Today: 2026-01-31\n**%s** 100%% %(5)s' | replace('%(5)s', '') | format('x') }}"
+    '{{ \'{{"name": "{}", "a.b": [2026]}} {form} {values}\'.format(\'x\', form=1, values=2) }}'
+    "{{ '%(form)s %(values)05.1f' | format(form='x', values=2) }}{{ '%s' % [1, 2] }}"
+    "{{ 'a.b.c' | replace('.', '-', count=1) }}{{ 'f0' | int(0, 16) }}{{ [1, 2] | sum(start=3) }}"
+    "{{ messages[1:] | length }}{{ messages[0].content[:1] }}{{ ['b', 'a'] | sort }}"
 )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -46,6 +48,41 @@ async def pool(gate: threading.Event) -> AsyncIterator[TextPool]:
 async def test_work_is_done_in_a_thread_of_the_pool(pool: TextPool) -> None:
     thread = await pool.run_in_thread("ann", threading.current_thread)
     assert thread.name.startswith("pagedray-text")
+
+
+def spend() -> None:
+    """Take more CPU time than a tenant's budget has."""
+    until_s = time.thread_time() + 0.15
+    while time.thread_time() < until_s:
+        pass
+
+
+async def test_a_tenant_that_has_spent_its_budget_is_encoded_at_low_priority(
+    pool: TextPool,
+) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    own = niceness()
+    assert await pool.encode_in_thread("ann", niceness) == own
+    await pool.encode_in_thread("ann", spend)
+    await asyncio.sleep(0)
+    assert await pool.encode_in_thread("ann", niceness) > own
+    # What holds the interpreter's lock would keep others waiting for it.
+    assert await pool.run_in_thread("ann", niceness) == own
+    assert await pool.encode_in_thread("ben", niceness) == own
+
+
+async def test_a_long_text_is_tokenized_by_the_thread_of_the_pool_itself(
+    pool: TextPool, tokenizer: Tokenizer
+) -> None:
+    def cpu_s_of_encoding() -> float:
+        began_s = time.thread_time()
+        tokenizer.encode_without_gil("word " * 7000)
+        return time.thread_time() - began_s
+
+    # A thread of the library would not have its priority.
+    assert await pool.encode_in_thread("ann", cpu_s_of_encoding) > 0.001
 
 
 async def test_exceptions_of_work_are_raised(pool: TextPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cluster.scheduling.event import TokenEvent
+from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.request import FinishReason, Request, SamplingParams
 
@@ -20,7 +21,8 @@ def _stream(tokenizer: Tokenizer, **sampling: Any) -> TextStream:  # Any: fields
         seed=0,
         eos_token_ids=(1,),
     )
-    return TextStream(request, 0, tokenizer.token_bytes)
+    stops = StopStrings(request.sampling.stop)
+    return TextStream(request, 0, tokenizer.token_bytes, stops=stops)
 
 
 def _feed(

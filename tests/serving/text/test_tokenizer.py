@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
 from cluster.serving.text.tokenizer import Tokenizer
@@ -42,12 +43,16 @@ def test_text_is_encoded_equally_without_a_cache(tokenizer: Tokenizer, copy: Pat
 
 
 def test_time_to_encode_is_linear(tokenizer: Tokenizer) -> None:
-    times_s = []
-    for size in (100_000, 200_000):
-        started_s = time.perf_counter()
-        tokenizer.encode_without_gil("a" * size)
-        times_s.append(time.perf_counter() - started_s)
-    assert times_s[1] < 5 * times_s[0] + 0.1
+    def least_s(size: int) -> float:
+        times_s = []
+        for _ in range(3):
+            started_s = time.perf_counter()
+            tokenizer.encode_without_gil("a" * size)
+            times_s.append(time.perf_counter() - started_s)
+        # Others may have had the processor meanwhile.
+        return min(times_s)
+
+    assert least_s(200_000) < 5 * least_s(100_000) + 0.1
 
 
 def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: Tokenizer) -> None:
@@ -70,6 +75,19 @@ def test_template_has_the_helpers_that_templates_expect() -> None:
     assert template.render([ChatMessage("user", "\u00e9<")]) == (
         '{"role": "user", "content": "\u00e9<"}4'
     )
+
+
+def test_tojson_has_the_options_of_transformers() -> None:
+    source = (
+        "{% for m in messages %}{{ m | tojson(indent=2) }}{{ m | tojson(separators=(',', ':')) }}"
+        "{{ m | tojson(ensure_ascii=true, sort_keys=true) }}{{ m | tojson(true) }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "\u00e9<"}]
+    rendered, _ = cast(
+        "tuple[list[str], object]", render_jinja_template([messages], chat_template=source)
+    )
+    template = ChatTemplate(source, {}, origin="here")
+    assert [template.render([ChatMessage("user", "\u00e9<")])] == rendered
 
 
 def test_template_runs_in_a_sandbox() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.request import FinishReason, Request, SamplingParams
+from tests.structured.made_masks import made_masks
 
 if TYPE_CHECKING:
     import random
@@ -48,7 +49,7 @@ def random_text(
     )
     matcher, token_ids = grammar.matcher(request), [7]
     while len(token_ids) < max_tokens:
-        (mask,) = grammar.masks([(matcher, token_ids)])
+        (mask,) = made_masks([(matcher, token_ids)])
         assert not isinstance(mask, FinishReason), mask
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
         closing = [

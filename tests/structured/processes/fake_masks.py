@@ -6,6 +6,7 @@ sockets.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import subprocess
@@ -44,17 +45,22 @@ class _Matcher:
         masks[row, 0] = 1 << (self._last + 1)
 
     def _act(self) -> None:
-        match self._grammar:
-            case "spins":
+        match self._grammar.split(": "):
+            case ["spins"]:
                 while True:
                     pass
-            case "takes 50 ms":
+            case ["takes 50 ms"]:
                 until_s = time.thread_time() + 0.05
                 while time.thread_time() < until_s:
                     pass
-            case "holds the lock":
+            case ["waits for", path]:
+                # Long enough to be costly, without Python's lock; then for up to three seconds.
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+                while not Path(path).exists():
+                    time.sleep(0.001)
+            case ["holds the lock"]:
                 re.match("(a+)+$", "a" * 40 + "b")
-            case "eats":
+            case ["eats"]:
                 while True:
                     # Not written to, which would take time too.
                     self._kept.append(np.empty(4 * 2**20, np.uint8))

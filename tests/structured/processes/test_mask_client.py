@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 import threading
 import time
@@ -15,17 +16,18 @@ import pytest
 
 from cluster.structured.processes.cpu_budgets import CpuBudget
 from cluster.structured.processes.frames import read_frame, write_frame
-from cluster.structured.processes.mask_batch import MaskBatch
 from cluster.structured.processes.mask_client import MaskClient
+from cluster.structured.processes.mask_work import MaskJob, MaskWork
 from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadGrammar,
+    MadeMask,
     MaskQuery,
+    MaskReply,
     MatcherStart,
     StepQuery,
-    StepReply,
 )
-from cluster.structured.processes.sequence_matcher import SequenceMatcher
+from cluster.structured.processes.sequence_matcher import SequenceMatcher, allowed_cpu_s
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import wait_for
@@ -41,6 +43,12 @@ if TYPE_CHECKING:
 REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)
 )
+
+
+# Any: matchers.
+def waited_for(client: MaskClient, asked: Sequence[tuple[Any, Sequence[int]]]) -> Sequence[Any]:
+    """Return the outcomes, however long they take."""
+    return client.masks(asked, num_awaited=len(asked), wait_s=math.inf)
 
 
 class Batch:
@@ -62,7 +70,7 @@ class Batch:
         asked = [(matcher, (7, *token_ids)) for matcher in self.matchers]
         return [
             one if isinstance(one, FinishReason) else int.from_bytes(one, "little").bit_length() - 1
-            for one in self.client.masks(asked)
+            for one in waited_for(self.client, asked)
         ]
 
     def close(self) -> None:
@@ -141,6 +149,7 @@ def test_a_sequence_that_takes_all_memory_ends_alone(caplog: pytest.LogCaptureFi
     batch.close()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_does_not_fit_in_memory_is_rejected() -> None:
     batch = Batch(memory_bytes=256 * 2**20)
     batch.add("plain")
@@ -221,10 +230,10 @@ class ScriptedProcesses:
         """Return the next query."""
         return msgspec.msgpack.decode(read_frame(self.masks[process]), type=StepQuery)
 
-    def answer(self, process: int, cpu_s: float) -> None:
+    def answer(self, process: int, query: MaskQuery, cpu_s: float) -> None:
         """Answer a query of one mask."""
-        answer = StepReply({}, {}, b"mask", [], [], [cpu_s])
-        write_frame(self.masks[process], msgspec.msgpack.encode(answer))
+        reply = MaskReply([MadeMask(query.sequence_id, cpu_s, 0.0, b"mask")])
+        write_frame(self.masks[process], msgspec.msgpack.encode(reply))
 
     def close(self) -> None:
         for connection in (*self.masks, *self.grammars):
@@ -246,14 +255,14 @@ def test_a_process_that_dies_while_a_grammar_loads_loses_no_mask(
         loading = threads.submit(client.load_grammar, b"")
         scripted.load(0)
         grammar, _ = loading.result()
-        asking = threads.submit(client.masks, [(grammar.matcher(REQUEST), (7,))])
-        scripted.asked(0)
+        asking = threads.submit(waited_for, client, [(grammar.matcher(REQUEST), (7,))])
+        (query,) = scripted.asked(0).queries
         # It has died, but its last reply is still to be read.
         scripted.grammars[0].close()
         other = threads.submit(client.load_grammar, b"")
         scripted.load(1)
         other.result()
-        scripted.answer(0, 0.0)
+        scripted.answer(0, query, 0.0)
         assert asking.result() == [b"mask"]
     client.close()
 
@@ -267,12 +276,12 @@ def test_a_process_that_replies_with_no_message_is_replaced(
         loading = threads.submit(client.load_grammar, b"")
         scripted.load(0)
         grammar, _ = loading.result()
-        asking = threads.submit(client.masks, [(grammar.matcher(REQUEST), (7,))])
+        asking = threads.submit(waited_for, client, [(grammar.matcher(REQUEST), (7,))])
         scripted.asked(0)
         write_frame(scripted.masks[0], reply)
         scripted.load(1)
-        scripted.asked(1)
-        scripted.answer(1, 0.0)
+        (query,) = scripted.asked(1).queries
+        scripted.answer(1, query, 0.0)
         assert asking.result() == [b"mask"]
     client.close()
 
@@ -321,23 +330,25 @@ def test_a_replay_may_take_what_the_tokens_took_and_little_more(
         scripted.load(0)
         grammar, _ = loading.result()
         matcher = grammar.matcher(REQUEST)
-        asking = threads.submit(client.masks, [(matcher, [7] * 1001)])
-        scripted.asked(0)
-        scripted.answer(0, 0.75)
+        asking = threads.submit(waited_for, client, [(matcher, [7] * 1001)])
+        (query,) = scripted.asked(0).queries
+        scripted.answer(0, query, 0.75)
         asking.result()
-        asking = threads.submit(client.masks, [(matcher, [7] * 1101)])
+        asking = threads.submit(waited_for, client, [(matcher, [7] * 1101)])
         (query,) = (question := scripted.asked(0)).queries
-        # 10 ms a token, of which there are 100.
         assert query.start is None
-        assert question.limit_s == pytest.approx(5.0 + 0.1 + 1.0)
+        assert question.limit_s == 5.0
+        # 10 ms a token, of which there are 100.
+        assert allowed_cpu_s(query) == pytest.approx(1.0)
         scripted.masks[0].close()
         scripted.load(1)
         (query,) = (question := scripted.asked(1)).queries
         assert query.start is not None
         assert query.start.cpu_s == 0.75
+        assert question.limit_s == 2.0
         # 0.1 ms a token, of which there are 1100.
-        assert question.limit_s == pytest.approx(2.0 + 0.1 + 0.75 + 0.11)
-        scripted.answer(1, 0.75)
+        assert allowed_cpu_s(query) == pytest.approx(0.75 + 0.11)
+        scripted.answer(1, query, 0.75)
         assert asking.result() == [b"mask"]
     client.close()
 
@@ -373,6 +384,7 @@ class SleepingMatcher:
 
     error = ""
     cpu_s = 0.0
+    last_cpu_s = 0.0
 
     def __init__(self, end: threading.Event | None) -> None:
         self._end = end
@@ -382,36 +394,41 @@ class SleepingMatcher:
             self._end.wait(60.0)
 
 
+def job(query: MaskQuery, matcher: Any) -> MaskJob:  # Any: a fake
+    return MaskJob(query, "", lambda _: matcher, num_words=1, expected_s=None)
+
+
 REPLAYED = MatcherStart(0, 0, False, (), ())
 
 
 @pytest.mark.parametrize("slow", [MaskQuery(1, [1]), MaskQuery(1, [1] * 600, REPLAYED)])
 def test_a_mask_that_only_sleeps_is_not_waited_for(slow: MaskQuery) -> None:
     end = threading.Event()
-    queries = [MaskQuery(0, [1]), slow, MaskQuery(2, [1])]
-    # Any: a fake.
-    matcher_of: Any = lambda query: SleepingMatcher(end if query.sequence_id == 1 else None)  # noqa: E731
-    batch = MaskBatch(queries, np.zeros((3, 1), np.int32), matcher_of, lambda _: 0.0)
+    sent: list[MadeMask] = []
+    work = MaskWork(1, sent.extend)
+    jobs = [
+        job(MaskQuery(0, [1]), SleepingMatcher(None)),
+        job(slow, SleepingMatcher(end)),
+        job(MaskQuery(2, [1]), SleepingMatcher(None)),
+    ]
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(batch.make_masks, threads, 1)
-        wait_for(lambda: 1 in batch._timers)
-        answers: list[StepReply | None] = []
-        while len(answers) < 2000 and (not answers or answers[-1] is None):
+        running = threads.submit(work.make_masks, jobs, 60.0)
+        wait_for(lambda: jobs[1].timer)
+        answers: list[list[MadeMask]] = []
+        while len(answers) < 2000 and not (answers and answers[-1]):
             # Time to fall asleep.
             time.sleep(0.001)
-            answers.append(batch.check_timeouts())
+            answers.append(work.check_limits())
         end.set()
-    found = [index for index, answer in enumerate(answers) if answer is not None]
+    found = next(index for index, answer in enumerate(answers) if answer)
     # Three seconds, of which each check counts a twentieth; it is asleep after the first.
-    assert found[0] >= 60
-    answer = answers[found[0]]
-    assert answer is not None
-    assert (answer.finish_reasons, answer.offenders, answer.missing) == (
-        {1: FinishReason.ERROR},
-        [1],
-        [2],
-    )
-    assert running.result().offenders == []
+    assert found >= 60
+    assert [(one.sequence_id, one.finish_reason) for one in answers[found]] == [
+        (0, None),
+        (1, FinishReason.ERROR),
+    ]
+    assert {made.sequence_id for made in running.result()} == {0, 1, 2}
+    assert sent == []
 
 
 class ComputingMatcher:
@@ -419,20 +436,19 @@ class ComputingMatcher:
 
     error = ""
     cpu_s = 0.0
+    last_cpu_s = 0.0
 
     def write_mask(self, token_ids: Sequence[int], masks: object, row: int) -> None:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
 
 
 def test_a_mask_that_waits_for_a_processor_is_not_to_blame() -> None:
-    # Any: a fake.
-    matcher_of: Any = lambda query: ComputingMatcher()  # noqa: E731
+    work = MaskWork(1, lambda _: None)
     # It may compute for ten seconds and sleep for sixty.
-    batch = MaskBatch(
-        [MaskQuery(1, [1] * 1000)], np.zeros((1, 1), np.int32), matcher_of, lambda _: 0.0
-    )
+    computing = job(MaskQuery(1, [1] * 1000), ComputingMatcher())
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(batch.make_masks, threads, 1)
-        wait_for(lambda: 0 in batch._timers)
-        assert [batch.check_timeouts() for _ in range(2000)] == [None] * 2000
-    assert running.result().offenders == []
+        running = threads.submit(work.make_masks, [computing], 60.0)
+        wait_for(lambda: computing.timer)
+        assert [work.check_limits() for _ in range(2000)] == [[]] * 2000
+    (made,) = running.result()
+    assert made.finish_reason is None

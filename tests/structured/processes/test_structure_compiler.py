@@ -26,6 +26,7 @@ from pagedray.errors import (
 from pagedray.request import FinishReason, Request, SamplingParams, Structure
 from tests.fakes import wait_for
 from tests.structured.conftest import EOS, vocabulary
+from tests.structured.made_masks import made_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,11 +35,16 @@ if TYPE_CHECKING:
 
 SMALL = Structure(kind="regex", text="a{3}")
 OTHER = Structure(kind="regex", text="b")
-# A grammar of a client, whose cost shows only in the compiler. It takes many seconds.
-LARGE = Structure(
-    kind="grammar",
-    text="root ::= " + " | ".join(f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(400)),
-)
+
+
+def large(num_alternatives: int) -> Structure:
+    """Return a grammar of a client, whose cost shows only in the compiler."""
+    rules = (f'"{i}" [{chr(0x100 + i)}a-z]{{120}}' for i in range(num_alternatives))
+    return Structure(kind="grammar", text="root ::= " + " | ".join(rules))
+
+
+# It takes many seconds.
+LARGE = large(400)
 REQUEST = Request(
     id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(EOS,)
 )
@@ -61,7 +67,7 @@ async def compile_all(compiler: StructureCompiler, *structures: Structure) -> li
 def next_bytes(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> set[bytes]:
     """Return the tokens that may follow the beginning of a text."""
     token_ids = [7, *tokenizer.encode(text, add_special_tokens=False)]
-    (mask,) = grammar.masks([(grammar.matcher(REQUEST), token_ids)])
+    (mask,) = made_masks([(grammar.matcher(REQUEST), token_ids)])
     assert isinstance(mask, bytes)
     bits = int.from_bytes(mask, "little")
     return {tokenizer.token_bytes.bytes_of(i) for i in range(len(mask) * 8) if bits >> i & 1}
@@ -157,16 +163,14 @@ def test_the_death_of_the_mask_process_ends_no_sequence(
 ) -> None:
     grammars = [asyncio.run(own_compiler.compile(one)) for one in (SMALL, OTHER)]
     matchers = [grammar.matcher(REQUEST) for grammar in grammars]
-    token_ids = [[7], [7]]
-    before = grammars[0].masks(list(zip(matchers, token_ids, strict=True)))
+    made_masks([(matcher, [7]) for matcher in matchers])
     wait_for(lambda: len(children(own_compiler)) == 1)
     (maker,) = children(own_compiler)
     maker.send_signal(signal.SIGKILL)
     maker.wait(10.0)
-    assert grammars[0].masks(list(zip(matchers, token_ids, strict=True))) == before
     token_ids = [[7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("aaa", "b")]
     end = 1 << EOS
-    for mask in grammars[1].masks(list(zip(matchers, token_ids, strict=True))):
+    for mask in made_masks(list(zip(matchers, token_ids, strict=True))):
         assert isinstance(mask, bytes)
         assert int.from_bytes(mask, "little") == end
 
@@ -176,9 +180,8 @@ def test_a_sequence_that_leaves_its_grammar_ends_alone(
 ) -> None:
     grammar = asyncio.run(compiler.compile(SMALL))
     wrong, right = ([7, *tokenizer.encode(text, add_special_tokens=False)] for text in ("b", "aa"))
-    # More than are made without threads.
     asked = [(grammar.matcher(REQUEST), wrong if i == 3 else right) for i in range(9)]
-    found = grammar.masks(asked)
+    found = made_masks(asked)
     assert found[3] is FinishReason.ERROR
     # A defect, whose details the client does not receive.
     assert [matcher.error for matcher, _ in asked] == [""] * 9
@@ -228,7 +231,7 @@ def test_unsupported_schemas_never_reach_the_compiler(schema: object, place: str
         grammar_text(Structure(kind="json_schema", text=json.dumps(schema)))
 
 
-@pytest.mark.parametrize("most", [100, 200, 3000])
+@pytest.mark.parametrize("most", [100, pytest.param(200, marks=pytest.mark.slow), 3000])
 def test_long_strings_are_compiled_and_enforced(
     compiler: StructureCompiler, tokenizer: Tokenizer, most: int
 ) -> None:
@@ -249,6 +252,7 @@ def test_no_tenant_gets_a_grammar_cached_for_another(own_compiler: StructureComp
     assert others is not first
 
 
+@pytest.mark.slow
 def test_one_tenants_slow_structures_keep_no_other_waiting(
     own_compiler: StructureCompiler,
 ) -> None:
@@ -298,10 +302,10 @@ def test_a_tenant_that_fills_the_cache_evicts_its_own_grammars(
 def test_a_structure_that_takes_too_much_memory_is_rejected_and_harms_no_other(
     tokenizer: Tokenizer,
 ) -> None:
-    limits = CompileLimits(compile_s=60.0, wait_s=120.0, memory_bytes=64 * 2**20)
+    limits = CompileLimits(compile_s=60.0, wait_s=120.0, memory_bytes=24 * 2**20)
     compiler = StructureCompiler(lambda: vocabulary(tokenizer), limits=limits)
-    refused, grammar = asyncio.run(compile_all(compiler, LARGE, SMALL))
+    refused, grammar = asyncio.run(compile_all(compiler, large(150), SMALL))
     compiler.close()
     assert isinstance(refused, InvalidRequestError)
-    assert str(refused) == "structure takes more than 64 MiB to compile."
+    assert str(refused) == "structure takes more than 24 MiB to compile."
     assert isinstance(grammar, CompiledGrammar)

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import (
+    AutoModel,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
     PreTrainedModel,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
 )
 
 from attention.abstract import AttentionBatch, EncoderBatch
@@ -20,7 +24,8 @@ from pagedray.config import Dtype, EngineConfig
 from tests.workers.models.bart.config import read_bart_config
 from tests.workers.models.bart.model import Bart, bart_spec
 from workers.models.bert import Bert, encoder_spec
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
+from workers.models.text_positions import text_positions
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.load_weights import fill_shards, load_weights
 
@@ -55,6 +60,24 @@ def save_bert(folder: Path) -> None:
     _save(BertModel(config), folder)
 
 
+def save_xlm_roberta(folder: Path, *, is_cross_encoder: bool = False) -> None:
+    """Save a random XLM-RoBERTa, whose padding token is in a text."""
+    config = XLMRobertaConfig(
+        id2label={0: "relevance"},
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=84,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=60,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        pad_token_id=int(TEXTS[2].min()),
+    )
+    kind = XLMRobertaForSequenceClassification if is_cross_encoder else XLMRobertaModel
+    _save(kind(config), folder)
+
+
 def save_bart(folder: Path, *, has_scaled_embedding: bool) -> None:
     """Save a random BART."""
     config = BartConfig(
@@ -75,7 +98,7 @@ def save_bart(folder: Path, *, has_scaled_embedding: bool) -> None:
 
 def bert_reference(folder: Path) -> list[torch.Tensor]:
     """Return what Transformers computes for each text alone, `[num_tokens, hidden_size]`."""
-    model = BertModel.from_pretrained(folder, attn_implementation="eager")
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager")
     with torch.inference_mode():
         return [model(text[None]).last_hidden_state[0] for text in TEXTS]
 
@@ -111,7 +134,7 @@ def loaded_bart(folder: Path, group: ParallelGroup) -> Bart:
     model = Bart(read_bart_config(folder), group, backend=TorchSDPABackend, device=CPU)
     shards = list(model.weight_shards())
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-        checkpoint.check_tensors(shards, is_head_tied=True)
+        checkpoint.check_tensors(shards, has_spare_head=True)
         fill_shards(shards, checkpoint)
         model.finalize()
     return model
@@ -132,8 +155,11 @@ def run_bert(model: Bert, group: ParallelGroup) -> list[torch.Tensor]:
     )
     metadata = TorchSDPABackend.make_metadata_builder(spec).build(batch)
     padding = torch.zeros(num_padding, dtype=torch.int64)
-    positions = torch.cat([*(torch.arange(len(text)) for text in TEXTS), padding])
-    hidden = model.forward(torch.cat([*TEXTS, padding]), positions, metadata)
+    numbered = text_positions(
+        torch.cat(TEXTS).numpy(), lengths, padding_id=model.config.position_padding_id
+    )
+    positions = torch.cat([torch.from_numpy(numbered), padding])
+    hidden = model.encode_texts(torch.cat([*TEXTS, padding]), positions, metadata)
     return list(hidden.split([*lengths.tolist(), num_padding])[:-1])
 
 

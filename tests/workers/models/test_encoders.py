@@ -19,6 +19,7 @@ from tests.workers.models.encoder_reference import (
     run_bert,
     save_bart,
     save_bert,
+    save_xlm_roberta,
 )
 from workers.parallel.group import ParallelGroup, SoloGroup
 from workers.parallel.open_group import open_group
@@ -50,6 +51,14 @@ def on_two_ranks(run: Callable[[ParallelGroup], T]) -> list[T]:
 
 def test_hidden_states_of_bert_equal_those_of_transformers(tmp_path: Path) -> None:
     save_bert(tmp_path)
+    group = SoloGroup()
+    outputs = run_bert(loaded_bert(tmp_path, group), group)
+    for output, reference in zip(outputs, bert_reference(tmp_path), strict=True):
+        assert relative_error(output, reference) < 1e-5
+
+
+def test_hidden_states_of_xlm_roberta_equal_those_of_transformers(tmp_path: Path) -> None:
+    save_xlm_roberta(tmp_path)
     group = SoloGroup()
     outputs = run_bert(loaded_bert(tmp_path, group), group)
     for output, reference in zip(outputs, bert_reference(tmp_path), strict=True):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from pagedray.config import EngineConfig
 from tests.workers.reference import (
     CASES,
+    CPU,
     NUM_TOKENS,
     loaded_model,
     reference_logits,
     run,
     save_checkpoint,
 )
+from workers.models.decoder import Decoder
+from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
+from workers.weights.load_weights import load_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,6 +48,12 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         "bloom-6-heads",
         "mpt-clipped",
         "phi3-longrope-partial",
+        "granite-multipliers",
+        "olmo2-6-heads-2-kv",
+        "cohere2-parallel",
+        "glm4-four-norms",
+        "starcoder2-window",
+        "ernie-biases",
     ],
 )
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(name: str, tmp_path: Path) -> None:
@@ -86,3 +99,20 @@ def test_a_step_without_sampled_tokens_has_no_logits(tmp_path: Path) -> None:
     model = loaded_model(tmp_path, group)
     none = torch.empty(0, dtype=torch.int64)
     assert run(model, group, logits_indices=none).shape == (0, 131)
+
+
+@pytest.mark.parametrize("original", [16, NUM_TOKENS])
+def test_longrope_has_the_factors_of_the_longest_sequence(original: int, tmp_path: Path) -> None:
+    save_checkpoint("phi3-longrope-partial", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"original_max_position_embeddings": original}
+    path.write_text(json.dumps(values))
+    short = read_model_config(tmp_path)
+    assert short.max_positions == original
+    assert short.with_context(original) is short
+    config = short.with_context(NUM_TOKENS if original < NUM_TOKENS else original)
+    model = Decoder(config, SoloGroup(), backend=TorchSDPABackend, device=CPU)
+    load_weights(model, EngineConfig(model=config))
+    torch.testing.assert_close(
+        run(model, SoloGroup()), reference_logits(tmp_path), rtol=1e-4, atol=1e-4
+    )

@@ -38,7 +38,7 @@ def main(rank: int, size: int, folder: Path, *ports: int) -> None:
         assert group.one_shot is not None
         one_shot, group.one_shot = group.one_shot, None
         torch.manual_seed(rank)
-        for num_rows in (1, 3, 64, 200):
+        for num_rows in (1, 3, 64, 200, 3000):
             rows = torch.randn(num_rows, WIDTH, device=DEVICE).to(dtype)
             assert one_shot.takes(rows)
             results[f"{dtype} {num_rows} rows"] = (

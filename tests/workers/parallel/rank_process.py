@@ -6,6 +6,7 @@ FOLDER/rankN.pt.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.workers.reference import CPU, loaded_model, run
+from workers.layers.sharded_logits import ShardedLogits
 from workers.parallel.open_group import open_group
+from workers.sampler import Sampler
 
 if TYPE_CHECKING:
     from workers.parallel.group import ParallelGroup
@@ -25,9 +28,36 @@ def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None
     with open_group(rank, size, device=CPU, address=address, timeout_s=60.0) as group:
         logits = {name: run(loaded_model(folder / name, group), group) for name in cases}
         bfloat16 = run(loaded_model(folder / cases[0], group, "bfloat16"), group)
-        results = {"logits": logits, "bfloat16": bfloat16, "collectives": _collectives(group)}
+        results = {
+            "logits": logits,
+            "bfloat16": bfloat16,
+            "collectives": _collectives(group),
+            "likeliest": _likeliest(group),
+        }
         torch.save(results, folder / f"rank{rank}.pt")
         group.barrier()
+
+
+def _likeliest(group: ParallelGroup) -> dict[str, torch.Tensor]:
+    """Return the likeliest tokens of logits that are whole, and of those that are sharded."""
+    # 13 of them on each rank, and the last one is padding. Many logits are equal.
+    vocab_size = 25
+    whole = torch.randn(64, 26, generator=torch.Generator().manual_seed(0)).mul_(2).round_()
+    whole[0, 20] = math.nan
+    whole[1, 3] = math.inf
+    whole[2] = -math.inf
+    # Padding is never the likeliest.
+    whole[:, vocab_size] = 100.0
+    sampler = Sampler(max_num_rows=64, vocab_size=vocab_size, device=CPU)
+    part = whole[:, 13 * group.rank :][:, :13].contiguous()
+    logits = ShardedLogits(part, first_id=13 * group.rank, vocab_size=vocab_size, group=group)
+    gathered = logits.whole()
+    rows, positions = list(range(64)), [3] * 64
+    return {
+        "expected": sampler.sample(whole[:, :vocab_size], rows, positions).token_ids,
+        "of whole logits": sampler.sample(gathered, rows, positions).token_ids,
+        "of sharded logits": sampler.take_likeliest(logits).token_ids,
+    }
 
 
 def _collectives(group: ParallelGroup) -> dict[str, torch.Tensor]:

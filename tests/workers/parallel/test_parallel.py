@@ -94,6 +94,14 @@ def test_collectives_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
         assert torch.equal(results["gathered_strided"], torch.tensor([[1.0] * 3 + [2.0] * 3] * 2))
 
 
+def test_two_ranks_find_the_likeliest_tokens_of_sharded_logits(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        likeliest = rank["likeliest"]
+        assert likeliest["expected"][:3].tolist() == [-1, -1, -1]
+        assert torch.equal(likeliest["of whole logits"], likeliest["expected"])
+        assert torch.equal(likeliest["of sharded logits"], likeliest["expected"])
+
+
 def test_collectives_of_a_group_of_one_return_their_input() -> None:
     tensor = torch.ones(2, 3)
     with open_group(0, 1, device=CPU) as group:

@@ -15,7 +15,7 @@ from pagedray.errors import CheckpointError
 from tests.workers.reference import CPU, save_checkpoint
 from workers.layers.weight import WeightShard
 from workers.models.decoder import Decoder
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.finite_tensors import FiniteTensors

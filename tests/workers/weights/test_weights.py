@@ -23,7 +23,7 @@ from tests.workers.reference import (
 )
 from workers.layers.weight import WeightShard
 from workers.models.decoder import Decoder
-from workers.models.registry import read_model_config
+from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy_tensors import DummyTensors

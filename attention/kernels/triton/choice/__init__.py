@@ -12,6 +12,14 @@ from attention.kernels.triton.choice.launch import (
     choose_filtered,
     choose_greedy,
     choose_unfiltered,
+    find_leaders,
+    take_leaders,
 )
 
-__all__ = ["choose_filtered", "choose_greedy", "choose_unfiltered"]
+__all__ = [
+    "choose_filtered",
+    "choose_greedy",
+    "choose_unfiltered",
+    "find_leaders",
+    "take_leaders",
+]

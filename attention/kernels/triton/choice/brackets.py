@@ -6,13 +6,13 @@ bracket of keys `[low, high)` with exact weights and counts above both ends. A p
 sums weights and counts above two edges of each bracket. The edges are guessed from a sorted sample
 of the row; a poor guess costs another pass, never a wrong token.
 
-Memory by row: `brackets` int64 `[num_rows, 4, 8]` (low, high, units above, units within, count
-above, count within; in the last one units and count of all that min_p keeps), `edge_keys` int32
-and `edges` float32 `[num_rows, 8]` (two of each bracket, then the floor), `sums` int64
-`[num_rows, 16]` (units, then counts, above each edge), `open_flags` int32 `[num_rows]` (a bit for
-each bracket to narrow, 8 for the floor; 0 once few tokens are left), `counters` int32
-`[num_rows]`, `sample` float32 `[num_rows, 3, size]` (keys as int32, running sums of the weights and
-of their squares).
+Memory by row: `kept` int64 `[num_rows, 2, 32]` (units and count of all that min_p keeps, by parts
+of the row), `brackets` int64 `[num_rows, 4, 8]` (low, high, units above, units within, count above,
+count within; in the last one the sums of `kept`), `edge_keys` int32 and `edges` float32
+`[num_rows, 8]` (two of each bracket), `sums` int64 `[num_rows, 16]` (units, then counts, above each
+edge), `open_flags` int32 `[num_rows]` (a bit for each bracket to narrow; 0 once few tokens are
+left), `counters` int32 `[num_rows]`, `sample` float32 `[num_rows, 3, size]` (keys as int32, running
+sums of the weights and of their squares).
 """
 
 from __future__ import annotations
@@ -22,30 +22,73 @@ import triton.language as tl
 
 from attention.kernels.triton.choice.edges import (
     ALL_UNITS,
-    NO_EDGE,
     edges_within,
     store_bracket,
     store_edges,
 )
 from attention.kernels.triton.choice.scores import (
     INF,
+    MAX_SPLITS,
     SCALE,
     TOP_K,
     TOP_P,
     UNIFORM,
+    floor_key,
+    is_sound,
     parameter,
     row_maximum,
     score_of,
     units_of,
 )
 
-__all__ = ["narrow_brackets", "sum_above"]
+__all__ = ["narrow_brackets", "sum_above", "sum_kept"]
 
 
 @triton.jit
 def _above(values: tl.tensor, units: tl.tensor, edge: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     is_above = values >= edge
     return tl.sum(tl.where(is_above, units, 0), axis=1), tl.sum(is_above.to(tl.int32), axis=1)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def sum_kept(
+    scores: tl.tensor,
+    indices: tl.tensor,
+    parameters: tl.tensor,
+    maxima: tl.tensor,
+    kept: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    split_size: tl.tensor,
+    splits: tl.tensor,
+    lanes: tl.constexpr,
+    width: tl.constexpr,
+    shift: tl.constexpr,
+) -> None:
+    """Write units and count of the tokens of each part that min_p keeps."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    highest_key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
+    if not is_sound(highest_key):
+        return
+    tile: tl.constexpr = lanes * width
+    highest = score_of(highest_key, 0)
+    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    floor = score_of(floor_key(parameters, highest, row, shift), shift)
+    scores += tl.load(indices + row) * row_stride
+    units = tl.zeros((lanes,), tl.int64)
+    counts = tl.zeros((lanes,), tl.int32)
+    first = split * split_size
+    for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
+        ids = start + tl.arange(0, tile)
+        loaded = tl.load(scores + ids, mask=ids < vocab_size, other=-INF)
+        values = tl.reshape(loaded, (lanes, width)).to(tl.float32)
+        added, counted = _above(values, units_of(values, highest, scale), floor)
+        units += added
+        counts += counted
+    kept += row * 2 * MAX_SPLITS + split
+    tl.store(kept, tl.sum(units, axis=0))
+    tl.store(kept + MAX_SPLITS, tl.sum(counts, axis=0).to(tl.int64))
 
 
 @triton.jit
@@ -87,21 +130,18 @@ def sum_above(
     k_lower, k_upper = tl.load(edges), tl.load(edges + 1)
     p_lower, p_upper = tl.load(edges + 2), tl.load(edges + 3)
     u_lower, u_upper = tl.load(edges + 4), tl.load(edges + 5)
-    floor = tl.load(edges + 6)
     units_0 = tl.zeros((lanes,), tl.int64)
     units_1 = tl.zeros((lanes,), tl.int64)
     units_2 = tl.zeros((lanes,), tl.int64)
     units_3 = tl.zeros((lanes,), tl.int64)
     units_4 = tl.zeros((lanes,), tl.int64)
     units_5 = tl.zeros((lanes,), tl.int64)
-    units_6 = tl.zeros((lanes,), tl.int64)
     counts_0 = tl.zeros((lanes,), tl.int32)
     counts_1 = tl.zeros((lanes,), tl.int32)
     counts_2 = tl.zeros((lanes,), tl.int32)
     counts_3 = tl.zeros((lanes,), tl.int32)
     counts_4 = tl.zeros((lanes,), tl.int32)
     counts_5 = tl.zeros((lanes,), tl.int32)
-    counts_6 = tl.zeros((lanes,), tl.int32)
     first = split * split_size
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         ids = start + tl.arange(0, tile)
@@ -129,10 +169,6 @@ def sum_above(
             added, counted = _above(values, units, u_upper)
             units_5 += added
             counts_5 += counted
-        if (flags & 8) != 0:
-            added, counted = _above(values, units, floor)
-            units_6 += added
-            counts_6 += counted
     sums += row * 16
     if (flags & 1) != 0:
         _add(sums, units_0, counts_0)
@@ -143,8 +179,6 @@ def sum_above(
     if (flags & 4) != 0:
         _add(sums + 4, units_4, counts_4)
         _add(sums + 5, units_5, counts_5)
-    if (flags & 8) != 0:
-        _add(sums + 6, units_6, counts_6)
 
 
 @triton.jit
@@ -215,14 +249,8 @@ def narrow_brackets(
     tried = tl.load(edge_keys + at + slots)
     units = tl.load(sums + row * 16 + slots)
     counts = tl.load(sums + row * 16 + 8 + slots)
-    if (flags & 8) != 0:
-        tl.store(brackets + 24, tl.sum(tl.where(slots == 6, units, 0), axis=0))
-        tl.store(brackets + 25, tl.sum(tl.where(slots == 6, counts, 0), axis=0))
-        total = tl.sum(tl.where(slots == 6, units, 0), axis=0)
-        num_kept = tl.sum(tl.where(slots == 6, counts, 0), axis=0)
-    else:
-        total = tl.load(brackets + 24)
-        num_kept = tl.load(brackets + 25)
+    total = tl.load(brackets + 24)
+    num_kept = tl.load(brackets + 25)
     k_low, k_high, k_above, k_within, k_count, k_limit = _narrowed(
         brackets, tried, units, counts, counts, top_k, top_k
     )  # fmt: skip
@@ -291,4 +319,3 @@ def narrow_brackets(
         _share(u_most, u_above, u_within), margin,
     )  # fmt: skip
     store_edges(edge_keys, edges, at + 4, u_open, lower, upper, shift)
-    tl.store(edge_keys + at + 6, NO_EDGE)

@@ -10,10 +10,12 @@ import triton.language as tl
 
 from attention.kernels.triton.choice.scores import (
     INF,
+    MAX_SPLITS,
     SCALE,
     TOP_K,
     TOP_P,
     UNIFORM,
+    UNIT,
     floor_key,
     is_sound,
     keys_of,
@@ -72,6 +74,46 @@ def edges_within(
 
 
 @triton.jit
+def _edges_around(
+    keys: tl.tensor,
+    sums: tl.tensor,
+    squares: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    above: tl.tensor,
+    mass: tl.tensor,
+    margin: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return two keys, probably just below and above the key with so much weight above it.
+
+    `mass` is the weight that the sample has between `low` and `high` if it has its share of the
+    row's. The key is found from above, or from below by the rest of that weight: a sample tells the
+    weight of many light tokens more exactly than that of a few heavy ones.
+    """
+    places = tl.arange(0, keys.shape[0])
+    is_kept = keys >= low
+    last_place = tl.sum(is_kept.to(tl.int32), axis=0) - 1
+    sampled = tl.max(tl.where(is_kept, sums, 0.0), axis=0)
+    spread = tl.max(tl.where(is_kept, squares, 0.0), axis=0)
+    from_below = sampled - (mass - above)
+    spread_above = tl.max(tl.where(sums <= above, squares, 0.0), axis=0)
+    spread_below = spread - tl.max(tl.where(sums <= from_below, squares, 0.0), axis=0)
+    target = tl.where(spread_above < spread_below, above, from_below)
+    # Three standard deviations.
+    error = 3.0 * tl.sqrt(tl.maximum(tl.minimum(spread_above, spread_below), 0.0))
+    first = tl.sum((sums <= target - error).to(tl.int32), axis=0)
+    last = tl.sum((sums < target + error).to(tl.int32), axis=0)
+    # Above the first tokens a sample says little; they are few.
+    first = tl.minimum(tl.maximum(first, margin), last_place)
+    last = tl.minimum(tl.maximum(last, first) + 1, last_place)
+    upper = tl.sum(tl.where(places == first, keys, 0), axis=0) + 1
+    lower = tl.sum(tl.where(places == last, keys, 0), axis=0)
+    upper = tl.minimum(tl.maximum(upper, low + 1), high - 1)
+    lower = tl.minimum(tl.maximum(lower, low + 1), upper)
+    return lower, upper
+
+
+@triton.jit
 def store_edges(
     edge_keys: tl.tensor,
     edges: tl.tensor,
@@ -113,6 +155,7 @@ def start_search(
     indices: tl.tensor,
     parameters: tl.tensor,
     maxima: tl.tensor,
+    kept: tl.tensor,
     brackets: tl.tensor,
     edge_keys: tl.tensor,
     edges: tl.tensor,
@@ -125,10 +168,14 @@ def start_search(
     stride: tl.tensor,
     num_sampled: tl.tensor,
     splits: tl.tensor,
+    capacity: tl.constexpr,
     size: tl.constexpr,
     shift: tl.constexpr,
 ) -> None:
-    """Sort a sample of each row, and guess the first edges from it."""
+    """Sort a sample of each row, and guess the first edges from it.
+
+    A row of which min_p keeps few tokens is not searched.
+    """
     row = tl.program_id(0).to(tl.int64)
     highest_key = (row_maximum(maxima, row, splits) >> 32).to(tl.int32)
     slots = tl.arange(0, 16)
@@ -140,10 +187,23 @@ def start_search(
     highest = score_of(highest_key, 0)
     scale = parameter(parameters, SCALE, row).to(tl.float32)
     top_k = parameter(parameters, TOP_K, row).to(tl.float32)
-    top_p = parameter(parameters, TOP_P, row).to(tl.float32)
+    top_p = tl.minimum(parameter(parameters, TOP_P, row).to(tl.float32), 1.0)
     uniform = parameter(parameters, UNIFORM, row).to(tl.float32)
     floor = floor_key(parameters, highest, row, shift)
     high = (highest_key >> shift) + 1
+    columns = tl.arange(0, MAX_SPLITS)
+    kept += row * 2 * MAX_SPLITS + columns
+    total = tl.sum(tl.load(kept, mask=columns < splits, other=0), axis=0)
+    num_kept = tl.sum(tl.load(kept + MAX_SPLITS, mask=columns < splits, other=0), axis=0)
+    zero = tl.zeros((), tl.int64)
+    for bracket in tl.static_range(3):
+        store_bracket(
+            brackets + row * 32 + bracket * 8, floor, high, zero, total, zero, num_kept
+        )  # fmt: skip
+    tl.store(brackets + row * 32 + 24, total)
+    tl.store(brackets + row * 32 + 25, num_kept)
+    if num_kept <= capacity:
+        return
     scores += tl.load(indices + row) * row_stride
     places = tl.arange(0, size)
     ids = (places // RUN) * stride + places % RUN
@@ -157,39 +217,41 @@ def start_search(
     tl.store(sample, keys.to(tl.float32, bitcast=True))
     tl.store(sample + size, weight_sums)
     tl.store(sample + 2 * size, squares)
-    # Shares of the sample stand for those of the row.
     is_kept = keys >= floor
-    num_kept = tl.maximum(tl.sum(is_kept.to(tl.int32), axis=0), 1).to(tl.float32)
-    k_share = tl.minimum(top_k * num_sampled / vocab_size / num_kept, 1.0)
-    mass = tl.max(tl.where(is_kept, weight_sums, 0.0), axis=0)
-    k_mass = tl.max(tl.where(is_kept & (counts <= k_share * num_kept + 1.0), weight_sums, 0.0))
-    p_share = tl.minimum(top_p, 1.0) * k_mass / tl.maximum(mass, 1e-30)
+    num_seen = tl.maximum(tl.sum(is_kept.to(tl.int32), axis=0), 1).to(tl.float32)
+    k_share = tl.minimum(top_k * num_sampled / vocab_size / num_seen, 1.0)
     margin: tl.constexpr = size // 128 + 1
     k_lower, k_upper = edges_within(
         keys, counts, counts, floor, high, k_share, k_share, margin
     )  # fmt: skip
-    p_lower, p_upper = edges_within(
-        keys, weight_sums, squares, floor, high, p_share, p_share, margin
-    )  # fmt: skip
-    u_share = uniform * p_share
-    u_lower, u_upper = edges_within(
-        keys, weight_sums, squares, floor, high, u_share, u_share, margin
-    )  # fmt: skip
     is_wide = high > floor + 1
-    k_open = is_wide & (top_k < vocab_size)
+    k_open = is_wide & (top_k < num_kept)
+    if k_open:
+        # Shares of the sample stand for those of the row.
+        mass = tl.max(tl.where(is_kept, weight_sums, 0.0), axis=0)
+        k_mass = tl.max(tl.where(is_kept & (counts <= k_share * num_seen + 1.0), weight_sums, 0.0))
+        p_share = top_p * k_mass / tl.maximum(mass, 1e-30)
+        p_lower, p_upper = edges_within(
+            keys, weight_sums, squares, floor, high, p_share, p_share, margin
+        )  # fmt: skip
+        u_share = uniform * p_share
+        u_lower, u_upper = edges_within(
+            keys, weight_sums, squares, floor, high, u_share, u_share, margin
+        )  # fmt: skip
+    else:
+        expected = total.to(tl.float32) / UNIT * num_sampled / vocab_size
+        p_lower, p_upper = _edges_around(
+            keys, weight_sums, squares, floor, high, top_p * expected, expected, margin
+        )  # fmt: skip
+        u_lower, u_upper = _edges_around(
+            keys, weight_sums, squares, floor, high, uniform * top_p * expected, expected, margin
+        )  # fmt: skip
     p_open = is_wide & (top_p < 1.0)
     at = row * 8
     store_edges(edge_keys, edges, at, k_open, k_lower, k_upper, shift)
     store_edges(edge_keys, edges, at + 2, p_open, p_lower, p_upper, shift)
     store_edges(edge_keys, edges, at + 4, is_wide, u_lower, u_upper, shift)
-    tl.store(edge_keys + at + 6, floor)
-    tl.store(edges + at + 6, score_of(floor, shift))
+    tl.store(edge_keys + at + 6, NO_EDGE)
     tl.store(edge_keys + at + 7, NO_EDGE)
-    flags = k_open.to(tl.int32) + 2 * p_open.to(tl.int32) + 4 * is_wide.to(tl.int32) + 8
+    flags = k_open.to(tl.int32) + 2 * p_open.to(tl.int32) + 4 * is_wide.to(tl.int32)
     tl.store(open_flags + row, flags)
-    zero = tl.zeros((), tl.int64)
-    for bracket in tl.static_range(3):
-        store_bracket(
-            brackets + row * 32 + bracket * 8, floor, high, zero, zero + ALL_UNITS, zero,
-            zero + ALL_UNITS,
-        )  # fmt: skip

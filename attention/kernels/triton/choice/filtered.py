@@ -17,6 +17,7 @@ from attention.kernels.triton.choice.scores import (
     MAX_SPLITS,
     NO_TOKEN,
     SCALE,
+    SMALLEST_KEY,
     TOP_K,
     TOP_P,
     UNIFORM,
@@ -115,39 +116,25 @@ def collect_candidates(
 
 
 @triton.jit
-def _load_either(
-    scores: tl.tensor,
-    candidates: tl.tensor,
-    is_few: tl.tensor,
-    start: tl.tensor,
-    size: tl.tensor,
-    tile: tl.constexpr,
-    shift: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return keys and ids of a tile of the candidates, or of the row if they are too many."""
-    places = start + tl.arange(0, tile)
-    # One of both is empty.
-    packed = tl.load(candidates + places, mask=places < size * is_few, other=EMPTY)
-    loaded = tl.load(scores + places, mask=places < size * (1 - is_few), other=-INF)
-    keys = tl.maximum((packed >> 32).to(tl.int32), keys_of(loaded, shift))
-    return keys, tl.where(packed == EMPTY, places, (packed & 0xFFFFFFFF).to(tl.int32))
-
-
-@triton.jit
 def _crossing(
     scores: tl.tensor,
-    candidates: tl.tensor,
-    is_few: tl.tensor,
-    size: tl.tensor,
+    keys: tl.tensor,
+    units: tl.tensor,
     bracket: tl.tensor,
     limit: tl.tensor,
     highest: tl.tensor,
     scale: tl.tensor,
+    vocab_size: tl.tensor,
     by_count: tl.constexpr,
+    is_few: tl.constexpr,
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the key at which the sum reaches the limit, and weight and count above that key."""
+    """Return the key at which the sum reaches the limit, and weight and count above that key.
+
+    It lies among the candidates' keys, with weights `units`, if these are few; otherwise in the
+    row. The count is right only `by_count`.
+    """
     first = tl.load(bracket)
     last = tl.load(bracket + 1)
     weight_above = tl.load(bracket + 2)
@@ -155,16 +142,25 @@ def _crossing(
     # The crossing is at `first` or above it, and below `last`.
     while last - first > 1:
         middle = (first + last) >> 1
-        units = tl.zeros((tile,), tl.int64)
-        counts = tl.zeros((tile,), tl.int32)
-        for start in range(0, size, tile):
-            keys, _ = _load_either(scores, candidates, is_few, start, size, tile, shift)
-            is_within = (keys >= middle) & (keys < last)
-            weights = units_of(score_of(keys, shift), highest, scale)
-            units += tl.where(is_within, weights, 0)
-            counts += is_within.to(tl.int32)
-        weight = weight_above + tl.sum(units, axis=0)
-        count = count_above + tl.sum(counts, axis=0)
+        low_key = middle.to(tl.int32)
+        high_key = last.to(tl.int32)
+        count = count_above
+        if is_few:
+            is_within = (keys >= low_key) & (keys < high_key)
+            weight = weight_above + tl.sum(tl.where(is_within, units, 0), axis=0)
+            if by_count:
+                count += tl.sum(is_within.to(tl.int32), axis=0)
+        else:
+            row_units = tl.zeros((tile,), tl.int64)
+            counts = tl.zeros((tile,), tl.int32)
+            for start in range(0, vocab_size, tile):
+                values, _ = load_scores(scores, start, vocab_size, tile)
+                row_keys = keys_of(values, shift)
+                is_within = (row_keys >= low_key) & (row_keys < high_key)
+                row_units += tl.where(is_within, units_of(values, highest, scale), 0)
+                counts += is_within.to(tl.int32)
+            weight = weight_above + tl.sum(row_units, axis=0)
+            count += tl.sum(counts, axis=0)
         reached = count if by_count else weight
         if reached >= limit:
             first = middle
@@ -178,29 +174,34 @@ def _crossing(
 @triton.jit
 def _id_among_equals(
     scores: tl.tensor,
-    candidates: tl.tensor,
-    is_few: tl.tensor,
-    size: tl.tensor,
+    keys: tl.tensor,
+    ids: tl.tensor,
     key: tl.tensor,
     place: tl.tensor,
     vocab_size: tl.tensor,
+    end: tl.tensor,
+    is_few: tl.constexpr,
     tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> tl.tensor:
-    """Return the id of the token of this key that has `place` lower ones."""
-    low = tl.zeros((), tl.int64)
-    high = low + vocab_size
+    """Return the id, below `end`, of the token of this key that has `place` lower ones."""
+    low = tl.zeros((), tl.int32)
+    high = low + end
     while high > low + 1:
         middle = (low + high) >> 1
-        counts = tl.zeros((tile,), tl.int32)
-        for start in range(0, size, tile):
-            keys, ids = _load_either(scores, candidates, is_few, start, size, tile, shift)
-            counts += ((keys == key) & (ids < middle)).to(tl.int32)
-        if tl.sum(counts, axis=0) > place:
+        if is_few:
+            count = tl.sum(((keys == key) & (ids < middle)).to(tl.int32), axis=0)
+        else:
+            counts = tl.zeros((tile,), tl.int32)
+            for start in range(0, middle, tile):
+                values, row_ids = load_scores(scores, start, vocab_size, tile)
+                counts += ((keys_of(values, shift) == key) & (row_ids < middle)).to(tl.int32)
+            count = tl.sum(counts, axis=0)
+        if count > place:
             high = middle
         else:
             low = middle
-    return low
+    return low.to(tl.int64)
 
 
 @triton.jit
@@ -237,6 +238,71 @@ def _id_by_counts(
     return token_id
 
 
+@triton.jit
+def _drawn(
+    scores: tl.tensor,
+    keys: tl.tensor,
+    units: tl.tensor,
+    ids: tl.tensor,
+    parameters: tl.tensor,
+    brackets: tl.tensor,
+    equals: tl.tensor,
+    row: tl.tensor,
+    highest: tl.tensor,
+    vocab_size: tl.tensor,
+    split_size: tl.tensor,
+    splits: tl.tensor,
+    is_few: tl.constexpr,
+    tile: tl.constexpr,
+    shift: tl.constexpr,
+) -> tl.tensor:
+    """Return the token of a row, int64; `keys`, `units` and `ids` are those of few candidates."""
+    scale = parameter(parameters, SCALE, row).to(tl.float32)
+    top_k = parameter(parameters, TOP_K, row).to(tl.int64)
+    top_p = parameter(parameters, TOP_P, row)
+    uniform = parameter(parameters, UNIFORM, row)
+    u_width = tl.load(brackets + 17) - tl.load(brackets + 16)
+    total = tl.load(brackets + 24)
+    if top_k < tl.load(brackets + 25):
+        key, above, count = _crossing(
+            scores, keys, units, brackets, top_k, highest, scale, vocab_size, True, is_few, tile,
+            shift,
+        )  # fmt: skip
+        total = above + (top_k - count) * units_of(score_of(key, shift), highest, scale)
+    kept = total
+    if top_p < 1.0:
+        limit = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
+        limit = tl.minimum(limit, total)
+        key, above, count = _crossing(
+            scores, keys, units, brackets + 8, limit, highest, scale, vocab_size, False, is_few,
+            tile, shift,
+        )  # fmt: skip
+        unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
+        kept = above + ((limit - above + unit - 1) // unit) * unit
+    drawn = tl.minimum((uniform * kept.to(tl.float64)).to(tl.int64), kept - 1)
+    key, above, count = _crossing(
+        scores, keys, units, brackets + 16, drawn + 1, highest, scale, vocab_size, False, is_few,
+        tile, shift,
+    )  # fmt: skip
+    unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
+    place = (drawn - above) // unit
+    end = splits * split_size
+    if is_few:
+        if u_width == 1:
+            token_id = _id_by_counts(
+                scores, equals, key, place, vocab_size, split_size, splits, tile, shift
+            )
+        else:
+            token_id = _id_among_equals(
+                scores, keys, ids, key, place, vocab_size, end, True, tile, shift
+            )  # fmt: skip
+    else:
+        token_id = _id_among_equals(
+            scores, keys, ids, key, place, vocab_size, end, False, tile, shift
+        )  # fmt: skip
+    return token_id
+
+
 @triton.jit(do_not_specialize=["splits"])
 def draw_filtered(
     scores: tl.tensor,
@@ -255,7 +321,6 @@ def draw_filtered(
     splits: tl.tensor,
     capacity: tl.constexpr,
     tile: tl.constexpr,
-    long_tile: tl.constexpr,
     shift: tl.constexpr,
 ) -> None:
     """Write the token of each row, int64 `[num_rows]`."""
@@ -265,46 +330,25 @@ def draw_filtered(
         tl.store(out + row, NO_TOKEN)
         return
     highest = score_of(highest_key, 0)
-    scale = parameter(parameters, SCALE, row).to(tl.float32)
-    top_k = parameter(parameters, TOP_K, row).to(tl.int64)
-    top_p = parameter(parameters, TOP_P, row)
-    uniform = parameter(parameters, UNIFORM, row)
     scores += tl.load(indices + row) * row_stride
-    candidates += row * capacity
     brackets += row * 32
-    is_few = (tl.load(open_flags + row) == 0).to(tl.int32)
-    size = tl.where(is_few != 0, tl.load(counters + row), vocab_size).to(tl.int32)
-    u_width = tl.load(brackets + 17) - tl.load(brackets + 16)
-    total = tl.load(brackets + 24)
-    if top_k < tl.load(brackets + 25):
-        key, above, count = _crossing(
-            scores, candidates, is_few, size, brackets, top_k, highest, scale, True, tile, shift
-        )  # fmt: skip
-        total = above + (top_k - count) * units_of(score_of(key, shift), highest, scale)
-    kept = total
-    if top_p < 1.0:
-        limit = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
-        limit = tl.minimum(limit, total)
-        key, above, count = _crossing(
-            scores, candidates, is_few, size, brackets + 8, limit, highest, scale, False, tile,
-            shift,
-        )  # fmt: skip
-        unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
-        kept = above + ((limit - above + unit - 1) // unit) * unit
-    drawn = tl.minimum((uniform * kept.to(tl.float64)).to(tl.int64), kept - 1)
-    key, above, count = _crossing(
-        scores, candidates, is_few, size, brackets + 16, drawn + 1, highest, scale, False, tile,
-        shift,
-    )  # fmt: skip
-    unit = tl.maximum(units_of(score_of(key, shift), highest, scale), 1)
-    place = (drawn - above) // unit
-    if (is_few != 0) & (u_width == 1):
-        token_id = _id_by_counts(
-            scores, equals + row * MAX_SPLITS, key, place, vocab_size, split_size, splits,
-            long_tile, shift,
+    equals += row * MAX_SPLITS
+    if tl.load(open_flags + row) == 0:
+        # All of them are in registers during the search.
+        places = tl.arange(0, capacity)
+        is_candidate = places < tl.load(counters + row)
+        packed = tl.load(candidates + row * capacity + places, mask=is_candidate, other=EMPTY)
+        keys = tl.maximum((packed >> 32).to(tl.int32), SMALLEST_KEY >> shift)
+        scale = parameter(parameters, SCALE, row).to(tl.float32)
+        units = units_of(score_of(keys, shift), highest, scale)
+        ids = (packed & 0xFFFFFFFF).to(tl.int32)
+        token_id = _drawn(
+            scores, keys, units, ids, parameters, brackets, equals, row, highest, vocab_size,
+            split_size, splits, True, tile, shift,
         )  # fmt: skip
     else:
-        token_id = _id_among_equals(
-            scores, candidates, is_few, size, key, place, vocab_size, tile, shift
+        token_id = _drawn(
+            scores, highest, highest, highest, parameters, brackets, equals, row, highest,
+            vocab_size, split_size, splits, False, tile, shift,
         )  # fmt: skip
     tl.store(out + row, token_id)

@@ -7,25 +7,32 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from attention.kernels.triton.choice.brackets import narrow_brackets, sum_above
+from attention.kernels.triton.choice.brackets import narrow_brackets, sum_above, sum_kept
 from attention.kernels.triton.choice.edges import start_search
 from attention.kernels.triton.choice.filtered import collect_candidates, draw_filtered
 from attention.kernels.triton.choice.scores import MAX_SPLITS, NUM_PARAMETERS
 from attention.kernels.triton.choice.unfiltered import (
     draw_unfiltered,
     find_maxima,
+    join_maxima,
     sum_chunks,
     take_maxima,
 )
 
-__all__ = ["choose_filtered", "choose_greedy", "choose_unfiltered"]
+__all__ = [
+    "choose_filtered",
+    "choose_greedy",
+    "choose_unfiltered",
+    "find_leaders",
+    "take_leaders",
+]
 
 _CHUNK = 4096
 """Scores of a row are divided among programs in whole chunks."""
 _PROGRAMS = 2048
 """About as many programs as are launched for a pass over the rows."""
-_PASSES = 5
-"""Passes that narrow the brackets; two are common, and the others return at once."""
+_PASSES = 4
+"""Passes that narrow the brackets; one or two are common, and the others return at once."""
 _SAMPLE_RUN = 32
 _LANES = 128
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -36,8 +43,33 @@ def choose_greedy(scores: torch.Tensor, indices: torch.Tensor, *, tile: int = 10
     """Return the likeliest tokens of `scores[indices]`, int64; -1 for a broken row."""
     rows = _Rows.of(scores, indices)
     maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
-    take_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, num_warps=1)
+    _take_maxima(maxima, out, splits=rows.splits)
     return out
+
+
+def find_leaders(scores: torch.Tensor, first_id: int, *, tile: int = 1024) -> torch.Tensor:
+    """Return the largest key of every row and its id, counted from `first_id`, int64."""
+    rows = _Rows.of(scores, torch.arange(len(scores), device=scores.device))
+    maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    join_maxima[(rows.num_rows,)](maxima, out, splits=rows.splits, first_id=first_id, num_warps=1)
+    return out
+
+
+def take_leaders(leaders: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest tokens, int64, from the leaders of all parts, `[num_rows, parts]`.
+
+    A broken row gives -1.
+    """
+    num_rows, num_parts = leaders.shape
+    assert num_parts <= MAX_SPLITS.value
+    out = torch.empty(num_rows, dtype=torch.int64, device=leaders.device)
+    _take_maxima(leaders.contiguous(), out, splits=num_parts)
+    return out
+
+
+def _take_maxima(maxima: torch.Tensor, out: torch.Tensor, *, splits: int) -> None:
+    stride = maxima.shape[1]
+    take_maxima[(len(out),)](maxima, out, splits=splits, stride=stride, num_warps=1)
 
 
 def choose_unfiltered(
@@ -75,6 +107,7 @@ def choose_filtered(
     num_rows, vocab_size = rows.num_rows, scores.shape[1]
     sample_size = min(sample_size, max(_SAMPLE_RUN, triton.next_power_of_2(vocab_size)))
     maxima, out = rows.find_maxima(tile), rows.empty(torch.int64)
+    kept = rows.empty(torch.int64, 2, MAX_SPLITS.value)
     brackets, sums = rows.empty(torch.int64, 4, 8), rows.empty(torch.int64, 2, 8)
     edge_keys, edges = rows.empty(torch.int32, 8), rows.empty(torch.float32, 8)
     open_flags, counters = rows.empty(torch.int32), rows.empty(torch.int32)
@@ -86,14 +119,17 @@ def choose_filtered(
     search = {"splits": splits, "size": sample_size, "shift": shift, "num_warps": 16}
     common, grid = (scores, indices, parameters, maxima), (num_rows, splits)
     state = (brackets, edge_keys, edges, sums, open_flags)
+    sum_kept[grid](*common, kept, *rows.shape, **read, shift=shift, num_warps=4)
     start_search[(num_rows,)](
         *common,
+        kept,
         *state,
         counters,
         sample,
         *rows.shape[:2],
         stride=max(_SAMPLE_RUN, vocab_size * _SAMPLE_RUN // sample_size),
         num_sampled=min(sample_size, vocab_size),
+        capacity=capacity,
         **search,
     )
     for _ in range(passes):
@@ -120,10 +156,9 @@ def choose_filtered(
         *rows.shape,
         splits=splits,
         capacity=capacity,
-        tile=tile,
-        long_tile=4 * tile,
+        tile=4 * tile,
         shift=shift,
-        num_warps=8,
+        num_warps=16,
     )
     return out
 

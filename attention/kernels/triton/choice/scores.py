@@ -9,6 +9,7 @@ __all__ = [
     "EMPTY",
     "INF",
     "MAX_SPLITS",
+    "NAN_KEY",
     "NO_TOKEN",
     "NUM_PARAMETERS",
     "SCALE",
@@ -16,6 +17,7 @@ __all__ = [
     "TOP_K",
     "TOP_P",
     "UNIFORM",
+    "UNIT",
     "floor_key",
     "is_sound",
     "keys_of",
@@ -27,8 +29,9 @@ __all__ = [
 ]
 
 NO_TOKEN = tl.constexpr(-1)
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
 LARGEST_KEY = tl.constexpr(0x7F800000)
-"""The key of +inf; NaN has a larger one."""
+"""The key of +inf; that of NaN is larger."""
 SMALLEST_KEY = tl.constexpr(-0x7F800001)
 """The key of -inf."""
 UNIT = tl.constexpr(1099511627776.0)
@@ -54,7 +57,7 @@ def keys_of(scores: tl.tensor, shift: tl.constexpr) -> tl.tensor:
     # Both zeros are one score.
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(values != values, 0x7FFFFFFF, keys) >> shift
+    return tl.where(values != values, NAN_KEY, keys) >> shift
 
 
 @triton.jit
@@ -87,10 +90,12 @@ def load_scores(
 
 
 @triton.jit
-def row_maximum(maxima: tl.tensor, row: tl.tensor, splits: tl.tensor) -> tl.tensor:
-    """Return the largest of a row of int64 `[num_rows, 32]`: key above, id below."""
+def row_maximum(
+    maxima: tl.tensor, row: tl.tensor, splits: tl.tensor, stride: tl.tensor = MAX_SPLITS
+) -> tl.tensor:
+    """Return the largest of a row of int64 `[num_rows, stride]`: key above, id below."""
     columns = tl.arange(0, MAX_SPLITS)
-    found = tl.load(maxima + row * MAX_SPLITS + columns, mask=columns < splits, other=EMPTY)
+    found = tl.load(maxima + row * stride + columns, mask=columns < splits, other=EMPTY)
     return tl.max(found, axis=0)
 
 

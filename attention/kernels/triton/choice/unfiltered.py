@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.choice.scores import (
+    INF,
     MAX_SPLITS,
+    NAN_KEY,
     NO_TOKEN,
     SCALE,
     UNIFORM,
@@ -19,7 +21,7 @@ from attention.kernels.triton.choice.scores import (
     units_of,
 )
 
-__all__ = ["draw_unfiltered", "find_maxima", "sum_chunks", "take_maxima"]
+__all__ = ["draw_unfiltered", "find_maxima", "join_maxima", "sum_chunks", "take_maxima"]
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -41,20 +43,37 @@ def find_maxima(
     split = tl.program_id(1)
     scores += tl.load(indices + row) * row_stride
     first = split * split_size
-    best = tl.full((tile,), -0x7FFFFFFFFFFFFFFF, tl.int64)
+    best = tl.full((tile,), -INF, tl.float32)
+    best_ids = first + tl.arange(0, tile)
+    is_nan = tl.full((tile,), False, tl.int1)
     for start in range(first, tl.minimum(first + split_size, vocab_size), tile):
         values, ids = load_scores(scores, start, vocab_size, tile)
-        keys = keys_of(values, 0)
-        # The lower id has the larger lower half.
-        best = tl.maximum(best, (keys.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64))
-    tl.store(maxima + row * MAX_SPLITS + split, tl.max(best, axis=0))
+        # Of equal scores each lane keeps the first.
+        is_better = values > best
+        best = tl.where(is_better, values, best)
+        best_ids = tl.where(is_better, ids, best_ids)
+        is_nan |= values != values
+    keys = tl.where(is_nan, NAN_KEY, keys_of(best, 0))
+    # The lower id has the larger lower half.
+    packed = (keys.to(tl.int64) << 32) | (0x7FFFFFFF - best_ids).to(tl.int64)
+    tl.store(maxima + row * MAX_SPLITS + split, tl.max(packed, axis=0))
 
 
-@triton.jit(do_not_specialize=["splits"])
-def take_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor) -> None:
-    """Write the likeliest token of each row, int64 `[num_rows]`."""
+@triton.jit(do_not_specialize=["splits", "first_id"])
+def join_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor, first_id: tl.tensor) -> None:
+    """Write the largest of each row, int64 `[num_rows]`, for ids that begin at `first_id`."""
     row = tl.program_id(0).to(tl.int64)
-    best = row_maximum(maxima, row, splits)
+    tl.store(out + row, row_maximum(maxima, row, splits) - first_id)
+
+
+@triton.jit(do_not_specialize=["splits", "stride"])
+def take_maxima(maxima: tl.tensor, out: tl.tensor, splits: tl.tensor, stride: tl.tensor) -> None:
+    """Write the likeliest token of each row, int64 `[num_rows]`.
+
+    `maxima` is int64 `[num_rows, stride]`, of which `splits` are set.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    best = row_maximum(maxima, row, splits, stride)
     token_id = 0x7FFFFFFF - (best & 0xFFFFFFFF)
     tl.store(out + row, tl.where(is_sound(best >> 32), token_id, NO_TOKEN))
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from cluster.serving.inputs import Prompt
 
 __all__ = [
-    "MOST_KEY_MESSAGES",
-    "MOST_KEY_TOKENS",
+    "MAX_KEY_MESSAGES",
+    "MAX_KEY_TOKENS",
     "prefix_key",
     "rendezvous_order",
     "routing_order",
 ]
 
-MOST_KEY_MESSAGES = 16
+MAX_KEY_MESSAGES = 16
 """Messages of a conversation that a key depends on."""
-MOST_KEY_TOKENS = 256
+MAX_KEY_TOKENS = 256
 """Token ids of a prompt that a key depends on."""
 _KEY_CHARACTERS = 1024
 
@@ -67,7 +67,7 @@ def prefix_key(
     elif not isinstance(prompt, list | tuple):
         given = _conversation(getattr(prompt, "messages", ()))
     elif prompt and isinstance(prompt[0], int):
-        given = ",".join(map(str, prompt[:MOST_KEY_TOKENS]))
+        given = ",".join(map(str, prompt[:MAX_KEY_TOKENS]))
     else:
         given = _conversation(prompt)
     return f"prefix-{_digest(given).hex()}" if given else None
@@ -75,7 +75,7 @@ def prefix_key(
 
 def _conversation(messages: Sequence[object]) -> str:
     parts = []
-    for message in messages[:MOST_KEY_MESSAGES]:
+    for message in messages[:MAX_KEY_MESSAGES]:
         role, content = _read(message, "role"), _read(message, "content")
         parts.append(f"{role}\0{str(content)[:_KEY_CHARACTERS]}\0")
         if role == "user":

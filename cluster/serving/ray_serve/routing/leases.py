@@ -28,7 +28,7 @@ class Leases:
     def __init__(self, lease_s: float) -> None:
         """A call is cancelled when it has not been renewed for half of `lease_s`.
 
-        Its caller stops to renew it when it has not been read for `lease_s`.
+        Its caller stops renewing it when it has not been read for `lease_s`.
         """
         self._unheard_s = lease_s / 2
         self._leases: set[_Lease] = set()

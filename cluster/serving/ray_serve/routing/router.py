@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
+from cluster.serving.inputs import ChatPrompt
 from cluster.serving.ray_serve.routing.affinity import prefix_key, routing_order
 from cluster.serving.ray_serve.routing.handle_stream import HandleRequest, HandleStream, generates
 from cluster.serving.ray_serve.routing.proxied_call import current_call
@@ -23,7 +24,11 @@ from cluster.serving.ray_serve.routing.replica_watch import ReplicaWatch
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from ray.serve._private.common import ReplicaID, RunningReplicaInfo
+    from ray.serve._private.common import (
+        ReplicaID,
+        ReplicaQueueLengthInfo,
+        RunningReplicaInfo,
+    )
     from ray.serve._private.replica_result import ReplicaResult
     from ray.serve.request_router import PendingRequest
 
@@ -121,15 +126,18 @@ class AffinityRouter(RequestRouter):
             replica = await self._choose_replica_for_request(pending)
             try:
                 result = replica.try_send_request(pending, with_rejection=True)
-                answer = await result.get_rejection_response()
+                answer = await _answer_of(result)
             except ActorDiedError:
                 self.on_replica_actor_died(replica.replica_id)
                 continue
             except ActorUnavailableError:
                 self.on_replica_actor_unavailable(replica.replica_id)
                 continue
-            if answer is not None and answer.accepted:
-                return result
+            if answer is not None:
+                self.on_new_queue_len_info(replica.replica_id, answer.num_ongoing_requests)
+                if answer.accepted:
+                    self.on_request_routed(pending, replica.replica_id, result)
+                    return result
             result.cancel()
             await asyncio.sleep(_REJECTED_PAUSE_S)
 
@@ -192,6 +200,15 @@ class _LeasingReplica(RunningReplica):
             )
 
 
+async def _answer_of(result: ReplicaResult) -> ReplicaQueueLengthInfo | None:
+    """Return whether a replica accepts a request, which is cancelled with this."""
+    try:
+        return await result.get_rejection_response()
+    except asyncio.CancelledError:
+        result.cancel()
+        raise
+
+
 def _is_last(output: GenerationOutput) -> bool:
     return output.is_last
 
@@ -208,12 +225,16 @@ def _reported_load(replica: RunningReplica) -> tuple[float, float]:
 
 
 def _key(request: PendingRequest | None) -> str | None:
+    """Return what a request shares with those that one replica serves best; None for nothing."""
     if request is None:
         return None
     metadata = request.metadata
     if metadata.session_id:
         return str(metadata.session_id)
-    if metadata.is_http_request or metadata.is_grpc_request or not request.args:
+    if metadata.is_http_request or metadata.is_grpc_request or metadata.call_method != "generate":
         return None
-    prompt = request.args[0]
+    prompt = request.kwargs.get("prompt", request.args[0] if request.args else None)
+    if isinstance(prompt, ChatPrompt):
+        prompt = prompt.messages
+    # The replica rejects others.
     return prefix_key(prompt) if isinstance(prompt, str | list | tuple) else None

@@ -9,7 +9,7 @@ from pagedray.errors import CheckpointError
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message
 from tests.system.server_process import TINY_LLAMA
-from workers.models.registry import read_model_config, supported_architectures
+from workers.models.families.registry import read_model_config, supported_architectures
 
 _FOLDER = scratch_folder()
 

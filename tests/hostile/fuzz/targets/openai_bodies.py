@@ -11,6 +11,7 @@ from cluster.serving.intake.steps import finish
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
+from cluster.serving.openai.score_body import RerankBody, ScoreBody
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from tests.hostile.fuzz.target import Target
@@ -24,7 +25,7 @@ def run(data: bytes) -> None:
     """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
     if not data:
         return
-    kind, raw = data[0] % 5, data[1:]
+    kind, raw = data[0] % 7, data[1:]
     try:
         if kind == 0:
             _check(finish(read_body(CompletionBody, raw)).to_input("a"))
@@ -35,8 +36,12 @@ def run(data: bytes) -> None:
             finish(finish(read_body(EmbeddingBody, raw)).to_input())
         elif kind == 3:
             finish(finish(read_body(TokenizeBody, raw)).to_input())
-        else:
+        elif kind == 4:
             finish(read_body(DetokenizeBody, raw)).token_ids()
+        elif kind == 5:
+            finish(finish(read_body(RerankBody, raw)).to_input())
+        else:
+            finish(finish(read_body(ScoreBody, raw)).to_input())
     except InvalidRequestError:
         return
 
@@ -53,6 +58,8 @@ def _seeds() -> tuple[bytes, ...]:
         "/v1/embeddings": 2,
         "/tokenize": 3,
         "/detokenize": 4,
+        "/rerank": 5,
+        "/score": 6,
     }
     return tuple(
         bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()

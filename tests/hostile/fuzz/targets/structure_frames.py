@@ -14,16 +14,17 @@ from cluster.structured.processes.messages import (
     GrammarLoaded,
     LoadFailed,
     LoadGrammar,
+    MadeMask,
     MaskQuery,
+    MaskReply,
     Refused,
     StepQuery,
-    StepReply,
 )
 from pagedray.request import FinishReason, Structure
 from tests.hostile.fuzz.target import Target
 
 _KINDS: tuple[object, ...] = (
-    StepReply,
+    MaskReply,
     GrammarLoaded | LoadFailed,
     Compiled | Refused | Died,
     StepQuery,
@@ -59,18 +60,17 @@ def _seed(message: object, kind: object) -> bytes:
     return bytes([first]) + msgspec.msgpack.encode(message)
 
 
-_REPLY = StepReply(
-    finish_reasons={1: FinishReason.STOP}, errors={2: "e"}, words=b"\x01\0\0\0", offenders=[],
-    missing=[], cpu_s=[0.5],
-)  # fmt: skip
+_REPLY = MaskReply(
+    [MadeMask(1, 0.5, 0.5, b"\x01\0\0\0"), MadeMask(2, 0.5, 0.5, b"", FinishReason.STOP, "e")]
+)
 
 TARGET = Target(
     run=run,
     seeds=(
-        _seed(_REPLY, StepReply),
+        _seed(_REPLY, MaskReply),
         _seed(GrammarLoaded(5), GrammarLoaded | LoadFailed),
         _seed(Compiled(b"{}"), Compiled | Refused | Died),
-        _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5), StepQuery),
+        _seed(StepQuery([MaskQuery(1, [2])], [3], [4], 0.5, 5.0), StepQuery),
         _seed(Structure(kind="regex", text="a"), Structure),
         b"\x00\x00\x00\x00\x01\xc0",
         b"\x00\xff\xff\xff\xff",

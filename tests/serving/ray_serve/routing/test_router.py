@@ -1,17 +1,33 @@
-"""How Serve's request router asks ours for replicas."""
+"""How Serve's request router asks ours for replicas, and where ours sends requests.
+
+Replicas and their answers are stand-ins for Serve's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+import pytest
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaQueueLengthInfo,
+    RequestMetadata,
+)
 from ray.serve.request_router import PendingRequest, RunningReplica
 
+from cluster.serving.inputs import ChatPrompt
+from cluster.serving.ray_serve.routing.affinity import prefix_key, rendezvous_order
+from cluster.serving.ray_serve.routing.handle_stream import HandleRequest
 from cluster.serving.ray_serve.routing.router import AffinityRouter
+from cluster.serving.text.chat_template import ChatMessage
 
 _NUM_TURNS = 20
+NAMES = tuple("abcdefgh")
+CHAT = (ChatMessage("system", "Be brief."), ChatMessage("user", "Hello"))
 
 
 class ReplicaId(NamedTuple):
@@ -56,3 +72,101 @@ async def test_event_loop_runs_on_while_no_replica_responds() -> None:
         await asyncio.sleep(0.01)
     assert not choosing.done()
     choosing.cancel()
+
+
+class Answer:
+    """What a replica answers to a request; None if it does not answer."""
+
+    def __init__(self, answer: ReplicaQueueLengthInfo | None) -> None:
+        self._answer = answer
+        self.is_cancelled = False
+
+    async def get_rejection_response(self) -> ReplicaQueueLengthInfo:
+        if self._answer is None:
+            await asyncio.sleep(3600.0)
+        assert self._answer is not None
+        return self._answer
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Replica:
+    """A replica that gives its answers one after another."""
+
+    def __init__(self, name: str, *answers: ReplicaQueueLengthInfo | None) -> None:
+        self.replica_id = ReplicaId(name)
+        self.routing_stats: dict[str, float] = {}
+        self.answers = [Answer(one) for one in answers]
+        self._left = iter(self.answers)
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> Answer:
+        return next(self._left)
+
+
+class RouterOf(AffinityRouter):
+    """Knows these replicas, and sends what it sends elsewhere to the first."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        super().__init__(
+            deployment_id=DeploymentID("a"),
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+        )
+        self.initialize_state()
+        self.replicas: Any = list(replicas)  # Any: stand-ins, also below
+        self._loads = {one.replica_id: (0.0, 0.0) for one in self.replicas}
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> Any:
+        return self.replicas[0]
+
+
+def handle_request(method: str, *args: object, **kwargs: object) -> PendingRequest:
+    metadata = RequestMetadata("r", "r", call_method=method, is_streaming=method == "generate")
+    return PendingRequest(list(args), kwargs, metadata)
+
+
+async def first_choice(request: PendingRequest) -> str:
+    """Return the name of the replica that an idle deployment tries first."""
+    router = RouterOf(*map(Replica, NAMES))
+    return (await router.choose_replicas(router.replicas, request))[0][0].replica_id.unique_id
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Once upon a time", [5, 6, 7], (5, 6, 7), ChatPrompt(CHAT)], ids=str
+)
+async def test_prompts_of_handles_go_to_the_replica_of_their_prefix(prompt: Any) -> None:
+    key = prefix_key(prompt)
+    assert key is not None
+    expected = rendezvous_order(key, NAMES)[0]
+    assert await first_choice(handle_request("generate", prompt)) == expected
+    assert await first_choice(handle_request("generate", prompt=prompt)) == expected
+
+
+async def test_calls_of_handles_without_a_prefix_go_to_the_least_loaded_replica() -> None:
+    for size in range(1, 9):
+        assert await first_choice(handle_request("embed", ["text"] * size)) == NAMES[0]
+    assert await first_choice(handle_request("generate")) == NAMES[0]
+    assert await first_choice(handle_request("generate", 5)) == NAMES[0]
+
+
+async def test_a_stream_that_continues_elsewhere_counts_for_its_replica() -> None:
+    replica = Replica("b", ReplicaQueueLengthInfo(False, 9), ReplicaQueueLengthInfo(True, 3))
+    router: Any = RouterOf(replica)
+    request = HandleRequest(handle_request("generate", "Once"))
+    result = await router._send_elsewhere(request)
+    rejected, accepted = replica.answers
+    assert (result, rejected.is_cancelled, accepted.is_cancelled) == (accepted, True, False)
+    assert router._load(replica.replica_id) == pytest.approx(0.01)
+    assert router._replica_queue_len_cache.get(replica.replica_id) == 3
+
+
+async def test_a_stream_that_no_replica_accepts_in_time_is_cancelled_there() -> None:
+    replica = Replica("b", None)
+    router: Any = RouterOf(replica)
+    request = HandleRequest(handle_request("generate", "Once"))
+    with suppress(TimeoutError):
+        await asyncio.wait_for(router._send_elsewhere(request), 0.05)
+    assert replica.answers[0].is_cancelled

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedray.config import Dtype
-from workers.models.config_file import ConfigFile
-from workers.models.family import MAX_POSITIONS, model_dtype
+from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.family import MAX_POSITIONS, model_dtype
 
 _ARCHITECTURES = ("BartForConditionalGeneration", "BartModel")
 _MAX_SIZE = 2**20

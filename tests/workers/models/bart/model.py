@@ -133,7 +133,7 @@ class Bart(CompositeLayer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, vocab_size]` float32, the same on every rank."""
-        return self._head(hidden) + self._logits_bias.row
+        return self._head(hidden).whole() + self._logits_bias.row
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         words = self._words(token_ids)

@@ -1,0 +1,155 @@
+"""Milliseconds of the scheduler where much waits: many tenants, a long cached prompt, a long queue.
+
+    python bench/scheduler.py
+
+Ranks are not simulated: each plan gets its output at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.batch import StepOutput
+from pagedray.config import SchedulerConfig
+from pagedray.request import Request, SamplingParams
+
+BLOCK_SIZE = 16
+NUM_ROWS = 64
+NUM_PROMPT_TOKENS = 127_000
+NUM_WAITING = 100_000
+NUM_STEPS = 200
+
+
+class Steps:
+    """A scheduler, its requests and their steps."""
+
+    def __init__(self, *, num_blocks: int) -> None:
+        self.scheduler = Scheduler(
+            config=SchedulerConfig(
+                max_num_seqs=NUM_ROWS,
+                max_num_batched_tokens=8192,
+                max_queued_requests=10**6,
+                max_queued_tokens=10**9,
+            ),
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            num_cpu_blocks=0,
+            max_model_len=2 * NUM_PROMPT_TOKENS,
+            enable_prefix_cache=True,
+        )
+        self._numbers = itertools.count()
+
+    def add(self, prompt: tuple[int, ...], *, tenant: str = "", max_tokens: int = 1) -> None:
+        """Queue a request."""
+        number = next(self._numbers)
+        self.scheduler.add_request(
+            Request(
+                id=f"{number:032x}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+                seed=number,
+                tenant=tenant,
+            )
+        )
+
+    def run(self) -> None:
+        """Make a plan and apply its output."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        num_sampled = sum(sequence.is_sampled for sequence in plan.sequences)
+        self.scheduler.update(StepOutput(plan.step, [7] * num_sampled))
+        self.scheduler.acknowledge(plan.step)
+
+
+def main() -> int:
+    """Measure each case and print a table."""
+    parser = argparse.ArgumentParser(description="Time of the scheduler where much waits.")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| case | median ms |")
+    print("| --- | ---: |")
+    cases = [
+        *(
+            (f"64 starts and ends, {number} tenants", _tenant_times(number))
+            for number in (100, 1000, 10_000)
+        ),
+        ("a step while a cached prompt of 127 000 tokens waits", _waiting_times()),
+        ("stats with 100 000 waiting requests", _stats_times()),
+    ]
+    for case, times in cases:
+        median = statistics.median(times)
+        print(f"| {case} | {median * 1e3:.3f} |")
+        rows.append({"case": case, "median_ms": median * 1e3})
+    if options.output:
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _tenant_times(num_tenants: int) -> list[float]:
+    """Return the times of steps that start and end 64 requests of waiting tenants."""
+    steps = Steps(num_blocks=1024)
+    tenants = itertools.cycle([f"tenant {number}" for number in range(num_tenants)])
+    prompt = tuple(range(8))
+    for _ in range(2 * num_tenants):
+        steps.add(prompt, tenant=next(tenants))
+    times = []
+    for _ in range(NUM_STEPS // 4):
+        began_s = time.perf_counter()
+        steps.run()
+        times.append(time.perf_counter() - began_s)
+        assert steps.scheduler.num_running == 0
+        for _ in range(NUM_ROWS):
+            steps.add(prompt, tenant=next(tenants))
+    return times
+
+
+def _waiting_times() -> list[float]:
+    """Return the times of steps with one running request, and no room for the next one."""
+    num_blocks = NUM_PROMPT_TOKENS // BLOCK_SIZE
+    steps = Steps(num_blocks=num_blocks + 4)
+    prompt = tuple(range(NUM_PROMPT_TOKENS))
+    steps.add(prompt)
+    while steps.scheduler.num_open:
+        steps.run()
+    steps.add((1,) * 8 * BLOCK_SIZE, max_tokens=NUM_STEPS + 1)
+    steps.run()
+    steps.add(prompt)
+    times = []
+    for _ in range(NUM_STEPS):
+        began_s = time.perf_counter()
+        steps.run()
+        times.append(time.perf_counter() - began_s)
+        assert steps.scheduler.num_waiting == 1
+    return times
+
+
+def _stats_times() -> list[float]:
+    steps = Steps(num_blocks=1024)
+    for _ in range(NUM_WAITING):
+        steps.add((1, 2, 3))
+    times = []
+    for _ in range(NUM_STEPS):
+        began_s = time.perf_counter()
+        steps.scheduler.stats()
+        times.append(time.perf_counter() - began_s)
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""One running generation call: the engine's events become text and usage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.scheduling.event import TokenEvent
+from cluster.serving.text.stop_strings import StopStrings
+from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from pagedray.batch import TokenLogprobs
+from pagedray.errors import (
+    DeadlineError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    PagedRayError,
+)
+from pagedray.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from cluster.serving.calls.open_calls import OpenCall
+    from cluster.serving.continuation import Encoded
+    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.telemetry.call_watch import CallWatch
+    from cluster.serving.text.token_bytes import TokenBytes
+    from pagedray.request import Request
+
+__all__ = ["GenerationCall", "GenerationOutput", "Usage"]
+
+logger = logging.getLogger(__name__)
+
+
+# Made for every token; they hold no reference cycles, so the garbage collector need not track them.
+class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The tokens that a call has used so far."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a call's sequences gained since the last output, one entry for each that did."""
+
+    sequences: tuple[SequenceOutput, ...]
+    usage: Usage
+    is_last: bool
+
+
+class GenerationCall:
+    """One running call, which fails at its deadline."""
+
+    def __init__(
+        self,
+        given: GenerationInput,
+        requests: Sequence[Request],
+        *,
+        call: OpenCall,
+        watch: CallWatch,
+        client: EngineClient,
+        token_bytes: TokenBytes,
+        buffer: OutputBuffer,
+    ) -> None:
+        """Output that is not read is counted in `buffer`."""
+        self._call = call
+        self._watch = watch
+        self._deadline_s = requests[0].deadline_s
+        stops = StopStrings(requests[0].sampling.stop)
+        self._texts = {
+            (request.id, index): TextStream(
+                request,
+                index,
+                token_bytes,
+                stops=stops,
+                prompt_index=prompt_index,
+                skips_special_tokens=given.skips_special_tokens,
+                includes_stop=given.includes_stop,
+            )
+            for prompt_index, request in enumerate(requests)
+            for index in range(request.sampling.n)
+        }
+        self._num_unfinished = sum(len(request.open_indices) for request in requests)
+        self._started_ids: set[str] = set()
+        self._num_cached_tokens = 0
+        self._continuation = given.continuation
+        self._num_per_prompt = requests[0].sampling.n
+        self._unsent: list[tuple[int, tuple[int, ...], bool]] | None = None
+        self._is_last = False
+        self._has_failed = False
+        self.replayed = self._replay(requests) if given.is_continued else None
+        """What another replica generated, if this call continues; its client has received it."""
+        self._is_closed = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        # Last, so that nothing runs in the engine if anything above fails.
+        open_requests = [one for one in requests if one.open_indices]
+        self._stream = client.open_stream(open_requests, buffer=buffer)
+        watch.note_open(call.id)
+        self._start_timer()
+
+    @property
+    def id(self) -> str:
+        """The client's own id of the call, or the one that the server made."""
+        return self._call.id
+
+    async def outputs(self) -> AsyncGenerator[GenerationOutput]:
+        """Yield outputs until all sequences have ended. Raises EngineError or DeadlineError."""
+        try:
+            async for events in self._stream:
+                output = self._output(events)
+                yield output
+                if output.is_last:
+                    return
+            # Otherwise the client would take the response for a complete one.
+            raise EngineError("The engine ended the request before it was finished.")
+        except PagedRayError as error:
+            self._has_failed = isinstance(error, EngineError)
+            self._watch.note_end(error)
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # A cancellation that the client did not request would leave the client without an end.
+            logger.error("Call %s failed.", self.id, exc_info=error)
+            failure = InternalError()
+            self._watch.note_end(failure)
+            raise failure from error
+
+    def follow_progress(self) -> Callable[[], Encoded]:
+        """Return a function for what outputs add to a call that may continue elsewhere.
+
+        It returns what was added since it was last called.
+        """
+        self._unsent = []
+        return self._take_progress
+
+    def _take_progress(self) -> Encoded:
+        unsent, self._unsent = self._unsent, []
+        assert unsent is not None
+        # The fields of a Progress.
+        return (
+            len(self._texts),
+            tuple(unsent),
+            self._num_cached_tokens,
+            self._is_last,
+            self._has_failed,
+        )
+
+    def abort(self) -> None:
+        """End every sequence; the outputs end with the tokens generated so far."""
+        self._stream.abort()
+
+    def fail(self, error: PagedRayError) -> None:
+        """End the outputs with `error`."""
+        self._stream.close()
+        self._stream.fail(error)
+
+    @property
+    def tenant(self) -> str:
+        """The name of the tenant that made the call."""
+        return self._call.tenant.name
+
+    def close(self, outcome: str | PagedRayError = "cancelled") -> None:
+        """Abort unfinished sequences and free the call's id; idempotent.
+
+        `outcome` is reported if the call has not ended by itself.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop_timer()
+        self._call.close()
+        self._stream.close()
+        self._watch.note_end(outcome)
+
+    def _output(self, events: list[TokenEvent]) -> GenerationOutput:
+        sequences: list[SequenceOutput] = []
+        num_tokens = 0
+        for key, group in _by_sequence(events).items():
+            if key[0] not in self._started_ids:
+                self._started_ids.add(key[0])
+                self._num_cached_tokens += group[0].num_cached_tokens
+            text = self._texts[key]
+            if not text.is_finished:
+                sequence = text.add_events(group)
+                if sequence.finish_reason is not None:
+                    self._finish(key, sequence)
+                num_tokens += len(sequence.token_ids)
+                sequences.append(sequence)
+        if self._unsent is not None:
+            self._unsent += map(self._progress_of, sequences)
+        self._call.num_generated_tokens += num_tokens
+        self._watch.add_tokens(
+            num_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            started_s=events[0].started_s,
+        )
+        is_last = self._is_last = self._num_unfinished == 0
+        if is_last:
+            # A client that reads the last output may reuse the id immediately.
+            self._stop_timer()
+            self._call.release()
+            last = sequences[-1]
+            self._watch.note_end(last.failure or last.finish_reason or "stop")
+        return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
+
+    def _finish(self, key: tuple[str, int], output: SequenceOutput) -> None:
+        """Note the last output of a sequence. Raises DeadlineError if the deadline ended it."""
+        self._num_unfinished -= 1
+        # Without effect if the engine ended the sequence.
+        self._stream.finish_sequence(*key)
+        if output.finish_reason is FinishReason.ABORT and self._is_late():
+            raise _deadline_error()
+
+    def _progress_of(self, output: SequenceOutput) -> tuple[int, tuple[int, ...], bool]:
+        number = output.prompt_index * self._num_per_prompt + output.index
+        return number, output.token_ids, output.finish_reason is not None
+
+    def _replay(self, requests: Sequence[Request]) -> GenerationOutput:
+        """Bring the texts to where the call was cut, and return what was generated before."""
+        continuation = self._continuation
+        assert continuation is not None
+        self._num_cached_tokens = continuation.num_cached_tokens
+        self._call.num_generated_tokens = sum(len(one.token_ids) for one in continuation.sequences)
+        outputs: list[SequenceOutput] = []
+        for request in requests:
+            if any(token_ids != () for token_ids in request.generated_token_ids):
+                self._started_ids.add(request.id)
+            for index, token_ids in enumerate(request.generated_token_ids):
+                if token_ids:
+                    event = _event_of(request, index, token_ids)
+                    outputs.append(self._texts[request.id, index].add_events([event]))
+        if any(one.finish_reason is not None for one in outputs):
+            raise InvalidRequestError("A sequence cannot continue after its stop string.")
+        return GenerationOutput(sequences=tuple(outputs), usage=self._usage(), is_last=False)
+
+    def _usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self._call.num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._call.num_generated_tokens,
+        )
+
+    def _is_late(self) -> bool:
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+
+    def _start_timer(self) -> None:
+        # The engine ends late requests too, but only between steps and while it has ranks.
+        if self._deadline_s is not None:
+            delay_s = self._deadline_s - time.monotonic()
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(delay_s, lambda: self.fail(_deadline_error()))
+
+    def _stop_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+
+
+def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> TokenEvent:
+    """Return an event with tokens that were sent before, log-probabilities included."""
+    has_logprobs = request.sampling.logprobs is not None
+    logprobs = (TokenLogprobs(0.0, [], []),) * len(token_ids) if has_logprobs else ()
+    return TokenEvent(request.id, index, token_ids, logprobs)
+
+
+def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
+    first = events[0]
+    if len(events) == 1:
+        # The common case.
+        return {(first.request_id, first.index): events}
+    grouped: dict[tuple[str, int], list[TokenEvent]] = {}
+    for event in events:
+        grouped.setdefault((event.request_id, event.index), []).append(event)
+    return grouped
+
+
+def _deadline_error() -> DeadlineError:
+    return DeadlineError("The deadline passed before the request was finished.")

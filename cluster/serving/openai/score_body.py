@@ -1,0 +1,130 @@
+"""The bodies of POST /rerank, in the format of Jina and Cohere, and of POST /score, in vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import Body, Defaults
+from cluster.serving.inputs import ScoreInput
+from cluster.serving.openai.generation_body import bounds
+from cluster.serving.score_validator import MAX_PAIRS
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+
+__all__ = ["RerankBody", "ScoreBody"]
+
+_TEXT: dict[str, JsonValue] = {"type": "string", "minLength": 1}
+_TEXTS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": _TEXT,
+    "minItems": 1,
+    "maxItems": MAX_PAIRS,
+}
+_DOCUMENT: dict[str, JsonValue] = {
+    "type": "object",
+    "properties": {"text": _TEXT},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+_DEFAULTS: Defaults = {"priority": (0,), "truncate_prompt_tokens": ()}
+
+
+class RerankBody(Body):
+    """Documents to sort by their relevance to a query."""
+
+    defaults: ClassVar[Defaults] = {**_DEFAULTS, "max_tokens_per_doc": ()}
+    max_entries: ClassVar[Mapping[str, int]] = {"documents": MAX_PAIRS}
+
+    model: str
+    query: str = Field(json_schema_extra={"minLength": 1})
+    documents: list[Any] = Field(  # Any: checked below, as a list may be long
+        description="Strings, or objects with `text`.",
+        json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}},
+    )
+    top_n: int | None = bounds(1)
+    return_documents: bool = Field(True, description="Whether results hold the documents.")
+    user: str | None = Field(
+        None, description="An identifier of the end user; accepted and ignored."
+    )
+
+    def check_fields(self) -> None:
+        if self.top_n is not None and self.top_n < 1:
+            raise InvalidRequestError(f"top_n must be at least 1, not {self.top_n}.", param="top_n")
+
+    def to_input(self) -> Steps[ScoreInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        texts: list[str] = []
+        for index, given in enumerate(self.documents):
+            is_object = isinstance(given, dict) and set(given) == {"text"}
+            texts.append(_checked(given["text"] if is_object else given, f"documents.{index}"))
+            if not index % _ENTRIES_AT_ONCE:
+                yield
+        query = _checked(self.query, "query")
+        return ScoreInput(
+            pairs=tuple((query, text) for text in texts),
+            params=("query", "documents"),
+            model=self.model,
+        )
+
+
+class ScoreBody(Body):
+    """Texts to compare: one with each of the others, or two lists pair by pair."""
+
+    defaults: ClassVar[Defaults] = _DEFAULTS
+
+    model: str
+    text_1: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: a string or a list
+    text_2: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: likewise
+    user: str | None = Field(
+        None, description="An identifier of the end user; accepted and ignored."
+    )
+
+    def to_input(self) -> Steps[ScoreInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        first = yield from _texts_of(self.text_1, "text_1")
+        second = yield from _texts_of(self.text_2, "text_2")
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            raise InvalidRequestError(
+                f"text_1 must be one text, or as many as text_2 has, {len(second)}, "
+                f"not {len(first)}.",
+                param="text_1",
+            )
+        return ScoreInput(
+            pairs=tuple(zip(first, second, strict=True)),
+            params=("text_1", "text_2"),
+            model=self.model,
+        )
+
+
+_ENTRIES_AT_ONCE = 256
+"""Entries checked between two turns of the event loop."""
+
+
+def _texts_of(given: object, name: str) -> Steps[list[str]]:
+    if isinstance(given, str):
+        return [_checked(given, name)]
+    if not isinstance(given, list):
+        raise InvalidRequestError(f"{name} must be a string or a list of strings.", param=name)
+    if not 1 <= len(given) <= MAX_PAIRS:
+        raise InvalidRequestError(
+            f"{name} must have 1 to {MAX_PAIRS} entries, not {len(given)}.", param=name
+        )
+    texts: list[str] = []
+    for index, text in enumerate(given):
+        texts.append(_checked(text, f"{name}.{index}"))
+        if not index % _ENTRIES_AT_ONCE:
+            yield
+    return texts
+
+
+def _checked(given: object, name: str) -> str:
+    if isinstance(given, str) and given:
+        return given
+    raise InvalidRequestError(f"{name} must be a string that is not empty.", param=name)

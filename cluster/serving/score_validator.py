@@ -1,0 +1,68 @@
+"""The validator of scoring calls: it turns a client's input into a request or rejects it."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from cluster.engine.embedding_job import EmbeddingRequest
+from cluster.serving.model_name import check_model_name
+from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.inputs import ScoreInput
+    from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.config import EngineConfig
+
+__all__ = ["MAX_PAIRS", "ScoreValidator"]
+
+MAX_PAIRS = 2048
+"""Pairs of one call."""
+
+
+class ScoreValidator:
+    """Checks pairs of texts against the limits of one cross-encoder and tokenizes them."""
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
+    ) -> None:
+        if config.model.task == "score":
+            warn_of_unknown_tokens(config, tokenizer)
+        self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
+        self._model_name = config.model.name
+        self._context = config.max_model_len
+
+    async def validate(self, given: ScoreInput) -> EmbeddingRequest:
+        """Return the request, whose vectors are the scores. Raises RequestError."""
+        check_model_name(given.model, self._model_name)
+        _, name = given.params
+        if not 1 <= len(given.pairs) <= MAX_PAIRS:
+            raise InvalidRequestError(
+                f"{name} must have 1 to {MAX_PAIRS} texts, not {len(given.pairs)}.", param=name
+            )
+        is_long = are_long(chain.from_iterable(given.pairs))
+        texts: list[tuple[int, ...]] = []
+        for pair in given.pairs:
+            token_ids = await self._reader.read_pair(
+                pair, is_long=is_long, tenant=given.tenant, params=given.params
+            )
+            if len(token_ids) > self._context:
+                raise InvalidRequestError(
+                    f"{given.params[0]} and an entry of {name} may have at most {self._context} "
+                    f"tokens together, not {len(token_ids)}.",
+                    param=name,
+                )
+            texts.append(token_ids)
+            # Let other calls run between the texts of a long list.
+            await asyncio.sleep(0)
+        return EmbeddingRequest(
+            texts=tuple(texts),
+            pooling="cls",
+            is_normalized=False,
+            size=1,
+            tenant=given.tenant,
+            deadline_s=given.deadline_s,
+        )

@@ -1,0 +1,42 @@
+"""The modules of a sentence-transformers checkpoint: which run here, and what they allow.
+
+Its `modules.json` lists what a text passes after the tokenizer, and `sentence_bert_config.json`
+says what happens before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.models.config_json.config_file import ConfigFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["check_modules", "longest_text"]
+
+_SUPPORTED = ("Transformer", "Pooling", "Normalize")
+_MAX_TOKENS = 2**26
+
+
+def check_modules(folder: Path) -> None:
+    """Raise CheckpointError for a module that would change vectors and is not supported."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return
+    for module in ConfigFile.read_list(path):
+        kind = module.word("type").rpartition(".")[2]
+        if kind not in _SUPPORTED:
+            raise module.refusal(
+                "type", f"names the module {kind[:40]!r}; supported are {', '.join(_SUPPORTED)}"
+            )
+
+
+def longest_text(folder: Path, context: int) -> int:
+    """Return the most tokens of a text. Raises CheckpointError."""
+    path = folder / "sentence_bert_config.json"
+    if not path.is_file():
+        return context
+    file = ConfigFile.read(path)
+    file.refuse_unless("do_lower_case", False)
+    return min(context, file.integer("max_seq_length", context, most=_MAX_TOKENS))

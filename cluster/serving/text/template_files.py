@@ -1,0 +1,102 @@
+"""The chat templates of a checkpoint: one, or one of several names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cluster.serving.text.chat_template import ChatTemplate
+from pagedray.errors import CheckpointError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["ChatTemplates"]
+
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
+_FILE = "chat_template.jinja"
+_FOLDER = "additional_chat_templates"
+
+
+class ChatTemplates:
+    """A checkpoint's templates for conversations without tools, and with them."""
+
+    def __init__(self, *, default: ChatTemplate | None, tool_use: ChatTemplate | None) -> None:
+        """Without one for tools, the default one serves both."""
+        self._default = default
+        self._tool_use = tool_use or default
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, settings: Mapping[str, object], special_tokens: Mapping[str, str]
+    ) -> ChatTemplates | None:
+        """Return the templates of a folder, or None; settings are those of the tokenizer.
+
+        Files win over the settings, as in transformers. Raises CheckpointError.
+        """
+        sources = _files(folder) or _configured(settings, folder / "tokenizer_config.json")
+        default, tool_use = (
+            ChatTemplate(sources[name][1], special_tokens, origin=str(sources[name][0]))
+            if name in sources
+            else None
+            for name in (_DEFAULT, _TOOL_USE)
+        )
+        if default is None and tool_use is None:
+            return None
+        return cls(default=default, tool_use=tool_use)
+
+    def template_for(self, tools: Sequence[Mapping[str, object]]) -> ChatTemplate:
+        """Return the template of a conversation with these tools. Raises InvalidRequestError."""
+        template = self._tool_use if tools else self._default
+        if template is None:
+            raise InvalidRequestError(
+                "The model has no chat template for conversations without tools.",
+                param="messages",
+            )
+        return template
+
+    @property
+    def tool_source(self) -> str:
+        """The source of the template for conversations with tools."""
+        assert self._tool_use is not None
+        return self._tool_use.source
+
+
+def _files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Return the path and source of each template that is a file of its own."""
+    paths = {path.stem: path for path in sorted((folder / _FOLDER).glob("*.jinja"))}
+    if (folder / _FILE).is_file():
+        paths[_DEFAULT] = folder / _FILE
+    return {name: (path, _text(path)) for name, path in paths.items()}
+
+
+def _configured(settings: Mapping[str, object], path: Path) -> dict[str, tuple[Path, str]]:
+    """Return the path and source of each template in the settings."""
+    given = settings.get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {_DEFAULT: (path, given)}
+    if isinstance(given, list):
+        entries = [entry if isinstance(entry, Mapping) else {} for entry in given]
+        pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+    else:
+        pairs = list(given.items()) if isinstance(given, Mapping) else [(None, None)]
+    sources: dict[str, tuple[Path, str]] = {}
+    for name, source in pairs:
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise CheckpointError(
+                f"{path}: chat_template must be a string, or a list of objects with the strings "
+                "name and template."
+            )
+        sources[name] = (path, source)
+    return sources
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not valid UTF-8.") from error

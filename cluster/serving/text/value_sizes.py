@@ -1,0 +1,72 @@
+"""Sizes of a template's values, which are limited before an operation copies or writes them."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
+from typing import Any
+
+from jinja2.utils import Namespace
+
+from cluster.serving.text.rendering_budget import MAX_TOTAL, TemplateLimitError
+
+__all__ = ["MAX_ELEMENTS", "check_text", "num_characters", "num_elements"]
+
+MAX_ELEMENTS = 2**18
+"""Elements of a list or mapping, those of its elements included."""
+_VIEWS = (KeysView, ValuesView, ItemsView)
+
+
+# Any: values of templates, here and below.
+def num_elements(value: Any) -> int:
+    """Return the number of elements of a list or mapping, with those of its elements.
+
+    Raises TemplateLimitError if it, or its text, is too large.
+    """
+    return _size_of(value)[0]
+
+
+def num_characters(value: Any) -> int:
+    """Return the number of characters of a text, or of all texts in a list or mapping.
+
+    Raises TemplateLimitError if there are too many.
+    """
+    return _size_of(value)[1]
+
+
+def check_text(value: Any) -> None:
+    """Raise TemplateLimitError if the text of a value is too large."""
+    if not isinstance(value, str):
+        _size_of(value)
+
+
+def _size_of(value: Any) -> tuple[int, int]:
+    """Return the elements and the characters of a value, with those of its elements.
+
+    Raises TemplateLimitError if there are too many.
+    """
+    num_found = num_characters = 0
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            num_characters += len(one)
+            continue
+        if isinstance(one, int):
+            # A decimal digit is more than three bits.
+            num_characters += one.bit_length() // 3
+            continue
+        if isinstance(one, Namespace):
+            # Its text consists of these.
+            one = one._Namespace__attrs
+        if isinstance(one, Mapping):
+            one = (*one.keys(), *one.values())
+        elif isinstance(one, _VIEWS):
+            one = tuple(one)
+        if isinstance(one, list | tuple):
+            num_found += len(one)
+            if num_found > MAX_ELEMENTS or num_characters > MAX_TOTAL:
+                raise TemplateLimitError("the template makes a list that is too large")
+            waiting += one
+    if num_characters > MAX_TOTAL:
+        raise TemplateLimitError("the template makes a list of too much text")
+    return num_found, num_characters

@@ -1,0 +1,21 @@
+"""How far a rank is with its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LoadProgress"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """What a rank does before it runs, and how much of it is done."""
+
+    what: str = "Loading weights"
+    done: int = 0
+    total: int = 0
+    is_download: bool = False
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total if self.total else 0.0

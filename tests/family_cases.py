@@ -1,0 +1,144 @@
+"""A configuration of each family beyond those of `tests.checkpoints`, for whole engines."""
+
+from __future__ import annotations
+
+import random
+
+from tests.checkpoints import Case
+
+__all__ = ["FAMILY_CASES", "SAMPLED_CASES"]
+
+FAMILY_CASES = (
+    Case(
+        name="granite-multipliers",
+        family="Granite",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    Case(
+        name="olmo2-whole-norms",
+        family="Olmo2",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+    ),
+    Case(
+        name="smollm3-windows",
+        family="SmolLM3",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9},
+    ),
+    Case(
+        name="ministral-two-kinds",
+        family="Ministral",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            # Transformers has no default.
+            "head_dim": 8,
+            "sliding_window": 11,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    Case(
+        name="cohere2-parallel",
+        family="Cohere2",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            "sliding_window": 10,
+            "logit_scale": 0.5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    Case(
+        name="glm-half-heads",
+        family="Glm",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={"head_dim": 8},
+    ),
+    Case(
+        name="glm4-four-norms",
+        family="Glm4",
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=16,
+        hidden_size=48,
+        more={"head_dim": 16},
+    ),
+    Case(
+        name="starcoder2-window",
+        family="Starcoder2",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={"sliding_window": 12},
+    ),
+    Case(
+        name="seed-oss",
+        family="SeedOss",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        hidden_size=48,
+        more={"head_dim": 16},
+    ),
+    Case(
+        name="ernie-neighbours",
+        family="Ernie4_5",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        hidden_size=48,
+        more={"head_dim": 16},
+    ),
+    Case(
+        name="gemma-one-kv-head",
+        family="Gemma",
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=16,
+        hidden_size=48,
+        has_tied_embeddings=True,
+        embedding_scale=0.1,
+        more={"head_dim": 16},
+    ),
+    Case(
+        name="llama-yarn",
+        family="Llama",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+)
+SAMPLED_CASES = (random.Random(14).choice(FAMILY_CASES),)
+"""Those that run each time; the others are slow tests."""

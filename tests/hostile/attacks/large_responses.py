@@ -1,0 +1,37 @@
+"""Complete responses with the log-probabilities of many tokens."""
+
+from __future__ import annotations
+
+import json
+
+from tests.hostile.http_flood import HttpFlood
+
+__all__ = ["LargeResponses"]
+
+_BODY = {
+    "model": "tiny-llama",
+    "messages": [{"role": "user", "content": "x"}],
+    "n": 128,
+    "max_tokens": 100,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+class LargeResponses(HttpFlood):
+    """200 bytes of request for 20 MB of JSON."""
+
+    name = "128 choices with log-probabilities"
+    num_connections = 2
+    allowed = frozenset(("200", "400", "429"))
+    full_s = 15.0
+
+    def request(self, key: str | None) -> bytes:
+        """Return a chat request."""
+        body = json.dumps(_BODY).encode()
+        return (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+            % ((key or "").encode(), len(body), body)
+        )

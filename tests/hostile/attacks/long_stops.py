@@ -1,0 +1,30 @@
+"""Requests for many sequences, each with the longest stop strings."""
+
+from __future__ import annotations
+
+import json
+
+from tests.hostile.post_flood import PostFlood
+
+__all__ = ["LongStops"]
+
+_STOPS = ["a" * 495 + last for last in "bcdefghijklmnopq"]
+_NUM_SEQUENCES = 128
+
+
+class LongStops(PostFlood):
+    """8 KiB that would become 400 MiB if each sequence had tables of its own."""
+
+    name = "16 long stop strings, 128 times"
+    allowed = frozenset(("200", "429"))
+
+    def body(self) -> bytes:
+        """Return a completion request."""
+        body = {
+            "model": "tiny-llama",
+            "prompt": "x",
+            "n": _NUM_SEQUENCES,
+            "max_tokens": 1,
+            "stop": _STOPS,
+        }
+        return json.dumps(body).encode()

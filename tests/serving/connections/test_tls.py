@@ -1,0 +1,208 @@
+"""The certificates of the frontends, and their reload."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from cluster.serving.connections.tls import CertificateStore, TlsFiles, certificate_store
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.frontends import Frontends
+from pagedray.errors import StartupError
+from tests.serving.certificates import Authority
+from tests.serving.conftest import engine_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+AUTHORITY = Authority()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TlsFiles:
+    AUTHORITY.issue().write(tmp_path)
+    return TlsFiles(certificate=tmp_path / "tls.crt", key=tmp_path / "tls.key")
+
+
+def test_expiry_is_the_certificates(files: TlsFiles) -> None:
+    store = CertificateStore(files)
+    assert store.current().certificate == files.certificate.read_bytes()
+    assert store.current().expires.endswith("GMT")
+    assert not store.needs_client_certificate
+
+
+def test_missing_file_is_named(files: TlsFiles) -> None:
+    files.key.unlink()
+    with pytest.raises(StartupError, match=f"The TLS key {files.key} cannot be read: No such file"):
+        CertificateStore(files)
+
+
+def test_key_of_another_certificate_is_refused(files: TlsFiles) -> None:
+    files.key.write_bytes(AUTHORITY.issue().key)
+    with pytest.raises(StartupError, match="cannot be used: key values mismatch"):
+        CertificateStore(files)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\x00" * 100])
+def test_file_that_is_not_pem_is_rejected(files: TlsFiles, content: bytes) -> None:
+    files.certificate.write_bytes(content)
+    with pytest.raises(StartupError, match=f"The TLS certificate {files.certificate}"):
+        CertificateStore(files)
+
+
+def test_expired_certificate_is_rejected(files: TlsFiles) -> None:
+    AUTHORITY.issue(num_days=-1).write(files.certificate.parent)
+    with pytest.raises(StartupError, match="certificate has expired"):
+        CertificateStore(files)
+
+
+def test_client_ca_must_be_an_authority(files: TlsFiles, tmp_path: Path) -> None:
+    ca = tmp_path / "ca.crt"
+    with_ca = TlsFiles(certificate=files.certificate, key=files.key, client_ca=ca)
+    for content in (b"", b"nonsense"):
+        ca.write_bytes(content)
+        with pytest.raises(StartupError, match=f"The TLS client CA {ca} cannot be used"):
+            CertificateStore(with_ca)
+    ca.write_bytes(AUTHORITY.certificate)
+    assert CertificateStore(with_ca).needs_client_certificate
+
+
+def test_renewed_files_are_loaded(files: TlsFiles, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store = CertificateStore(files)
+    before = store.current()
+    assert store.current() is before
+    renewed = AUTHORITY.issue()
+    renewed.write(files.certificate.parent)
+    assert store.current().certificate == renewed.certificate
+    assert "Reloaded the TLS certificate, which expires" in caplog.text
+
+
+def test_broken_renewal_keeps_the_certificate_and_is_logged_once(
+    files: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CertificateStore(files)
+    before = store.current()
+    renewed = AUTHORITY.issue()
+    files.certificate.write_bytes(renewed.certificate)
+    for _ in range(3):
+        assert store.current() is before
+    assert caplog.text.count("Keeping the TLS certificate in use") == 1
+    files.certificate.unlink()
+    assert store.current() is before
+    renewed.write(files.certificate.parent)
+    assert store.current().key == renewed.key
+
+
+async def _subject(port: int, context: ssl.SSLContext) -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    try:
+        # The server speaks first, so that the client sees its certificate rejected.
+        if await reader.read(2) != b"ok":
+            raise ConnectionError("The server hung up.")
+        shown = writer.get_extra_info("peercert")
+    finally:
+        writer.transport.abort()
+    return str(dict(part[0] for part in shown["subject"])["commonName"])
+
+
+async def _listen(store: CertificateStore) -> asyncio.Server:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"ok")
+        await reader.read()
+        writer.close()
+
+    return await asyncio.start_server(greet, "127.0.0.1", 0, ssl=store.server_context)
+
+
+async def test_open_context_presents_the_current_certificate(files: TlsFiles) -> None:
+    trusting = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
+    async with await _listen(CertificateStore(files)) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await _subject(port, trusting) == "server"
+        AUTHORITY.issue("renewed").write(files.certificate.parent)
+        assert await _subject(port, trusting) == "renewed"
+        files.key.write_bytes(b"broken")
+        assert await _subject(port, trusting) == "renewed"
+
+
+async def test_client_of_another_authority_is_rejected(files: TlsFiles, tmp_path: Path) -> None:
+    ca = tmp_path / "ca.crt"
+    ca.write_bytes(AUTHORITY.certificate)
+    store = CertificateStore(TlsFiles(certificate=files.certificate, key=files.key, client_ca=ca))
+    other = Authority("another authority")
+    async with await _listen(store) as server:
+        port = server.sockets[0].getsockname()[1]
+        good = _client(AUTHORITY, tmp_path / "good")
+        assert await _subject(port, good) == "server"
+        for bad in (_client(other, tmp_path / "bad"), _client(None, tmp_path / "none")):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await _subject(port, bad)
+        # The authority is replaced: clients of the old one are rejected.
+        ca.write_bytes(other.certificate)
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await _subject(port, good)
+        assert await _subject(port, _client(other, tmp_path / "now good")) == "server"
+
+
+def _client(authority: Authority | None, folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
+    if authority is not None:
+        folder.mkdir()
+        authority.issue("client").write(folder)
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    return context
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [(("tls.crt", None, None), "--tls-key"), ((None, "tls.key", None), "--tls-cert"),
+     ((None, None, "ca.crt"), "--tls-cert")],
+)  # fmt: skip
+def test_incomplete_set_of_files_is_rejected(
+    tmp_path: Path, names: tuple[str | None, ...], missing: str
+) -> None:
+    certificate, key, ca = (None if name is None else tmp_path / name for name in names)
+    with pytest.raises(StartupError, match=f"TLS requires {missing} as well."):
+        certificate_store(certificate, key, ca)
+
+
+def test_without_files_tls_is_disabled() -> None:
+    assert certificate_store(None, None, None) is None
+
+
+async def test_http_frontend_speaks_tls(files: TlsFiles, tokenizer: Tokenizer) -> None:
+    client = EngineClient(asyncio.get_running_loop())
+    certificates = certificate_store(files.certificate, files.key, None)
+    frontends = Frontends(
+        client,
+        tokenizer,
+        engine_config(),
+        host="127.0.0.1",
+        grpc_port=None,
+        http_port=0,
+        certificates=certificates,
+    )
+    await frontends.start_servers()
+    try:
+        trusting = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
+        for name in ("server", "renewed"):
+            AUTHORITY.issue(name).write(files.certificate.parent)
+            async with httpx.AsyncClient(verify=trusting) as http:
+                answer = await http.get(f"https://127.0.0.1:{frontends.http_port}/health")
+            stream = answer.extensions["network_stream"]
+            assert answer.status_code == 200
+            shown = stream.get_extra_info("ssl_object").getpeercert()
+            assert dict(part[0] for part in shown["subject"])["commonName"] == name
+        async with httpx.AsyncClient() as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"http://127.0.0.1:{frontends.http_port}/health")
+    finally:
+        await frontends.stop_servers(0)

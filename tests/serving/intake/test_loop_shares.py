@@ -1,0 +1,257 @@
+"""Turns of clients whose requests the engine's queue does not limit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.serving.intake.loop_shares import LoopShares, TimedWork
+from pagedray.errors import OverloadedError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.fakes import wait_for
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def shares(clock: Clock) -> LoopShares:
+    return LoopShares(has_streams=lambda: True, clock=clock)
+
+
+def test_client_waits_until_it_has_had_no_more_than_its_share(
+    shares: LoopShares, clock: Clock
+) -> None:
+    shares.charge("a", 0.12)
+    assert shares.wait_s("a") == pytest.approx(0.4)
+    clock.now_s += 0.3
+    assert shares.wait_s("a") == pytest.approx(0.1)
+    clock.now_s += 0.2
+    assert shares.wait_s("a") == 0.0
+
+
+def test_clients_do_not_wait_for_one_another(shares: LoopShares) -> None:
+    shares.charge("a", 10.0)
+    assert shares.wait_s("b") == 0.0
+
+
+def test_some_requests_at_once_need_not_wait(shares: LoopShares) -> None:
+    for _ in range(50):
+        shares.charge("a", 0.0003)
+    assert shares.wait_s("a") == 0.0
+
+
+def test_a_pause_gives_no_credit(shares: LoopShares, clock: Clock) -> None:
+    shares.charge("a", 0.001)
+    clock.now_s += 3600.0
+    shares.charge("a", 0.12)
+    assert shares.wait_s("a") == pytest.approx(0.4)
+
+
+def test_debts_are_bounded(shares: LoopShares, clock: Clock) -> None:
+    shares.charge("a", 1000.0)
+    assert shares.wait_s("a") == pytest.approx(10.0)
+    clock.now_s += 10.0
+    assert shares.wait_s("a") == 0.0
+
+
+def test_nobody_waits_if_nobody_waits_for_tokens(clock: Clock) -> None:
+    shares = LoopShares(has_streams=lambda: False, clock=clock)
+    shares.charge("a", 10.0)
+    assert shares.wait_s("a") == 0.0
+
+
+def test_accounts_of_clients_that_went_away_are_dropped(shares: LoopShares, clock: Clock) -> None:
+    for number in range(3000):
+        shares.charge(f"host {number}", 0.0003)
+        clock.now_s += 1.0
+    assert len(shares._accounts) <= 1024
+
+
+async def test_waiting_requests_come_one_after_another() -> None:
+    shares = LoopShares(has_streams=lambda: True)
+    shares.charge("a", 0.02 + 0.0025)
+    first = asyncio.create_task(shares.wait_turn("a"))
+    await asyncio.sleep(0)
+    assert shares.num_waiting("a") == 1
+    # The second one waits for what the first is expected to take, too.
+    assert shares.wait_s("a") > 2 * 0.0025 / 0.25
+    await first
+    assert shares.num_waiting("a") == 0
+
+
+async def test_request_waits_for_the_debts_of_those_before_it() -> None:
+    shares = LoopShares(has_streams=lambda: True)
+    shares.charge("a", 0.02 + 0.0025)
+    waiting = asyncio.create_task(shares.wait_turn("a"))
+    await asyncio.sleep(0)
+    shares.charge("a", 0.1)
+    started_s = time.monotonic()
+    await waiting
+    assert time.monotonic() - started_s > 0.3
+
+
+async def test_nobody_waits_while_the_server_stops() -> None:
+    shares = LoopShares(has_streams=lambda: True)
+    shares.charge("a", 10.0)
+    waiting = asyncio.create_task(shares.wait_turn("a"))
+    await asyncio.sleep(0)
+    assert shares.num_waiting("a") == 1
+    shares.end_waits()
+    async with asyncio.timeout(5.0):
+        await waiting
+    assert shares.wait_s("a") == 0.0
+
+
+async def test_only_the_time_on_the_event_loop_is_measured() -> None:
+    async def work() -> str:
+        time.sleep(0.01)
+        await asyncio.sleep(0.5)
+        return "done"
+
+    timed = TimedWork(work().__await__())
+    assert await timed == "done"
+    assert 0.01 <= timed.used_s < 0.5
+
+
+async def test_measured_work_can_be_cancelled_and_may_catch_errors() -> None:
+    caught: list[BaseException] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError as error:
+            caught.append(error)
+            raise
+
+    async def timed() -> None:
+        await TimedWork(work().__await__())
+
+    task = asyncio.create_task(timed())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(caught) == 1
+
+
+def ask(connection: socket.socket, path: bytes, *, timeout_s: float) -> bytes | None:
+    """Return the answer to a request; None if there is none in time."""
+    connection.settimeout(timeout_s)
+    connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+    received = b""
+    try:
+        # All answers are JSON objects.
+        while not received.endswith(b"}"):
+            received += connection.recv(2**16)
+    except TimeoutError:
+        return None
+    return received
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.frontends.http_port), 5)
+
+
+@contextmanager
+def open_stream(server: Server) -> Iterator[None]:
+    """Have someone wait for tokens."""
+    server.engine.step_s = 0.01
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20):
+        wait_for(lambda: server.engine.num_sequences)
+        yield
+
+
+def test_client_that_took_more_waits_but_not_for_its_health_checks(tokenizer: Tokenizer) -> None:
+    with Server(tokenizer) as server, connect(server) as one, connect(server) as other:
+        shares = server.frontends.servicer.intake.loop_shares
+        with open_stream(server):
+            server.loop.call_soon_threadsafe(shares.charge, "127.0.0.1", 10.0)
+            assert (ask(one, b"/health", timeout_s=5.0) or b"").startswith(b"HTTP/1.1 200 ")
+            assert ask(one, b"/health", timeout_s=0.2) is None
+            assert ask(other, b"/unknown", timeout_s=0.2) is None
+            assert shares.num_waiting("127.0.0.1") == 2
+
+
+def test_calls_over_grpc_wait_too(tokenizer: Tokenizer) -> None:
+    with Server(tokenizer) as server, grpc.insecure_channel(server.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        shares = server.frontends.servicer.intake.loop_shares
+        with open_stream(server):
+            stub.Tokenize(pb.TokenizeRequest(text="x"), timeout=5.0)
+            wait_for(lambda: "127.0.0.1" in shares._accounts)
+            server.loop.call_soon_threadsafe(shares.charge, "127.0.0.1", 10.0)
+            check = health_pb2.HealthCheckRequest()
+            assert health_pb2_grpc.HealthStub(channel).Check(check, timeout=5.0).status == 1
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Tokenize(pb.TokenizeRequest(text="x"), timeout=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_rejected_requests_are_charged(tokenizer: Tokenizer) -> None:
+    with Server(tokenizer) as server, connect(server) as connection:
+        shares = server.frontends.servicer.intake.loop_shares
+        assert (ask(connection, b"/unknown", timeout_s=5.0) or b"").startswith(b"HTTP/1.1 404 ")
+        wait_for(lambda: "127.0.0.1" in shares._accounts)
+
+
+def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer) -> None:
+    body = {"model": "tiny", "prompt": "x"}
+    with Server(tokenizer) as server, grpc.insecure_channel(server.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        server.engine.refusal = OverloadedError("The queue is full.")
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 429
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest(text="x"), timeout=20))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        shares = server.frontends.servicer.intake.loop_shares
+        # A call is charged after its client has the status.
+        time.sleep(0.1)
+        assert not shares._accounts
+        server.engine.refusal = None
+        with pytest.raises(grpc.RpcError):
+            list(stub.Generate(pb.GenerateRequest(text=""), timeout=20))
+        wait_for(lambda: "127.0.0.1" in shares._accounts)
+
+
+def test_bodies_of_requests_that_wait_are_bounded(tokenizer: Tokenizer) -> None:
+    head = b"POST /unknown HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    with Server(tokenizer) as server, ExitStack() as stack:
+        shares = server.frontends.servicer.intake.loop_shares
+        stack.enter_context(open_stream(server))
+        server.loop.call_soon_threadsafe(shares.charge, "127.0.0.1", 10.0)
+        for _ in range(256):
+            stack.enter_context(connect(server)).sendall(head)
+        wait_for(lambda: shares.num_waiting("127.0.0.1") == 256, timeout_s=20)
+        connection = stack.enter_context(connect(server))
+        connection.sendall(head)
+        answer = connection.recv(2**16)
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"connection: close" in answer

@@ -1,0 +1,174 @@
+"""Masks that take long: no step waits for them, and they do not delay others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.structured.processes.mask_client import MaskClient
+from pagedray.request import FinishReason, Request, SamplingParams
+from tests.fakes import wait_for
+from tests.structured.processes.fake_masks import FakeMasks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cluster.structured.processes.compiled_grammar import MatcherHandle
+
+REQUEST = Request(
+    id="r", prompt_token_ids=(7,), sampling=SamplingParams(), seed=0, eos_token_ids=(0,)
+)
+
+
+class Client:
+    """A client of fake masks."""
+
+    def __init__(self, *, step_s: float = 5.0) -> None:
+        self.fake = FakeMasks()
+        self._client = MaskClient(
+            self.fake.connect, num_mask_bytes=4, max_tenant_bytes=2**30, step_s=step_s
+        )
+
+    def matcher(self, text: str, tenant: str = "") -> MatcherHandle:
+        grammar, _ = self._client.load_grammar(text.encode(), tenant=tenant)
+        return grammar.matcher(REQUEST)
+
+    def masks(
+        self, *asked: tuple[MatcherHandle, Sequence[int]], num_awaited: int, wait_s: float = 60.0
+    ) -> list[int | FinishReason | None]:
+        """Return which token may follow the tokens of each sequence."""
+        given = [(matcher, (7, *token_ids)) for matcher, token_ids in asked]
+        found = self._client.masks(given, num_awaited=num_awaited, wait_s=wait_s)
+        return [
+            int.from_bytes(one, "little").bit_length() - 1 if isinstance(one, bytes) else one
+            for one in found
+        ]
+
+    def begin(self, quick: MatcherHandle, late: MatcherHandle) -> None:
+        """Have the first mask of one made, and that of another begun, which waits for its gate."""
+        asked = (quick, [1]), (late, [3])
+        # The machine may be busy.
+        while (found := self.masks(*asked, num_awaited=2, wait_s=0.2))[0] is None:
+            pass
+        assert found == [2, None]
+
+    def close(self) -> None:
+        self._client.close()
+        for process in self.fake.processes:
+            process.wait(10.0)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.close()
+
+
+def niceness_of_threads(process_id: int) -> dict[int, int]:
+    """Return the niceness of each thread of a process."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{process_id}/task").iterdir():
+        # It may have ended meanwhile.
+        with suppress(ProcessLookupError):
+            found[int(task.name)] = os.getpriority(os.PRIO_PROCESS, int(task.name))
+    return found
+
+
+def num_low_priority(process_id: int) -> int:
+    """Return how many threads of a process have a lower priority than its first one."""
+    niceness = niceness_of_threads(process_id)
+    return sum(one > niceness[process_id] for one in niceness.values())
+
+
+def test_a_costly_mask_keeps_no_other_waiting_and_is_made_in_the_end(
+    client: Client, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    costly = client.matcher(f"waits for: {gate}", "ann"), [3]
+    quick, other = client.matcher("plain", "ben"), (client.matcher("plain", "ann"), [1])
+    # Nothing else has been asked for, so it is not known to be costly.
+    client.begin(quick, costly[0])
+    (process,) = client.fake.processes
+    wait_for(lambda: num_low_priority(process.pid) == 1)
+    token_ids = [1]
+    for _ in range(20):
+        token_ids.append(1)
+        # A mask that is not known to be cheap waits for the costly one of its tenant.
+        asked = (quick, token_ids), other, costly
+        assert client.masks(*asked, num_awaited=1) == [2, None, None]
+    gate.touch()
+    assert client.masks(costly, other, num_awaited=2) == [4, 2]
+    assert not other[0].is_costly
+    wait_for(lambda: not num_low_priority(process.pid))
+    assert client.masks((quick, [*token_ids, 2]), num_awaited=1) == [3]
+
+
+def test_a_mask_that_takes_more_than_half_of_the_wait_is_costly(client: Client) -> None:
+    matcher = client.matcher("takes 50 ms")
+    for number, (wait_s, is_costly) in enumerate(((60.0, False), (0.06, True))):
+        while client.masks((matcher, [3] * (number + 1)), num_awaited=1, wait_s=wait_s) == [None]:
+            pass
+        assert matcher.is_costly is is_costly
+
+
+def test_the_slowest_masks_are_made_at_the_lowest_priority(client: Client) -> None:
+    assert client.masks((client.matcher("spins"), [3]), num_awaited=1, wait_s=0.1) == [None]
+    (process,) = client.fake.processes
+    wait_for(lambda: 19 in niceness_of_threads(process.pid).values())
+
+
+def test_a_process_that_dies_makes_no_mask_late_forever(client: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    late, quick = (client.matcher(f"waits for: {gate}"), [3]), (client.matcher("plain"), [1])
+    client.begin(quick[0], late[0])
+    os.kill(client.fake.processes[0].pid, signal.SIGKILL)
+    gate.touch()
+    assert client.masks(quick, late, num_awaited=2) == [2, 4]
+    assert len(client.fake.processes) == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_is_silent_is_replaced_while_masks_are_asked_for() -> None:
+    client = Client(step_s=0.5)
+    matchers = [client.matcher("plain") for _ in range(200)]
+    assert client.masks((matchers[0], [1]), num_awaited=1) == [2]
+    (stopped,) = client.fake.processes
+    os.kill(stopped.pid, signal.SIGSTOP)
+    asked = [(matchers[0], [1, 1])]
+    while client.masks(*asked, num_awaited=len(asked), wait_s=0.1)[0] is None:
+        # More and more sequences want masks.
+        asked.append((matchers[len(asked)], [1]))
+    assert len(client.fake.processes) == 2
+    stopped.kill()
+    client.close()
+
+
+def test_a_mask_of_a_sequence_that_has_ended_is_dropped(client: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    quick, late = client.matcher("plain"), client.matcher(f"waits for: {gate}")
+    client.begin(quick, late)
+    del late
+    assert client.masks((quick, [1, 1]), num_awaited=1) == [2]
+    gate.touch()
+    (process,) = client.fake.processes
+    wait_for(lambda: not num_low_priority(process.pid))
+    assert client.masks((quick, [1, 1, 2]), num_awaited=1) == [3]
+    assert process.poll() is None
+
+
+def test_a_mask_that_is_late_forever_ends_its_sequence(client: Client) -> None:
+    endless = client.matcher("spins", "ann"), [3]
+    quick = client.matcher("plain", "ben")
+    assert client.masks(endless, num_awaited=1, wait_s=0.1) == [None]
+    token_ids = [1]
+    while (found := client.masks((quick, token_ids), endless, num_awaited=1))[1] is None:
+        assert found == [2, None]
+        token_ids.append(1)
+    assert found[1] is FinishReason.ERROR
+    assert "of CPU time" in endless[0].error

@@ -1,0 +1,265 @@
+"""Models on a small Hub: what is downloaded, what the cache answers, and each fault's one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagedray.config import EngineConfig
+from pagedray.errors import CheckpointError
+from tests.small_hub import Fault, SmallHub, folder_files
+from tests.system.server_process import TINY_LLAMA
+from workers.hub.fetch import fetch_files, find_revision
+from workers.hub.locate import locate_model
+from workers.hub.model_name import HubName
+from workers.hub.settings import HubSettings
+from workers.hub.snapshot import Snapshot
+from workers.models.families.registry import read_model_config
+from workers.weights.local_weights import check_weights_listed, with_local_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pagedray.config import HubRevision
+
+NAME = HubName("org/tiny", "main")
+WEIGHTS = "model.safetensors"
+GATED = {"X-Error-Code": "GatedRepo"}
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    with SmallHub() as hub:
+        more = {"pytorch_model.bin": b"pickle", "original/consolidated.pth": b"pickle"}
+        hub.push("org/tiny", folder_files(TINY_LLAMA) | more)
+        yield hub
+
+
+@pytest.fixture
+def settings(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubSettings:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "")
+    return HubSettings(endpoint=hub.url, cache=tmp_path / "cache", retry_s=0.01)
+
+
+def fetched(settings: HubSettings, *more: str) -> tuple[HubRevision, Path]:
+    located = locate_model("org/tiny", settings=settings)
+    assert located.hub is not None
+    return located.hub, fetch_files(located.hub, more, settings=settings)
+
+
+def unreachable(settings: HubSettings) -> HubSettings:
+    return replace(settings, endpoint="http://127.0.0.1:9")
+
+
+def error_of(settings: HubSettings, model: str = "org/tiny") -> str:
+    started_s = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        locate_model(model, settings=settings)
+    assert time.monotonic() - started_s < 20.0
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_only_the_needed_files_are_downloaded(hub: SmallHub, settings: HubSettings) -> None:
+    _, folder = fetched(settings, WEIGHTS)
+    names = {path.name for path in folder.rglob("*")}
+    assert names == {path.name for path in TINY_LLAMA.iterdir()} - {"README.md"}
+    assert (folder / WEIGHTS).read_bytes() == (TINY_LLAMA / WEIGHTS).read_bytes()
+    hub.requested.clear()
+    fetched(settings, WEIGHTS)
+    assert [each.path for each in hub.requested] == ["/api/models/org/tiny/revision/main"]
+
+
+def test_the_token_of_the_environment_is_sent(
+    hub: SmallHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fetched(settings)
+    tokens = {each.token for each in hub.requested if "/org/tiny" in each.path}
+    assert tokens == {"Bearer hf_secret"}
+
+
+def test_weights_are_those_of_the_commit_that_was_found_first(
+    hub: SmallHub, settings: HubSettings
+) -> None:
+    revision, folder = fetched(settings)
+    hub.push("org/tiny", {"config.json": b"{}", WEIGHTS: b"other"})
+    assert fetch_files(revision, [WEIGHTS], settings=settings) == folder
+    assert (folder / WEIGHTS).read_bytes() == (TINY_LLAMA / WEIGHTS).read_bytes()
+    assert find_revision(NAME, settings).commit != revision.commit
+    pinned = HubName("org/tiny", revision.commit)
+    assert find_revision(pinned, unreachable(settings)) == revision
+
+
+def test_processes_of_a_node_download_once(hub: SmallHub, settings: HubSettings) -> None:
+    hub.faults.append(Fault(WEIGHTS, cut_after=10))
+    with ThreadPoolExecutor(3) as pool:
+        folders = set(pool.map(lambda _: fetched(settings, WEIGHTS)[1], range(3)))
+    assert len(folders) == 1
+    # The first one was cut.
+    assert len(hub.gets_of(WEIGHTS)) == 2
+
+
+def test_download_that_was_cut_continues(hub: SmallHub, settings: HubSettings) -> None:
+    content = bytes(range(256)) * 45_000
+    hub.push("org/tiny", folder_files(TINY_LLAMA) | {WEIGHTS: content})
+    hub.faults.append(Fault(WEIGHTS, cut_after=11_000_000))
+    reported: list[tuple[int, int]] = []
+    revision, folder = fetched(settings)
+    fetch_files(revision, [WEIGHTS], lambda *each: reported.append(each), settings)
+    assert (folder / WEIGHTS).read_bytes() == content
+    assert [each.range for each in hub.gets_of(WEIGHTS)] == [None, "bytes=10485760-"]
+    assert reported[-1] == (len(content), len(content))
+
+
+def test_damaged_file_is_removed_and_downloaded_again(hub: SmallHub, settings: HubSettings) -> None:
+    hub.faults.append(Fault(WEIGHTS, flips_byte=True))
+    with pytest.raises(CheckpointError, match=r"org/tiny: model.safetensors was damaged during"):
+        fetched(settings, WEIGHTS)
+    _, folder = fetched(settings, WEIGHTS)
+    assert (folder / WEIGHTS).read_bytes() == (TINY_LLAMA / WEIGHTS).read_bytes()
+
+
+def test_file_that_is_too_short_is_downloaded_again(settings: HubSettings) -> None:
+    _, folder = fetched(settings, WEIGHTS)
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.truncate(1000)
+    _, folder = fetched(settings, WEIGHTS)
+    assert (folder / WEIGHTS).read_bytes() == (TINY_LLAMA / WEIGHTS).read_bytes()
+
+
+def test_file_of_a_killed_download_is_verified(settings: HubSettings) -> None:
+    revision, folder = fetched(settings, WEIGHTS)
+    snapshot = Snapshot(settings.cache, revision.id, revision.commit)
+    files = [file for file in revision.files if file.name == WEIGHTS]
+    with pytest.raises(KeyboardInterrupt), snapshot.receiving(files):
+        raise KeyboardInterrupt
+    assert snapshot.missing(files) == files
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="was damaged"):
+        fetched(settings, WEIGHTS)
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+@pytest.mark.parametrize("has_listing", [True, False])
+def test_cached_model_needs_no_network(
+    settings: HubSettings, is_offline: bool, has_listing: bool
+) -> None:
+    revision, folder = fetched(settings, WEIGHTS)
+    if not has_listing:
+        shutil.rmtree(settings.cache / "models--org--tiny" / "pagedray")
+    cut_off = replace(unreachable(settings), is_offline=is_offline)
+    found, again = fetched(cut_off, WEIGHTS)
+    assert (found.commit, again) == (revision.commit, folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", WEIGHTS])
+def test_half_of_a_model_in_the_cache_is_no_model(settings: HubSettings, name: str) -> None:
+    _, folder = fetched(settings, WEIGHTS)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} of org/tiny@\w{{12}} is not in the cache"):
+        fetched(replace(settings, is_offline=True), WEIGHTS)
+
+
+@pytest.mark.slow  # The library tries again for half a minute.
+def test_half_of_a_model_is_no_model_without_network(settings: HubSettings) -> None:
+    _, folder = fetched(settings)
+    assert not (folder / WEIGHTS).exists()
+    with pytest.raises(CheckpointError, match=r"127.0.0.1:9: \[Errno 111\] Connection refused"):
+        fetched(unreachable(settings), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "expected"),
+    [
+        ("org/none", None, "org/none is neither a folder nor a model on"),
+        ("org/tiny@v9", None, "org/tiny has no revision v9 on"),
+        ("org/tiny", Fault("/api/", status=401), "org/tiny is neither a folder nor a model on"),
+        ("org/tiny", Fault("/api/", status=403), "denies access to org/tiny (403); set HF_TOKEN"),
+        ("org/tiny", Fault("/api/", 9, status=403, headers=GATED), "is gated (403): accept its"),
+        ("org/tiny", Fault("/config.json", 9, "HEAD", 401, GATED), "is gated (401): accept its"),
+        ("org/tiny", Fault("/api/", 9, status=429), "limits requests at present (429); try again"),
+        ("org/tiny", Fault("/api/", 9, status=500), "answers with status 500; try again later"),
+    ],
+)
+def test_fault_is_one_line_that_says_what_to_do(
+    hub: SmallHub, settings: HubSettings, model: str, fault: Fault | None, expected: str
+) -> None:
+    hub.faults += [] if fault is None else [fault]
+    assert expected in error_of(settings, model)
+
+
+def test_error_of_one_moment_is_tried_again(hub: SmallHub, settings: HubSettings) -> None:
+    hub.faults += [Fault("/api/", status=503), Fault("/config.json", 1, "HEAD", 500)]
+    fetched(settings)
+
+
+def test_refused_token_is_named(
+    hub: SmallHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    hub.faults.append(Fault("/api/", status=401))
+    assert "gives no access to org/tiny with this token (401)" in error_of(settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/api/", ": timed out; check the network"), ("/config.json", "nothing was")],
+)
+def test_silent_hub_is_given_up(
+    hub: SmallHub, settings: HubSettings, path: str, expected: str
+) -> None:
+    is_over = threading.Event()
+    hub.faults.append(Fault(path, stalls=is_over))
+    limited = replace(settings, answer_timeout_s=0.5, silence_s=0.5)
+    error = error_of(limited)
+    is_over.set()
+    assert expected in error
+
+
+def test_model_that_exceeds_the_disk_is_refused(settings: HubSettings) -> None:
+    revision, _ = fetched(settings)
+    files = tuple(replace(file, size=10**18) for file in revision.files if file.name == WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"org/tiny needs 1000000000.00 GB more in"):
+        fetch_files(replace(revision, files=files), [WEIGHTS], settings=settings)
+
+
+def test_model_without_configuration_or_safetensors_is_refused(
+    hub: SmallHub, settings: HubSettings
+) -> None:
+    hub.push("org/tiny", {"model.gguf": b"x"})
+    assert error_of(settings) == (
+        "org/tiny has no config.json; a model is a checkpoint as transformers saves it."
+    )
+    hub.push("org/tiny", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    revision, folder = fetched(settings)
+    with pytest.raises(CheckpointError, match=r"pickled ones \(\*\.bin\) are never loaded"):
+        check_weights_listed(revision, folder)
+
+
+def test_another_node_downloads_the_weights_by_the_index(
+    hub: SmallHub, settings: HubSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = folder_files(TINY_LLAMA)
+    content = files.pop(WEIGHTS)
+    index = {"weight_map": {"x": "a-1.safetensors", "y": "a-2.safetensors"}}
+    files |= {f"{WEIGHTS}.index.json": json.dumps(index).encode(), "b.safetensors": b"x"}
+    hub.push("org/tiny", files | {"a-1.safetensors": content, "a-2.safetensors": b"y"})
+    revision, folder = fetched(settings)
+    config = EngineConfig(model=replace(read_model_config(folder), hub=revision))
+    elsewhere = replace(settings, cache=settings.cache.with_name("elsewhere"))
+    monkeypatch.setattr(HubSettings, "from_environment", lambda: elsewhere)
+    local = with_local_weights(config, lambda done, total: None).model.folder
+    assert local.is_relative_to(elsewhere.cache)
+    assert {path.name for path in local.glob("*.safetensors")} == set(index["weight_map"].values())
+    assert find_revision(NAME, settings) == revision

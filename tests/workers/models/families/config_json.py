@@ -1,0 +1,53 @@
+"""A minimal `config.json` of each family, for tests that change single keys."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from workers.models.families.registry import read_model_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagedray.config import ModelConfig
+
+__all__ = ["BLOOM", "GEMMA2", "GEMMA3", "MPT", "PHI3", "read_config", "written"]
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+}
+GEMMA2 = _SHAPE | {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 3}
+GEMMA3 = _SHAPE | {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
+PHI3 = _SHAPE | {"architectures": ["Phi3ForCausalLM"]}
+BLOOM: dict[str, Any] = {
+    "architectures": ["BloomForCausalLM"],
+    "vocab_size": 100,
+    "n_embed": 48,
+    "n_layer": 4,
+    "n_head": 6,
+}
+MPT: dict[str, Any] = {
+    "architectures": ["MptForCausalLM"],
+    "vocab_size": 100,
+    "d_model": 48,
+    "n_layers": 4,
+    "n_heads": 6,
+}
+
+
+def written(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
+    """Write a configuration; `...` removes a key."""
+    values = {key: value for key, value in (base | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def read_config(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
+    """Return the model configuration that is read from it."""
+    return read_model_config(written(folder, base, **changes))

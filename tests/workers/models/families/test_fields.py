@@ -1,0 +1,103 @@
+"""Every field of transformers' configuration classes is read, may be ignored, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import CONFIG_MAPPING, GenerationConfig
+
+from pagedray.errors import CheckpointError
+from tests.workers.reference import CASES, save_checkpoint
+from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.ignored_fields import IGNORED_FIELDS, reason_to_ignore
+from workers.models.families.registry import families, read_model_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from workers.models.config_json.family import Family
+
+FAMILIES = {family.architecture: family for family in families()}
+# What the registry reads for every family.
+_COMMON = {"architectures", "model_type", "is_encoder_decoder"}
+_SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+}
+# Those that other families lack.
+_LACKS = {
+    "BertModel": {"num_key_value_heads"},
+    "RobertaModel": {"num_key_value_heads"},
+    "BloomForCausalLM": {"num_key_value_heads", "intermediate_size", "max_position_embeddings"},
+    "MptForCausalLM": {"num_key_value_heads", "intermediate_size", "max_position_embeddings"},
+}
+
+
+def shape_of(architecture: str) -> dict[str, Any]:
+    """Return the fields of a minimal configuration."""
+    lacks = _LACKS.get(architecture, set())
+    return {field: value for field, value in _SHAPE.items() if field not in lacks}
+
+
+def read_fields(family: Family, folder: Path) -> frozenset[str]:
+    """Return the fields that a family reads of a minimal configuration."""
+    file = ConfigFile(folder / "config.json", shape_of(family.architecture))
+    family.read(file)
+    return file.read_keys()
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_field_of_transformers_is_accounted_for(architecture: str, tmp_path: Path) -> None:
+    family = FAMILIES[architecture]
+    read = read_fields(family, tmp_path) | _COMMON
+    unknown = {
+        field.name
+        for model_type in family.model_types
+        for field in dataclasses.fields(CONFIG_MAPPING[model_type])
+        if field.name not in read and reason_to_ignore(field.name) is None
+    }
+    assert not unknown
+
+
+def test_defaults_of_generation_are_ignored() -> None:
+    for name in GenerationConfig._get_default_generation_params():
+        assert reason_to_ignore(name) is not None, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_saves_is_accepted_with_any_ignored_field(
+    name: str, tmp_path: Path
+) -> None:
+    save_checkpoint(name, tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    expected = read_model_config(tmp_path)
+    more = {field: 3.5 for field in IGNORED_FIELDS if field not in values}
+    path.write_text(json.dumps(more | values))
+    assert read_model_config(tmp_path) == expected
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("value", [True, 0.5, "x", [1], {"a": 1}])
+def test_an_unknown_field_is_refused_by_its_name(
+    architecture: str, value: object, tmp_path: Path
+) -> None:
+    values = shape_of(architecture) | {"architectures": [architecture], "score_offset": value}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"score_offset is not a field of \w+ that is"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
+def test_an_unknown_field_that_is_off_is_accepted(value: object, tmp_path: Path) -> None:
+    values = _SHAPE | {"architectures": ["LlamaForCausalLM"], "score_offset": value}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    read_model_config(tmp_path)

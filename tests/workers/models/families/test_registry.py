@@ -1,0 +1,385 @@
+"""`config.json` to `ModelConfig`: every family, both spellings, and unsupported values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedray.config import ModelConfig, RopeConfig
+from pagedray.errors import CheckpointError, StartupError
+from tests.workers.reference import CASES, save_checkpoint
+from workers.models.families.registry import (
+    check_parallel,
+    read_model_config,
+    supported_architectures,
+)
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _written(folder: Path, **changes: Any) -> Path:
+    values = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def _read(folder: Path, **changes: Any) -> ModelConfig:
+    return read_model_config(_written(folder, **changes))
+
+
+def _message(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_model_config(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_plain_keys_are_read(tmp_path: Path) -> None:
+    config = _read(tmp_path)
+    assert config == ModelConfig(
+        name=tmp_path.name,
+        folder=tmp_path,
+        architecture="LlamaForCausalLM",
+        vocab_size=100,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=3,
+        head_size=8,
+        max_positions=128,
+        norm_eps=1e-5,
+        dtype="bfloat16",
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("spelling", "rope"),
+    [
+        ({}, RopeConfig()),
+        ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_scaling": None, "rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5}}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 9}, RopeConfig(theta=9.0)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            RopeConfig(kind="linear", factor=2.0),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}},
+            RopeConfig(kind="linear", theta=7.0, factor=2.0),
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            RopeConfig(
+                kind="llama3",
+                theta=5e5,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_positions=64,
+            ),
+        ),
+    ],
+)
+def test_rope_is_read_in_both_spellings(
+    spelling: dict[str, Any], rope: RopeConfig, tmp_path: Path
+) -> None:
+    assert _read(tmp_path, **spelling).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": ..., "dtype": "float32"}, "float32"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"torch_dtype": "float16", "dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": ...}, "float32"),
+    ],
+)
+def test_dtype_is_read_in_both_spellings(
+    spelling: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    assert _read(tmp_path, **spelling).dtype == dtype
+
+
+def test_a_given_dtype_overrules_the_file(tmp_path: Path) -> None:
+    assert read_model_config(_written(tmp_path), dtype="float32").dtype == "float32"
+
+
+def test_end_tokens_of_both_files_are_merged(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3, 500]}')
+    assert _read(tmp_path, eos_token_id=[3, 5]).eos_token_ids == (3, 5, 7)
+    assert _read(tmp_path, eos_token_id=None).eos_token_ids == (7, 3)
+
+
+def test_switches_of_llama(tmp_path: Path) -> None:
+    config = _read(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    assert config.has_qkv_bias
+    assert config.has_output_bias
+    assert config.has_mlp_bias
+    assert config.has_tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (4096,) * 4),
+        ({"sliding_window": 9}, (9,) * 4),
+        ({"sliding_window": None}, ()),
+    ],
+)
+def test_windows_of_mistral(
+    changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = _read(tmp_path, architectures=["MistralForCausalLM"], **changes)
+    assert config.sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 9}, ()),
+        ({"sliding_window": None, "use_sliding_window": True}, ()),
+        ({"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}, ()),
+        (
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+            (None, None, None, 9),
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (9, None, 9, None),
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_windows_of_qwen(
+    family: str, changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    config = _read(tmp_path, architectures=[family], head_dim=8, **changes)
+    assert config.sliding_windows == windows
+
+
+def test_switches_of_qwen(tmp_path: Path) -> None:
+    second = _read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert second.has_qkv_bias
+    assert not second.has_output_bias
+    third = _read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert third.has_qk_norm
+    assert not third.has_qkv_bias
+    assert third.head_size == 128
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    config = read_model_config(tmp_path)
+    assert config.num_heads == CASES[name]["heads"]
+    assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ...}, ["architectures", "is missing", "Qwen3ForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["'GPT2LMHeadModel'", "LlamaForCausalLM"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures", "list of strings"]),
+        ({"vocab_size": ...}, ["vocab_size is missing"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": "48"}, ["hidden_size", 'not "48"']),
+        ({"hidden_size": 48.0}, ["hidden_size", "not 48.0"]),
+        ({"hidden_size": True}, ["hidden_size", "not true"]),
+        ({"hidden_size": 0}, ["hidden_size", "from 1 to", "not 0"]),
+        ({"num_hidden_layers": -1}, ["num_hidden_layers", "not -1"]),
+        ({"vocab_size": 10**12}, ["vocab_size", "not 1000000000000"]),
+        ({"vocab_size": 10**60}, ["vocab_size", "an integer of 200 bits"]),
+        ({"intermediate_size": [96]}, ["intermediate_size", "not [96]"]),
+        ({"num_attention_heads": 7}, ["num_attention_heads", "multiple", "3"]),
+        ({"num_attention_heads": 9}, ["hidden_size", "multiple of num_attention_heads 9"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads 4", "not 6"]),
+        ({"head_dim": 7}, ["head_dim must be even, not 7"]),
+        ({"head_dim": "8"}, ["head_dim"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "silu", '"gelu"']),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "not 0"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "true or false"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "bfloat16", "float8_e4m3fn"]),
+        ({"dtype": 3}, ["dtype", "not 3"]),
+        ({"eos_token_id": "2"}, ["eos_token_id", 'not "2"']),
+        ({"eos_token_id": [2, -1]}, ["eos_token_id", "not -1"]),
+        ({"rope_theta": -1}, ["rope_theta", "not -1"]),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2}}, ["rope_type", "llama3", "axial"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.factor is missing"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}},
+            ["rope_scaling.beta_fast must be more than beta_slow 1"],
+        ),
+        ({"rope_theta": 0.5, "rope_scaling": {"type": "yarn", "factor": 2}}, ["above 1, not 0.5"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, ["rope_scaling.x is not a"]),
+        ({"clip_qkv": 8.0}, ["clip_qkv is not a field of LlamaForCausalLM", "no effect"]),
+        ({"logits_scaling": 8}, ["logits_scaling is not a field of LlamaForCausalLM"]),
+        ({"model_type": "mistral"}, ['model_type must be one of llama, not "mistral"']),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder must be false"]),
+        ({"rope_scaling": {"factor": 2}}, ["rope_scaling.rope_type is missing"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor is missing"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling must be an object"]),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1}},
+            ["rope_scaling.high_freq_factor is missing"],
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ["full_attention"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor must be 1, not 0.5"]),
+        ({"auto_map": {"AutoConfig": "x.Y"}}, ["auto_map", "never run"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "unquantized"]),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"],
+            },
+            ["layer_types must have 4 entries, not 1"],
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["chunked_attention"] * 4,
+            },
+            ["layer_types", "'chunked_attention'", "full_attention"],
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window"]),
+    ],
+)
+def test_a_wrong_value_is_named(changes: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
+    message = _message(_written(tmp_path, **changes))
+    assert str(tmp_path / "config.json") in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "must hold a JSON object, not [1]"),
+        ("", "is not valid JSON"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("\xff\xfe\xff", "is not valid JSON"),
+    ],
+)
+def test_a_broken_file_is_named(text: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    message = _message(tmp_path)
+    assert str(tmp_path / "config.json") in message
+    assert part in message
+
+
+def test_a_missing_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    assert "is not a folder" in _message(tmp_path / "nowhere")
+    assert "No config.json found" in _message(tmp_path)
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{]")
+    assert "generation_config.json" in _message(_written(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "part"),
+    [
+        (
+            {},
+            4,
+            "6 attention heads cannot be sharded evenly over 4 ranks; use 1, 2, 3, 6",
+        ),
+        ({}, 2, "3 KV heads cannot be sharded over 2 ranks"),
+        ({"intermediate_size": 95}, 3, "95 MLP columns (intermediate_size)"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_rejected(
+    changes: dict[str, Any], num_ranks: int, part: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        check_parallel(_read(tmp_path, **changes), num_ranks)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("kv_heads", "num_ranks"), [(3, 1), (3, 3), (3, 6), (6, 2), (1, 6)])
+def test_a_model_that_can_be_sharded_is_accepted(
+    kv_heads: int, num_ranks: int, tmp_path: Path
+) -> None:
+    check_parallel(_read(tmp_path, num_key_value_heads=kv_heads), num_ranks)
+
+
+def test_the_families_are_these() -> None:
+    assert sorted(supported_architectures()) == [
+        "BertModel",
+        "BloomForCausalLM",
+        "Cohere2ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "GlmForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "MPTForCausalLM",
+        "MinistralForCausalLM",
+        "MistralForCausalLM",
+        "MptForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "RobertaForSequenceClassification",
+        "RobertaModel",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaModel",
+    ]
+
+
+@pytest.mark.parametrize("architecture", supported_architectures())
+def test_every_family_is_documented(architecture: str) -> None:
+    assert f"`{architecture}`" in DOCUMENT.read_text()

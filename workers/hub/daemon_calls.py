@@ -1,0 +1,29 @@
+"""Calls in threads that do not hold up the end of the process, however long they take."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["start_call"]
+
+Result = TypeVar("Result")
+
+
+# Any: the arguments are those of the function.
+def start_call(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Run a function in a daemon thread, whose end Python does not wait for, unlike a pool's."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pagedray-hub", daemon=True).start()
+    return future

@@ -1,0 +1,68 @@
+"""From MODEL to the folder with its configuration and tokenizer, on this node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagedray.config import HubRevision
+from pagedray.errors import CheckpointError
+from workers.hub.fetch import fetch_files, find_revision, side_files
+from workers.hub.model_name import HubName, parse_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers.hub.settings import HubSettings
+
+__all__ = ["LocatedModel", "locate_model", "pin_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedModel:
+    """Where the files of a model are, except for its weights if it is on the Hub."""
+
+    folder: Path
+    hub: HubRevision | None = None
+
+
+def locate_model(
+    model: str | Path,
+    report_progress: Callable[[str, float], None] | None = None,
+    settings: HubSettings | None = None,
+) -> LocatedModel:
+    """Return the model that a folder or a Hub id names, and download all but its weights.
+
+    `report_progress` is called with what is downloaded, and the part that is done. Raises
+    CheckpointError.
+    """
+    name = parse_model(model)
+    if not isinstance(name, HubName):
+        return LocatedModel(name)
+    hub = find_revision(name, settings)
+    files = side_files(hub)
+    if "config.json" not in files:
+        raise CheckpointError(
+            f"{name} has no config.json; a model is a checkpoint as transformers saves it."
+        )
+
+    def report(done: int, total: int) -> None:
+        if report_progress is not None:
+            report_progress(f"Downloading {hub.id}", done / max(total, 1))
+
+    return LocatedModel(fetch_files(hub, files, report, settings), hub)
+
+
+def pin_model(model: str) -> str:
+    """Return the name of a model on the Hub with its commit, so that it is the same everywhere.
+
+    Any other name is returned as it is: it may be a folder on other nodes. Raises CheckpointError.
+    """
+    try:
+        name = parse_model(model)
+    except CheckpointError:
+        return model
+    if not isinstance(name, HubName):
+        return model
+    return f"{name.id}@{find_revision(name).commit}"

@@ -1,0 +1,98 @@
+"""What MODEL means: a folder, or a model on the Hub. This module asks no server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedray.errors import CheckpointError
+
+__all__ = ["HubName", "is_commit", "parse_model"]
+
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+_REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NOT_IN_IDS = ("--", "..")
+_FOLDER_STARTS = ("/", "./", "../", "~")
+_EXAMPLE = "Qwen/Qwen3-0.6B"
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on the Hub, and the branch, tag or commit that is wanted."""
+
+    id: str
+    revision: str
+
+    def __str__(self) -> str:
+        if self.revision == "main":
+            return self.id
+        return f"{self.id}@{self.revision[:12] if is_commit(self.revision) else self.revision}"
+
+
+def parse_model(model: str | Path) -> Path | HubName:
+    """Return the folder that `model` names, or else the Hub id. Raises CheckpointError.
+
+    A folder that exists wins. A Path always is a folder.
+    """
+    path = Path(model)
+    if isinstance(model, Path) or (model and _is_folder(path)):
+        return path
+    if model and _is_there(path):
+        raise CheckpointError(f"{_shown(model)} is a file; {_what_a_model_is()}")
+    model_id, at, revision = model.partition("@")
+    if model.startswith(_FOLDER_STARTS) or model_id.count("/") != 1:
+        raise CheckpointError(f"{_shown(model)} is not a folder; {_what_a_model_is()}")
+    if not _ID.fullmatch(model_id) or any(text in model_id for text in _NOT_IN_IDS):
+        raise CheckpointError(
+            f"{_shown(model)} is neither a folder nor a valid Hub id; an id is ORG/NAME, each of "
+            "up to 96 letters, digits, '_', '-' and '.', without '--' and '..'."
+        )
+    if at and not _is_revision(revision):
+        raise CheckpointError(
+            f"{_shown(model)} names an invalid revision; after the @, write a branch, a tag or a "
+            "commit."
+        )
+    return HubName(model_id, revision or "main")
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, which never changes."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # Such as a name that is too long.
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _is_revision(text: str) -> bool:
+    return (
+        _REVISION.fullmatch(text) is not None
+        and not any(part in text for part in ("..", "//"))
+        and not text.endswith(("/", ".", ".lock"))
+    )
+
+
+def _what_a_model_is() -> str:
+    return (
+        f"a model is a folder with config.json and weights, or a Hub id such as {_EXAMPLE} or "
+        f"{_EXAMPLE}@main."
+    )
+
+
+def _shown(model: str) -> str:
+    is_plain = model.isprintable() and not set(model) & set(" '\"\\") and 0 < len(model) <= 200
+    return model if is_plain else f"{model!r:.200}"

@@ -1,0 +1,159 @@
+"""Downloads files of a model, several at a time, through huggingface_hub.
+
+The library continues a file whose connection was cut, for as long as the process lives. This module
+limits how long it may receive nothing, and says how far it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.utils.tqdm import tqdm
+
+from workers.hub.daemon_calls import start_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pagedray.config import HubFile, HubRevision
+    from workers.hub.settings import HubSettings
+
+__all__ = ["Transfer"]
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 8
+_POLL_S = 0.2
+_MAX_REASON = 200
+_LIBRARY_LOGGERS = ("huggingface_hub.file_download", "huggingface_hub.utils._http")
+
+
+class Transfer:
+    """One download of some files."""
+
+    def __init__(
+        self, revision: HubRevision, files: Sequence[HubFile], settings: HubSettings
+    ) -> None:
+        self._revision = revision
+        self._settings = settings
+        self._waiting = deque(files)
+        self._num_threads = min(_NUM_THREADS, len(files))
+        self._total = sum(file.size or 0 for file in files)
+        self._lock = threading.Lock()
+        self._received = 0
+        self._heard_s = time.monotonic()
+        """When something last arrived."""
+        self._is_ended = False
+
+    def run(
+        self, verify: Callable[[HubFile], None], report_progress: Callable[[int, int], None]
+    ) -> None:
+        """Download all files, and call `verify` with each.
+
+        `report_progress` is called with the bytes received, and of all files, and may raise. Raises
+        what the library and `verify` raise, and TimeoutError if nothing arrives for too long.
+        """
+        problems = _Problems()
+        with problems.noted():
+            calls = [start_call(self._download_files, verify) for _ in range(self._num_threads)]
+            try:
+                while calls:
+                    done, waiting = wait(calls, _POLL_S, FIRST_EXCEPTION)
+                    for call in done:
+                        call.result()
+                    calls = list(waiting)
+                    report_progress(min(self._received, self._total), self._total)
+                    self._check_silence(problems)
+            finally:
+                self._is_ended = True
+
+    def note_bytes(self, number: int, *, are_stored: bool) -> None:
+        """Note that bytes have arrived. Raises _EndedError once the download was given up."""
+        if self._is_ended:
+            raise _EndedError
+        with self._lock:
+            self._received += number if are_stored else 0
+            self._heard_s = time.monotonic()
+
+    def _download_files(self, verify: Callable[[HubFile], None]) -> None:
+        while not self._is_ended:
+            try:
+                file = self._waiting.popleft()
+            except IndexError:
+                return
+            hf_hub_download(
+                self._revision.id,
+                file.name,
+                revision=self._revision.commit,
+                endpoint=self._settings.endpoint,
+                cache_dir=self._settings.cache,
+                library_name="pagedray",
+                local_files_only=self._settings.is_offline,
+                tqdm_class=_bar_of(self),
+            )
+            verify(file)
+            self._heard_s = time.monotonic()
+
+    def _check_silence(self, problems: _Problems) -> None:
+        silence_s = time.monotonic() - self._heard_s
+        if silence_s > self._settings.silence_s:
+            why = f" ({problems.last})" if problems.last else ""
+            raise TimeoutError(f"nothing was received for {silence_s:.0f} s{why}")
+
+
+class _EndedError(Exception):
+    """The download was given up."""
+
+
+def _bar_of(transfer: Transfer) -> type[tqdm]:
+    """Return a class of the library's progress bars that shows none."""
+
+    class Bar(tqdm):
+        # Any: the library's arguments.
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(disable=True)  # type: ignore[no-untyped-call]  # the library's
+
+        def update(self, n: float | None = 1) -> bool | None:
+            transfer.note_bytes(int(n or 0), are_stored=True)
+            return None
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            transfer.note_bytes(int(n or 0), are_stored=False)
+
+        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None:  # Any: as above
+            pass
+
+    return Bar
+
+
+class _Problems(logging.Filter):
+    """Logs the library's warnings as ours, instead of to standard error, and keeps the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        self.last = " ".join(record.getMessage().split())[:_MAX_REASON]
+        logger.info("huggingface_hub: %s", self.last)
+        return False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        loggers = [logging.getLogger(name) for name in _LIBRARY_LOGGERS]
+        for library in loggers:
+            library.addFilter(self)
+        try:
+            yield
+        finally:
+            for library in loggers:
+                library.removeFilter(self)

@@ -1,0 +1,241 @@
+"""A checkpoint's JSON file; each invalid value raises a CheckpointError that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+__all__ = ["MISSING", "ConfigFile"]
+
+_MAX_BYTES = 4 * 2**20
+
+
+class _Missing:
+    """The default of a key that is required."""
+
+
+MISSING = _Missing()
+
+
+class ConfigFile:
+    """The values of one JSON object and the path of its file. Methods raise CheckpointError."""
+
+    def __init__(self, path: Path, values: Mapping[str, object], *, prefix: str = "") -> None:
+        self._path = path
+        self._values = values
+        self._prefix = prefix
+        self._read_keys: set[str] = set()
+        self._sections: list[ConfigFile] = []
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Read the JSON object in a file."""
+        values = cls._parsed(path)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} must hold a JSON object, not {_shown(values)}.")
+        return cls(path, values)
+
+    @classmethod
+    def read_list(cls, path: Path) -> tuple[ConfigFile, ...]:
+        """Read the list of JSON objects in a file."""
+        values = cls._parsed(path)
+        if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
+            raise CheckpointError(f"{path} must hold a list of JSON objects, not {_shown(values)}.")
+        return tuple(cls(path, one, prefix=f"{index}.") for index, one in enumerate(values))
+
+    @staticmethod
+    def _parsed(path: Path) -> object:
+        try:
+            if path.stat().st_size > _MAX_BYTES:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes; at most {_MAX_BYTES} are allowed."
+                )
+            values: object = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        except (ValueError, RecursionError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise CheckpointError(f"{path} is not valid JSON: {first_line}.") from None
+        return values
+
+    def __contains__(self, key: str) -> bool:
+        self.note_read(key)
+        return self._values.get(key) is not None
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self._path
+
+    def refusal(self, key: str, problem: str) -> CheckpointError:
+        """Return an error that names the file, the key and the problem."""
+        return CheckpointError(f"{self._path}: {self._prefix}{key} {problem}.")
+
+    def given_keys(self) -> tuple[str, ...]:
+        """Return all keys, including those whose value is null."""
+        return tuple(self._values)
+
+    def keys_of_objects(self) -> tuple[str, ...]:
+        """Return the keys that hold an object."""
+        return tuple(key for key, value in self._values.items() if isinstance(value, dict))
+
+    def note_read(self, *keys: str) -> None:
+        """Note that keys were considered, though perhaps without an effect."""
+        self._read_keys.update(keys)
+
+    def read_keys(self) -> frozenset[str]:
+        """Return the keys that any method was asked for."""
+        return frozenset(self._read_keys)
+
+    def unread(self) -> Iterator[tuple[ConfigFile, str]]:
+        """Yield each key that no method was asked for, with its section."""
+        for key in self._values:
+            if key not in self._read_keys:
+                yield self, key
+        for section in self._sections:
+            yield from section.unread()
+
+    def value(self, key: str) -> object:
+        """Return a value unchecked, or None if the key is missing."""
+        self.note_read(key)
+        return self._values.get(key)
+
+    def has_null(self, key: str) -> bool:
+        """Return whether the key is there and its value is null."""
+        self.note_read(key)
+        return key in self._values and self._values[key] is None
+
+    def first_of(self, *keys: str) -> str:
+        """Return the first key that has a value, or the last key if none has."""
+        self.note_read(*keys)
+        return next((key for key in keys if key in self), keys[-1])
+
+    def integer(
+        self, key: str, default: int | _Missing = MISSING, *, least: int = 1, most: int
+    ) -> int:
+        """Return an integer from `least` to `most`."""
+        value = self._given(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.refusal(
+                key, f"must be an integer from {least} to {most}, not {_shown(value)}"
+            )
+        return value
+
+    def number(
+        self,
+        key: str,
+        default: float | _Missing = MISSING,
+        *,
+        least: float = 0.0,
+        most: float = math.inf,
+    ) -> float:
+        """Return a finite number above `least` and at most `most`."""
+        value = self._given(key, default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (least < value <= most and math.isfinite(value))
+        ):
+            raise self.refusal(
+                key,
+                f"must be a number above {least:g} and at most {most:g}, not {_shown(value)}",
+            )
+        return float(value)
+
+    def number_or_null(self, key: str, default: float | None, *, most: float) -> float | None:
+        """Return a number above 0, or None for null; the default is that of a missing key."""
+        if self.has_null(key) or (default is None and key not in self):
+            return None
+        return self.number(key, MISSING if default is None else default, most=most)
+
+    def numbers(self, key: str, length: int, *, most: float) -> tuple[float, ...]:
+        """Return a list of `length` numbers, each above 0."""
+        values = self._given(key, MISSING)
+        if not isinstance(values, list) or len(values) != length:
+            raise self.refusal(key, f"must be a list of {length} numbers, not {_shown(values)}")
+        items = ConfigFile(
+            self._path,
+            {str(index): value for index, value in enumerate(values)},
+            prefix=f"{self._prefix}{key}.",
+        )
+        return tuple(items.number(str(index), most=most) for index in range(length))
+
+    def refuse_unless(self, key: str, allowed: object) -> None:
+        """Raise CheckpointError for any value but the one that is supported."""
+        value = self._given(key, allowed)
+        if value != allowed:
+            raise self.refusal(key, f"must be {_shown(allowed)}, not {_shown(value)}")
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._given(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, f"must be true or false, not {_shown(value)}")
+        return value
+
+    def choice(self, key: str, allowed: Iterable[str], default: str | _Missing = MISSING) -> str:
+        """Return one of the allowed strings."""
+        value = self._given(key, default)
+        words = list(allowed)
+        if not isinstance(value, str) or value not in words:
+            raise self.refusal(key, f"must be one of {', '.join(words)}, not {_shown(value)}")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return the ids of a key that holds one id, a list of ids, or nothing."""
+        value = self.value(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise self.refusal(key, f"must hold non-negative token ids, not {_shown(token_id)}")
+        return tuple(ids)
+
+    def word(self, key: str) -> str:
+        """Return a string."""
+        value = self._given(key, MISSING)
+        if not isinstance(value, str):
+            raise self.refusal(key, f"must be a string, not {_shown(value)}")
+        return value
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings; empty if there is none."""
+        value = self.value(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.refusal(key, f"must be a list of strings, not {_shown(value)}")
+        return tuple(value)
+
+    def section(self, key: str) -> ConfigFile:
+        """Return the object under a key; empty if there is none."""
+        value = self.value(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.refusal(key, f"must be an object, not {_shown(value)}")
+        section = ConfigFile(self._path, value, prefix=f"{self._prefix}{key}.")
+        self._sections.append(section)
+        return section
+
+    def _given(self, key: str, default: object) -> object:
+        value = self.value(key)
+        if value is not None:
+            return value
+        if default is MISSING:
+            raise self.refusal(key, "is missing")
+        return default
+
+
+def _shown(value: object) -> str:
+    # Python refuses to print integers of thousands of digits.
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

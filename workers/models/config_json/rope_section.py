@@ -1,0 +1,158 @@
+"""Reads rotary position embeddings from `config.json`, in the formats of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from pagedray.config import ModelConfig, RopeConfig
+from workers.models.config_json.config_file import MISSING, ConfigFile
+
+__all__ = [
+    "MAX_THETA",
+    "kind_key",
+    "rope_of",
+    "rope_section",
+    "rotary_size",
+    "with_rope",
+]
+
+MAX_THETA = 1e12
+_MAX_FACTOR = 1e6
+_MAX_POSITIONS = 2**26
+_Kind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+_KINDS: tuple[_Kind, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+# Each belongs to some kinds; as in transformers, the others ignore it.
+_KEYS_OF_KINDS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "mrope_section", "finetuned", "type", "rope_type"),
+)
+
+
+def rope_section(file: ConfigFile) -> ConfigFile:
+    """Return `rope_scaling` (transformers 4) unless it is empty, else `rope_parameters`."""
+    file.note_read("rope_parameters")
+    return file.section("rope_scaling" if file.value("rope_scaling") else "rope_parameters")
+
+
+def kind_key(section: ConfigFile) -> str:
+    """Return the key that names the kind of rope; if there are both, `rope_type` does."""
+    return "type" if "type" in section and "rope_type" not in section else "rope_type"
+
+
+def with_rope(
+    config: ModelConfig, file: ConfigFile, *, default_theta: float = 10000.0
+) -> ModelConfig:
+    """Return the configuration with the rope of all layers, which rotates whole heads."""
+    file.refuse_unless("partial_rotary_factor", 1)
+    theta = file.number("rope_theta", default_theta, most=MAX_THETA)
+    section = rope_section(file)
+    section.refuse_unless("partial_rotary_factor", 1)
+    rope = rope_of(section, file, default_theta=theta)
+    return replace(config, rope=rope, max_positions=_max_positions(config, rope))
+
+
+def rotary_size(
+    file: ConfigFile, section: ConfigFile, head_size: int, *, default_factor: float = 1.0
+) -> int:
+    """Return how many elements of a head are rotated."""
+    whole = file.number("partial_rotary_factor", default_factor, most=1.0)
+    size = int(head_size * section.number("partial_rotary_factor", whole, most=1.0))
+    if size % 2 or not size:
+        raise section.refusal(
+            "partial_rotary_factor",
+            f"must give an even size of the rotated part of each head, not {size}",
+        )
+    return size
+
+
+def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> RopeConfig:
+    """Return the rope of one section of a file, of whole heads."""
+    for key in section.keys_of_objects():
+        raise section.refusal(key, "is an object, but rope must not differ by layer")
+    section.note_read(*_KEYS_OF_KINDS)
+    file.note_read("original_max_position_embeddings")
+    theta = section.number("rope_theta", default_theta, most=MAX_THETA)
+    # Only the default kind has no factor, so that its name may be missing.
+    default = MISSING if "factor" in section else "default"
+    given = section.choice(kind_key(section), _KINDS, default)
+    kind = next(word for word in _KINDS if word == given)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "yarn":
+        return _yarn(section, file, theta)
+    factor = section.number("factor", most=_MAX_FACTOR)
+    if kind == "dynamic":
+        # It changes nothing before the longest sequence that config.json allows.
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind=kind, theta=theta, factor=factor)
+    low = section.number("low_freq_factor", most=_MAX_FACTOR)
+    high = section.number("high_freq_factor", most=_MAX_FACTOR)
+    if high <= low:
+        raise section.refusal("high_freq_factor", f"must be more than low_freq_factor {low:g}")
+    return RopeConfig(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=_original_max_positions(section, file),
+    )
+
+
+def _yarn(section: ConfigFile, file: ConfigFile, theta: float) -> RopeConfig:
+    original = _original_max_positions(section, file)
+    longest = file.integer("max_position_embeddings", most=_MAX_POSITIONS)
+    default_factor = longest / original if section.has_null("factor") else MISSING
+    factor = section.number("factor", default_factor, most=_MAX_FACTOR)
+    fast = section.number("beta_fast", 32.0, most=_MAX_FACTOR)
+    slow = section.number("beta_slow", 1.0, most=_MAX_FACTOR)
+    if slow >= fast:
+        raise section.refusal("beta_fast", f"must be more than beta_slow {slow:g}")
+    if theta <= 1.0:
+        raise section.refusal("rope_theta", f"must be above 1, not {theta:g}")
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        is_range_rounded=section.flag("truncate", True),
+        magnitude=section.number(
+            "attention_factor", _yarn_magnitude(section, factor), most=_MAX_FACTOR
+        ),
+    )
+
+
+def _yarn_magnitude(section: ConfigFile, factor: float) -> float:
+    """Return the factor of cosines and sines, which offsets the softmax over more positions."""
+
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    keys = ("mscale", "mscale_all_dim")
+    if not all(section.value(key) for key in keys):
+        return of(1.0)
+    one, all_dims = (section.number(key, most=_MAX_FACTOR) for key in keys)
+    return of(one) / of(all_dims)
+
+
+def _max_positions(config: ModelConfig, rope: RopeConfig) -> int:
+    """Return the context length, which yarn extends by its factor."""
+    if rope.kind != "yarn":
+        return config.max_positions
+    extended = int(min(rope.factor * rope.original_max_positions, _MAX_POSITIONS))
+    return max(config.max_positions, extended)
+
+
+def _original_max_positions(section: ConfigFile, file: ConfigFile) -> int:
+    """Return the context length of pretraining; as in transformers, that of the file wins."""
+    key = "original_max_position_embeddings"
+    if key in file:
+        return file.integer(key, most=_MAX_POSITIONS)
+    whole = file.integer("max_position_embeddings", most=_MAX_POSITIONS)
+    return section.integer(key, whole, most=_MAX_POSITIONS)

@@ -1,0 +1,107 @@
+"""Reads BERT (Devlin et al. 2018) and RoBERTa (Liu et al. 2019) from `config.json`.
+
+XLM-RoBERTa (Conneau et al. 2020) is a RoBERTa of many languages. Both number a text's tokens from
+the row behind that of padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagedray.config import ModelConfig, TensorNames
+from workers.models.config_json.family import MAX_POSITIONS, Family, model_dtype
+
+if TYPE_CHECKING:
+    from pagedray.config import ScoreActivation
+    from workers.models.config_json.config_file import ConfigFile
+
+__all__ = ["BERT", "ROBERTA"]
+
+_MAX_SIZE = 2**20
+_MAX_VOCAB = 2**24
+_WITH_HEAD = "ForSequenceClassification"
+_ACTIVATIONS: dict[str, ScoreActivation] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.linear.Identity": "identity",
+}
+
+
+def _read_bert(file: ConfigFile) -> ModelConfig:
+    return _read(file, BERT.architecture)
+
+
+def _read_roberta(file: ConfigFile) -> ModelConfig:
+    """Read an encoder, or a cross-encoder, whose head gives a pair of texts one score."""
+    config = _read(file, ROBERTA.architecture)
+    # It is a token and a position, and one position must be left behind it.
+    highest = min(config.vocab_size - 1, config.max_positions - 2)
+    padding_id = file.integer("pad_token_id", 1, least=0, most=highest)
+    config = replace(
+        config,
+        names=TensorNames(encoder="roberta"),
+        max_positions=config.max_positions - padding_id - 1,
+        position_padding_id=padding_id,
+    )
+    if not any(word.endswith(_WITH_HEAD) for word in file.words("architectures")):
+        return config
+    labels = file.section("id2label")
+    labels.note_read(*labels.given_keys())
+    if len(labels.given_keys()) != 1:
+        raise file.refusal("id2label", "must have one entry: the head must give one score")
+    return replace(config, task="score", score_activation=_score_activation(file))
+
+
+def _score_activation(file: ConfigFile) -> ScoreActivation:
+    """Return what sentence-transformers applies to a score, by its new key or its old one."""
+    key, section = "activation_fn", file.section("sentence_transformers")
+    if key not in section:
+        key, section = "sbert_ce_default_activation_function", file
+    return _ACTIVATIONS[section.choice(key, _ACTIVATIONS, next(iter(_ACTIVATIONS)))]
+
+
+def _read(file: ConfigFile, architecture: str) -> ModelConfig:
+    file.choice("hidden_act", ("gelu",), "gelu")
+    file.choice("position_embedding_type", ("absolute",), "absolute")
+    for key in ("is_decoder", "add_cross_attention"):
+        if file.flag(key, False):
+            raise file.refusal(key, "must be false")
+    # An encoder has no head and generates nothing; the others are of cross-encoders.
+    file.note_read("tie_word_embeddings", "eos_token_id")
+    file.note_read("sentence_transformers", "sbert_ce_default_activation_function")
+    hidden_size = file.integer("hidden_size", most=_MAX_SIZE)
+    num_heads = file.integer("num_attention_heads", most=_MAX_SIZE)
+    if hidden_size % num_heads:
+        raise file.refusal(
+            "hidden_size",
+            f"must be a multiple of num_attention_heads {num_heads}, not {hidden_size}",
+        )
+    return ModelConfig(
+        name=file.path.resolve().parent.name,
+        folder=file.path.parent,
+        architecture=architecture,
+        vocab_size=file.integer("vocab_size", most=_MAX_VOCAB),
+        hidden_size=hidden_size,
+        intermediate_size=file.integer("intermediate_size", most=_MAX_SIZE),
+        num_layers=file.integer("num_hidden_layers", most=1024),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=hidden_size // num_heads,
+        max_positions=file.integer("max_position_embeddings", most=MAX_POSITIONS),
+        norm_kind="layer",
+        activation="gelu",
+        norm_eps=file.number("layer_norm_eps", 1e-12, most=1.0),
+        is_encoder=True,
+        task="embed",
+        num_token_types=file.integer("type_vocab_size", 2, most=_MAX_SIZE),
+        dtype=model_dtype(file),
+    )
+
+
+BERT = Family(architecture="BertModel", model_types=("bert",), read=_read_bert)
+ROBERTA = Family(
+    architecture="RobertaModel",
+    model_types=("roberta", "xlm-roberta"),
+    read=_read_roberta,
+    aliases=("XLMRobertaModel", f"Roberta{_WITH_HEAD}", f"XLMRoberta{_WITH_HEAD}"),
+)

@@ -1,0 +1,163 @@
+"""The supported families, and the `ModelConfig` of a checkpoint's folder. It knows no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError, StartupError
+from workers.models.config_json.config_file import ConfigFile
+from workers.models.config_json.ignored_fields import check_all_read
+from workers.models.families.bert import BERT, ROBERTA
+from workers.models.families.bloom import BLOOM
+from workers.models.families.cohere2 import COHERE2
+from workers.models.families.ernie4_5 import ERNIE4_5
+from workers.models.families.gemma import GEMMA
+from workers.models.families.gemma2 import GEMMA2
+from workers.models.families.gemma3 import GEMMA3
+from workers.models.families.glm4 import GLM, GLM4
+from workers.models.families.granite import GRANITE
+from workers.models.families.llama import LLAMA
+from workers.models.families.ministral import MINISTRAL
+from workers.models.families.mistral import MISTRAL
+from workers.models.families.mpt import MPT
+from workers.models.families.olmo2 import OLMO2
+from workers.models.families.phi3 import PHI3
+from workers.models.families.qwen2 import QWEN2
+from workers.models.families.qwen3 import QWEN3
+from workers.models.families.seed_oss import SEED_OSS
+from workers.models.families.smollm3 import SMOLLM3
+from workers.models.families.starcoder2 import STARCODER2
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagedray.config import Dtype, ModelConfig, Task
+    from workers.models.config_json.family import Family
+
+__all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
+
+_ALL = (
+    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL),
+    *(MISTRAL, MPT, OLMO2, PHI3, QWEN2, QWEN3, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
+)
+_FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
+# Each refers to Python code of the checkpoint, which is never imported.
+_CODE_KEYS = ("auto_map", "custom_pipelines")
+
+
+def families() -> tuple[Family, ...]:
+    """Return the supported families."""
+    return _ALL
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return the supported values of `architectures` in config.json."""
+    return tuple(_FAMILIES)
+
+
+def read_model_config(
+    folder: Path, *, dtype: Dtype | None = None, task: Task | None = None
+) -> ModelConfig:
+    """Return the configuration of the checkpoint in a folder; `dtype` overrides that of the file.
+
+    A `task` of None is the usual one: to score for a cross-encoder, to embed for other encoders and
+    for a checkpoint of sentence-transformers, else to generate. Raises CheckpointError, and
+    StartupError for a task that the model cannot do.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder; a model is a folder with config.json and weights."
+        )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"No config.json found in {folder}.")
+    file = ConfigFile.read(path)
+    family = _family(file)
+    for key in _CODE_KEYS:
+        if file.value(key) and not family.may_name_code:
+            raise file.refusal(key, "requires code from the checkpoint, which is never run")
+    if file.value("quantization_config"):
+        raise file.refusal("quantization_config", "is not supported; use unquantized weights")
+    file.choice("model_type", family.model_types, family.model_types[0])
+    file.refuse_unless("is_encoder_decoder", False)
+    config = family.read(file)
+    check_all_read(file, family.architecture)
+    tasks = _tasks(config, file)
+    if task is not None and task not in tasks:
+        raise StartupError(
+            f"The model {config.name} cannot {task}; its task can be {' or '.join(tasks)}."
+        )
+    return replace(
+        config,
+        dtype=dtype or config.dtype,
+        task=task or tasks[0],
+        eos_token_ids=_with_generation_eos(config),
+    )
+
+
+def check_parallel(model: ModelConfig, num_ranks: int) -> None:
+    """Raise StartupError unless the model can be sharded over this many ranks."""
+    if model.num_heads % num_ranks:
+        raise _not_divisible("attention heads", model.num_heads, num_ranks)
+    if model.num_kv_heads % num_ranks and num_ranks % model.num_kv_heads:
+        raise StartupError(
+            f"{model.num_kv_heads} KV heads cannot be sharded over {num_ranks} ranks; one number "
+            "must be a multiple of the other."
+        )
+    if model.intermediate_size % num_ranks:
+        raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
+
+
+def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
+    """Return what a model can be used for, the usual task first."""
+    if config.is_encoder:
+        return (config.task,)
+    if any(map(_has_no_head, file.words("architectures"))):
+        return ("embed",)
+    # Sentence-transformers marks a checkpoint that was made to embed.
+    is_of_sentences = (config.folder / "modules.json").is_file()
+    return ("embed", "generate") if is_of_sentences else ("generate", "embed")
+
+
+def _has_no_head(architecture: str) -> bool:
+    """Return whether an architecture is a supported decoder without its output head."""
+    return architecture not in _FAMILIES and _with_head(architecture) in _FAMILIES
+
+
+def _with_head(architecture: str) -> str:
+    """Return the name of a decoder with its head, such as Qwen3ForCausalLM for Qwen3Model."""
+    return f"{architecture.removesuffix('Model')}ForCausalLM"
+
+
+def _family(file: ConfigFile) -> Family:
+    known = ", ".join(_FAMILIES)
+    given = file.words("architectures")
+    if not given:
+        raise file.refusal("architectures", f"is missing; supported are {known}")
+    for architecture in given:
+        if architecture in _FAMILIES:
+            return _FAMILIES[architecture]
+        if _has_no_head(architecture):
+            return _FAMILIES[_with_head(architecture)]
+    raise file.refusal(
+        "architectures", f"names {given[0][:60]!r}, which is not supported; supported are {known}"
+    )
+
+
+def _with_generation_eos(config: ModelConfig) -> tuple[int, ...]:
+    """Return the EOS ids of both files; instruct models list more in generation_config.json."""
+    path = config.folder / "generation_config.json"
+    if not path.is_file():
+        return config.eos_token_ids
+    more = ConfigFile.read(path).token_ids("eos_token_id")
+    ids = dict.fromkeys((*config.eos_token_ids, *more))
+    return tuple(token_id for token_id in ids if token_id < config.vocab_size)
+
+
+def _not_divisible(what: str, size: int, num_ranks: int) -> StartupError:
+    fitting = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
+    return StartupError(
+        f"{size} {what} cannot be sharded evenly over {num_ranks} ranks; "
+        f"use {', '.join(map(str, fitting))}."
+    )

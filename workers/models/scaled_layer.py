@@ -1,0 +1,32 @@
+"""Attention or an MLP whose output is multiplied by a number, as in Granite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workers.layers.weight import CompositeLayer
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.layers.mlp import MLP
+    from workers.layers.weight import Layer
+    from workers.models.self_attention import DecoderSelfAttention
+
+__all__ = ["ScaledLayer"]
+
+
+class ScaledLayer(CompositeLayer):
+    """Scales what a layer returns, which may be a rank's part of a sum, in place."""
+
+    def __init__(self, layer: DecoderSelfAttention | MLP, scale: float) -> None:
+        self._layer = layer
+        self._scale = scale
+
+    # Any: the parameters of the layer.
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        """Return the scaled output."""
+        return self._layer(*arguments).mul_(self._scale)
+
+    def sublayers(self) -> tuple[Layer, ...]:
+        return (self._layer,)

@@ -1,0 +1,95 @@
+"""What the graphs of decodes and those of steps with prompts have in common.
+
+Owns the sizes, the inputs that graphs read and the captures; does not know what a capture holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from pagedray.rank_progress import Phase, ProgressWord
+
+if TYPE_CHECKING:
+    from attention.abstract import AttentionMetadata
+    from workers.models.decoder import Decoder
+    from workers.runner.input_batch import StepInputs
+
+__all__ = ["StepGraphs"]
+
+Capture = TypeVar("Capture")
+
+
+class StepGraphs(ABC, Generic[Capture]):
+    """A capture for each of several numbers of tokens; a step is padded to the next larger one.
+
+    Drop it before closing the group: the graphs hold the group's collectives.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: torch.Tensor,
+        *,
+        sizes: list[int],
+        pool: Any,  # Any: torch does not export the type
+        progress: ProgressWord,
+    ) -> None:
+        """`sizes` are the numbers of tokens to capture, ascending."""
+        self._progress = progress
+        self._model = model
+        self._kv_cache = kv_cache
+        self._sizes = sizes
+        self._pool = pool
+        self._token_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
+        self._positions = torch.zeros_like(self._token_ids)
+        # One for all captures, since cuBLAS keeps memory for each stream.
+        self._stream = torch.cuda.Stream(model.device)
+        self._captures: dict[int, Capture] = {}
+
+    def capture_graphs(self, *, only_largest: bool = False) -> None:
+        """Capture every size, or only the largest; a replay captures a size that is missing.
+
+        All ranks of a group must do this at the same time.
+        """
+        # The largest first, since the smaller ones reuse its memory pool.
+        for size in self._sizes[-1:] if only_largest else reversed(self._sizes):
+            self._add_capture(size)
+
+    @abstractmethod
+    def can_replay(self, inputs: StepInputs) -> bool:
+        """Return whether graphs can run a step."""
+
+    @abstractmethod
+    def replay(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the normed hidden states, `[num_sampled, hidden_size]`.
+
+        The next replay may overwrite them.
+        """
+
+    @abstractmethod
+    def _capture(self, size: int) -> Capture:
+        """Capture the model for so many tokens, on the stream and with the pool of all captures."""
+
+    def _set_inputs(self, inputs: StepInputs) -> tuple[int, Capture]:
+        """Copy tokens and positions to where graphs read them.
+
+        Returns the padded number of tokens, and its capture.
+        """
+        num_tokens = len(inputs.token_ids)
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        if size not in self._captures:
+            # Every rank has the same plans, so that all capture at the same step.
+            self._add_capture(size)
+        # What is left of earlier steps behind them is padding, whose results are not used.
+        self._token_ids[:num_tokens].copy_(inputs.token_ids)
+        self._positions[:num_tokens].copy_(inputs.positions)
+        return size, self._captures[size]
+
+    @torch.inference_mode()
+    def _add_capture(self, size: int) -> None:
+        self._progress.enter(Phase.CAPTURING, size)
+        self._captures[size] = self._capture(size)

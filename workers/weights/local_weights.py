@@ -1,0 +1,58 @@
+"""Brings the weights of a model on the Hub to the node of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagedray.errors import CheckpointError
+from workers.hub.fetch import fetch_files, side_files
+from workers.weights.tensor_entries import weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pagedray.config import EngineConfig, HubRevision
+
+__all__ = ["check_weights_listed", "with_local_weights"]
+
+
+def with_local_weights(
+    config: EngineConfig, report_progress: Callable[[int, int], None]
+) -> EngineConfig:
+    """Return the configuration with the folder of the model on this node, weights included.
+
+    `report_progress` is called with the bytes downloaded, and of all. Raises CheckpointError.
+    """
+    hub = config.model.hub
+    if hub is None or config.load_format == "dummy":
+        return config
+    folder = fetch_files(hub, side_files(hub), report_progress)
+    fetch_files(hub, _weight_files(hub, folder), report_progress)
+    return replace(config, model=replace(config.model, folder=folder))
+
+
+def check_weights_listed(hub: HubRevision, folder: Path) -> None:
+    """Raise CheckpointError unless the repository has weights that can be loaded.
+
+    `folder` has the other files.
+    """
+    _weight_files(hub, folder)
+
+
+def _weight_files(hub: HubRevision, folder: Path) -> list[str]:
+    names = {file.name for file in hub.files}
+    wanted = weight_files(folder, names)
+    if not wanted:
+        raise CheckpointError(
+            f"{hub.id} has no model.safetensors and no model.safetensors.index.json; weights in "
+            "other formats are not supported, and pickled ones (*.bin) are never loaded."
+        )
+    for name in wanted:
+        if name not in names:
+            raise CheckpointError(
+                f"{hub.id} has no {name!r:.200}, which its model.safetensors.index.json lists; use "
+                "another revision."
+            )
+    return wanted
