@@ -7,6 +7,7 @@ a client little, and the event loop up to milliseconds. The engine's queue does 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -147,14 +148,18 @@ class LoopShares:
 class TimedWork(Generic[Result]):
     """A coroutine to await, and how long it has held the event loop."""
 
-    def __init__(self, work: Generator[object, None, Result]) -> None:
-        """`work` is what the coroutine's `__await__` returns."""
+    def __init__(self, work: Generator[object, None, Result], *, limit_s: float = math.inf) -> None:
+        """`work` is what the coroutine's `__await__` returns.
+
+        From `limit_s` on, the coroutine is not timed any more, which makes a long stream cheaper.
+        """
         self._work = work
+        self._limit_s = limit_s
         self.used_s = 0.0
 
     def __await__(self) -> Generator[object, None, Result]:
         error: BaseException | None = None
-        while True:
+        while error is not None or self.used_s < self._limit_s:
             started_s = time.perf_counter()
             try:
                 awaited = next(self._work) if error is None else self._work.throw(error)
@@ -168,3 +173,4 @@ class TimedWork(Generic[Result]):
                 error = None
             except BaseException as thrown:
                 error = thrown
+        return (yield from self._work)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -134,7 +135,9 @@ def _handler(
         if shares.num_waiting(client) >= MAX_WAITING:
             await abort_call(context, TooManyWaitError())
         await shares.wait_turn(client)
-        work = TimedWork(answer(context).__await__())
+        # What a call generated before it was cancelled is not charged.
+        limit_s = _CALL_S if uses_engine else math.inf
+        work = TimedWork(answer(context).__await__(), limit_s=limit_s)
         is_complete = False
         try:
             await work
@@ -143,9 +146,7 @@ def _handler(
             # An overloaded server rejects at once; clients that it has room for are not delayed.
             is_free = is_complete or context.code() in _OVERLOADED
             if not (is_free and uses_engine):
-                # What a call generated before it was cancelled is not charged.
-                used_s = min(work.used_s, _CALL_S) if uses_engine else work.used_s
-                shares.charge(client, _OTHER_S + used_s)
+                shares.charge(client, _OTHER_S + min(work.used_s, limit_s))
 
     async def handle(_requests: object, context: Context) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -139,7 +140,20 @@ async def test_only_the_time_on_the_event_loop_is_measured() -> None:
     assert 0.01 <= timed.used_s < 0.5
 
 
-async def test_measured_work_can_be_cancelled_and_may_catch_errors() -> None:
+async def test_work_is_not_measured_beyond_its_limit() -> None:
+    async def work() -> str:
+        for _ in range(5):
+            time.sleep(0.01)
+            await asyncio.sleep(0)
+        return "done"
+
+    timed = TimedWork(work().__await__(), limit_s=0.015)
+    assert await timed == "done"
+    assert 0.02 <= timed.used_s < 0.05
+
+
+@pytest.mark.parametrize("limit_s", [math.inf, 0.0])
+async def test_measured_work_can_be_cancelled_and_may_catch_errors(limit_s: float) -> None:
     caught: list[BaseException] = []
 
     async def work() -> None:
@@ -150,7 +164,7 @@ async def test_measured_work_can_be_cancelled_and_may_catch_errors() -> None:
             raise
 
     async def timed() -> None:
-        await TimedWork(work().__await__())
+        await TimedWork(work().__await__(), limit_s=limit_s)
 
     task = asyncio.create_task(timed())
     await asyncio.sleep(0)
