@@ -72,9 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """Number of likeliest tokens to sample from; 0 is all."""
+    """Number of likeliest tokens to sample from; 0 or -1 is all."""
     top_p: float = 1.0
-    """Cumulative probability of the likeliest tokens to sample from."""
+    """Cumulative probability of the likeliest tokens to sample from; 0 is greedy."""
     min_p: float = 0.0
     """Minimum probability of a token, relative to the likeliest one."""
     repetition_penalty: float = 1.0
@@ -103,8 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, MAX_COUNT)
-        _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
+        _check_int("top_k", self.top_k, -1, MAX_COUNT)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         # With a lower bound of 0, the division of a logit could overflow.
         _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always sampled."""
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_penalty(self) -> bool:
@@ -188,6 +188,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that end a completion unless `ignore_eos`."""
     tenant: str = ""
     """The tenant that the request is billed to; prefixes are shared within a tenant only."""
+    cache_salt: str = ""
+    """Prefixes are shared only by requests of a tenant that have the same salt."""
     weight: float = 1.0
     """The tenant's share of the engine, relative to other tenants."""
     priority: int = 0
@@ -242,16 +244,15 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         )
 
 
-def _check_float(
-    name: str, value: object, low: float, high: float, *, is_low_open: bool = False
-) -> None:
+def _check_float(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be a number, not {shown_value(value)}.", param=name)
     # An integer may be too large for a float.
-    if -1e300 < value < 1e300 and low <= value <= high and not (is_low_open and value == low):
+    if -1e300 < value < 1e300 and low <= value <= high:
         return
-    allowed = f"more than {low:g} and at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
-    raise InvalidRequestError(f"{name} must be {allowed}, not {shown_value(value)}.", param=name)
+    raise InvalidRequestError(
+        f"{name} must be {low:g} to {high:g}, not {shown_value(value)}.", param=name
+    )
 
 
 def _check_size(name: str, size: int, most: int) -> None:

@@ -99,6 +99,7 @@ def _serve(parsed: argparse.Namespace) -> int:
                 if parsed.max_request_kib is None
                 else parsed.max_request_kib * 2**10,
             ),
+            strict_parameters=parsed.strict_parameters,
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()

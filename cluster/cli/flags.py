@@ -158,7 +158,7 @@ _SAMPLING = (
     _Flag("max_tokens", "Maximum number of tokens to generate.", int),
     _Flag("temperature", "Sampling temperature; 0 is greedy.", float, "T"),
     _Flag("top_p", "Sample from the likeliest tokens of this total probability.", float, "P"),
-    _Flag("top_k", "Sample from this many of the likeliest tokens; 0 is all.", int, "K"),
+    _Flag("top_k", "Sample from this many of the likeliest tokens; 0 or -1 is all.", int, "K"),
     _Flag("seed", "Random seed of sampling. (default: a random one)", int),
 )
 

@@ -118,7 +118,12 @@ def _add_ports(group: _Group) -> None:
 
 
 def _add_request_limits(group: _Group) -> None:
-    """Add how large and how slow requests may be."""
+    """Add how large and how slow requests may be, and which parameters they may have."""
+    group.add_argument(
+        "--strict-parameters",
+        action="store_true",
+        help="Reject HTTP parameters that cannot change the answer; otherwise they are ignored.",
+    )
     group.add_argument(
         "--read-timeout-s",
         type=_seconds(1.0, 3600.0),

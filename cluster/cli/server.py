@@ -58,6 +58,7 @@ class Server:
         reader_limits: ReaderLimits,
         allowed_hosts: tuple[str, ...] = (),
         intake_limits: IntakeLimits,
+        strict_parameters: bool,
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -75,6 +76,7 @@ class Server:
         self._reader_limits = reader_limits
         self._allowed_hosts = allowed_hosts
         self._intake_limits = intake_limits
+        self._strict_parameters = strict_parameters
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -117,6 +119,7 @@ class Server:
             reader_limits=self._reader_limits,
             allowed_hosts=self._allowed_hosts,
             intake_limits=self._intake_limits,
+            strict_parameters=self._strict_parameters,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()

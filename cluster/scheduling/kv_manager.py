@@ -336,7 +336,8 @@ class KvManager:
         """Return the digest before that of block `index`."""
         if index:
             return sequence.keys[index - 1].digest
-        return cache.root(sequence.active.request.tenant)
+        request = sequence.active.request
+        return cache.root(request.tenant, request.cache_salt)
 
     def _num_proven(self, blocks: list[int], cache: PrefixCache) -> int:
         """Return how many leading ones of cached blocks are proven."""

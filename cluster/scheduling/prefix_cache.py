@@ -1,8 +1,9 @@
 """Maps the tokens of full blocks to blocks, so that common prefixes are computed once.
 
 The key of a full block is a digest over its tokens and the digest of the block before it,
-hence over all tokens up to its end. The chain starts with the tenant, under a key that only
-this process knows: clients can neither craft a collision nor reach another tenant's blocks.
+hence over all tokens up to its end. The chain starts with the tenant and the client's salt,
+under a key that only this process knows: clients can neither craft a collision nor reach
+another tenant's blocks.
 
 A block is proven once logits that depend on it were finite. If they are not, the tokens of the
 first block that is not proven get another key, and so does every continuation of them:
@@ -60,9 +61,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def root(self, tenant: str) -> bytes:
-        """Return the digest before a tenant's first block."""
-        return sha256(self._hash_key + tenant.encode("utf-8", "surrogatepass")).digest()
+    def root(self, tenant: str, salt: str = "") -> bytes:
+        """Return the digest before the first block of a tenant's requests with the same salt."""
+        digest = sha256(self._hash_key + tenant.encode("utf-8", "surrogatepass")).digest()
+        return sha256(self._hash_key + digest + salt.encode()).digest() if salt else digest
 
     def key_after(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
         """Return the key of a full block that follows the block with digest `parent`."""

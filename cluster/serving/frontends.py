@@ -53,11 +53,13 @@ class Frontends:
         reader_limits: ReaderLimits | None = None,
         allowed_hosts: Iterable[str] = (),
         intake_limits: IntakeLimits | None = None,
+        strict_parameters: bool = False,
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
         Without certificates, TLS is disabled. Without keys, HTTP answers for `allowed_hosts`
-        besides IP addresses, `localhost` and `host`.
+        besides IP addresses, `localhost` and `host`. `strict_parameters` refuses parameters that
+        would be ignored.
         """
         self.servicer = Servicer(
             client,
@@ -69,6 +71,7 @@ class Frontends:
             tool_format=tool_format,
             reader_limits=reader_limits,
             intake_limits=intake_limits,
+            strict_parameters=strict_parameters,
         )
         limits = connection_limits()
         self._grpc = (

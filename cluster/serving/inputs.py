@@ -12,6 +12,7 @@ from pagedray.batch import Pooling
 
 __all__ = [
     "MAX_CLIENT_ID_LENGTH",
+    "MAX_SALT_LENGTH",
     "MAX_TIMEOUT_S",
     "Arrival",
     "CallOrigin",
@@ -46,6 +47,8 @@ MAX_TIMEOUT_S = 86_400
 """The longest time that a client may give a call."""
 MAX_CLIENT_ID_LENGTH = 128
 """Characters of a client's own id of a call."""
+MAX_SALT_LENGTH = 256
+"""Characters of the salt of a prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class ChatPrompt:
     """Whether the rendered text ends with the start of an assistant turn."""
     continues_final_message: bool = False
     """Whether the model continues the text of the last message, in that message's role."""
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the chat template."""
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -96,6 +101,12 @@ class GenerationInput:
     """Whether special tokens are left out of the text."""
     includes_stop: bool = False
     """Whether the stop string or stop token that ends a sequence is part of its text."""
+    adds_special_tokens: bool = True
+    """Whether special tokens are added to texts; a chat template adds its own."""
+    max_prompt_tokens: int | None = None
+    """Number of tokens at the end of a prompt that are kept; -1 is as many as fit."""
+    cache_salt: str = ""
+    """Prefixes are shared only by requests with the same salt."""
     is_resumable: bool = False
     """Whether the client may come back for the stream after its connection was cut."""
     origin: CallOrigin = CallOrigin()

@@ -135,6 +135,7 @@ class PromptReader:
             tools=prompt.tools,
             adds_generation_prompt=prompt.adds_generation_prompt,
             continues_final_message=prompt.continues_final_message,
+            variables=prompt.variables,
             marks_special_tokens=self._marks_special_tokens,
         )
 
@@ -194,7 +195,7 @@ def _is_long_chat(prompt: ChatPrompt) -> bool:
         return True
     calls = (call for message in messages for call in message.tool_calls)
     num_bytes = 0
-    for value in chain(prompt.tools, (call.arguments for call in calls)):
+    for value in chain(prompt.tools, [prompt.variables], (call.arguments for call in calls)):
         num_bytes += len(msgspec.json.encode(value))
         if num_bytes >= _LONG_VALUES:
             return True

@@ -29,6 +29,7 @@ from cluster.serving.score_validator import ScoreValidator
 from cluster.serving.server_info import own_loads, server_info, server_loads
 from cluster.serving.telemetry.call_log import log_call
 from cluster.serving.telemetry.call_watch import CallObserver, CallWatch
+from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.tools.tool_calls import detect_format
@@ -92,11 +93,12 @@ class Servicer:
         tool_format: ToolCallFormat | None = None,
         reader_limits: ReaderLimits | None = None,
         intake_limits: IntakeLimits | None = None,
+        strict_parameters: bool = False,
     ) -> None:
         """Long texts are tokenized in `text_pool`, which the servicer closes.
 
         Without an `authenticator` no key is required. A `tool_format` of None is detected in the
-        model's chat template.
+        model's chat template. `strict_parameters` refuses those that would be ignored.
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -106,6 +108,8 @@ class Servicer:
             tokenizer.disable_cache()
         self._text_pool = TextPool() if text_pool is None else text_pool
         self.metrics = Metrics(client, config)
+        self.ignored = IgnoredParameters(self.metrics.count_ignored, is_strict=strict_parameters)
+        """What HTTP clients send and is ignored."""
         self.validator = Validator(
             config,
             tokenizer,

@@ -15,6 +15,7 @@ import msgspec
 
 from cluster.serving.inputs import (
     MAX_CLIENT_ID_LENGTH,
+    MAX_SALT_LENGTH,
     ChatPrompt,
     GenerationInput,
     Prompt,
@@ -39,6 +40,7 @@ from pagedray.request import (
     StructureKind,
     check_token_ids,
 )
+from pagedray.shown_value import shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +93,8 @@ class Validator:
         self.check_model(given.model)
         _check_client_id(given.client_id)
         _check_priority(given.priority)
+        _check_cache_salt(given.cache_salt)
+        _check_truncation(given.max_prompt_tokens)
         sampling = self._read_sampling(given)
         _check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
@@ -154,7 +158,7 @@ class Validator:
     async def _request(
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> Request:
-        token_ids = await self._read_prompt(prompt, given.tenant, is_long=is_long)
+        token_ids = await self._read_prompt(prompt, sampling, given, is_long=is_long)
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -162,6 +166,7 @@ class Validator:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             eos_token_ids=self._eos_token_ids,
             tenant=given.tenant,
+            cache_salt=given.cache_salt,
             priority=given.priority,
             deadline_s=given.deadline_s,
         )
@@ -180,13 +185,37 @@ class Validator:
         for one in sequences:
             check_token_ids(one.token_ids, self._vocab_size, "continuation")
 
-    async def _read_prompt(self, prompt: Prompt, tenant: str, *, is_long: bool) -> tuple[int, ...]:
+    async def _read_prompt(
+        self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
+    ) -> tuple[int, ...]:
         if prompt == "":
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        token_ids = await self._reader.read_prompt(prompt, is_long=is_long, tenant=tenant)
+        token_ids = await self._reader.read_prompt(
+            prompt,
+            is_long=is_long,
+            tenant=given.tenant,
+            add_special_tokens=given.adds_special_tokens,
+        )
+        if given.max_prompt_tokens is not None:
+            token_ids = self._truncated(token_ids, given.max_prompt_tokens, sampling, given)
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         self._check_prompt_length(len(token_ids), param)
         return token_ids
+
+    def _truncated(
+        self,
+        token_ids: tuple[int, ...],
+        num_kept: int,
+        sampling: SamplingParams,
+        given: GenerationInput,
+    ) -> tuple[int, ...]:
+        """Return the end of a prompt."""
+        if num_kept == -1:
+            reserved = given.default_max_tokens or 1
+            if "max_tokens" in given.sampling:
+                reserved = sampling.max_tokens
+            num_kept = max(1, self._context - reserved)
+        return token_ids[-num_kept:]
 
     def _check_prompt_length(self, num_tokens: int, param: str) -> None:
         if num_tokens == 0:
@@ -240,6 +269,23 @@ def _check_priority(priority: int) -> None:
         raise InvalidRequestError(
             f"priority must be from {-_MAX_PRIORITY - 1} to {_MAX_PRIORITY}, not {priority}.",
             param="priority",
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, not {len(salt)}.",
+            param="cache_salt",
+        )
+    check_unicode(salt, "cache_salt")
+
+
+def _check_truncation(num_kept: int | None) -> None:
+    if num_kept is not None and num_kept != -1 and num_kept < 1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
+            param="truncate_prompt_tokens",
         )
 
 

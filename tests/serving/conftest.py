@@ -64,6 +64,7 @@ class Server:
         reader_limits: ReaderLimits | None = None,
         certificates: CertificateStore | None = None,
         allowed_hosts: tuple[str, ...] = (),
+        strict_parameters: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -80,6 +81,7 @@ class Server:
             reader_limits=reader_limits,
             certificates=certificates,
             allowed_hosts=allowed_hosts,
+            strict_parameters=strict_parameters,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

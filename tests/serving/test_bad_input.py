@@ -97,12 +97,7 @@ CASES = {
     "temperature": Case(
         "temperature must be 0 to 100, not -0.1.", "temperature", sampling={"temperature": -0.1}
     ),
-    "top_p 0": Case(
-        "top_p must be more than 0 and at most 1, not 0.", "top_p", sampling={"top_p": 0.0}
-    ),
-    "top_p": Case(
-        "top_p must be more than 0 and at most 1, not 1.01.", "top_p", sampling={"top_p": 1.01}
-    ),
+    "top_p": Case("top_p must be 0 to 1, not 1.01.", "top_p", sampling={"top_p": 1.01}),
     "min_p": Case("min_p must be 0 to 1, not 2.", "min_p", sampling={"min_p": 2.0}),
     "repetition_penalty": Case(
         "repetition_penalty must be 0.01 to 100, not 0.",
@@ -236,7 +231,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"temperature": "hot"}, "temperature must be a number, not 'hot'.", "temperature"),
     ({"temperature": [1] * 9}, "temperature must be a number, not a list.",
      "temperature"),
-    ({"top_k": -1}, "top_k must be 0 or more, not -1.", "top_k"),
+    ({"top_k": -2}, "top_k must be -1 or more, not -2.", "top_k"),
     ({"seed": 2**64}, "seed must be from -9223372036854775808 to 9223372036854775807, not "
      "18446744073709551616.", "seed"),
     ({"priority": 2**40}, "priority must be from -2147483648 to 2147483647, not 1099511627776.",
@@ -250,7 +245,7 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"logit_bias": {"a": 1}}, "logit_bias must be an integer, not 'a'.", "logit_bias"),
     ({"logit_bias": {"5": "a"}}, "logit_bias must be a number, not 'a'.", "logit_bias"),
     ({"logit_bias": {"-5": 1}}, "logit_bias must be 0 or more, not -5.", "logit_bias"),
-    ({"top_k": 2**64}, "top_k must be from 0 to 2147483647, not 18446744073709551616.", "top_k"),
+    ({"top_k": 2**64}, "top_k must be from -1 to 2147483647, not 18446744073709551616.", "top_k"),
     ({"logit_bias": {"5": 10**400}},
      "logit_bias must be -100 to 100, not a number of more than 30 digits.", "logit_bias"),
     ({"n": 10**400}, "n must be from 1 to 128, not a number of more than 30 digits.", "n"),
@@ -264,8 +259,9 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"model": None}, "model is required.", "model"),
     ({"echo": True}, "echo is not supported.", "echo"),
     ({"suffix": "x"}, "suffix is not supported.", "suffix"),
-    ({"best_of": 2}, "best_of is not supported.", "best_of"),
-    ({"best_of": True}, "best_of is not supported.", "best_of"),
+    ({"best_of": 2}, "best_of is not supported: use n, and choose by logprobs.", "best_of"),
+    ({"best_of": True}, "best_of is not supported: use n, and choose by logprobs.", "best_of"),
+    ({"temprature": 1}, "temprature is not supported: did you mean temperature?", "temprature"),
     ({"chat_template": "{{ x }}"}, "chat_template is not supported.", "chat_template"),
     ({"guided_json": 5}, "guided_json must be a JSON Schema.", "guided_json"),
     ({"guided_json": {}, "guided_regex": "a"},
@@ -277,8 +273,12 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"structured_outputs": {"xml": 5}}, "structured_outputs.xml is not supported.",
      "structured_outputs.xml"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not supported.", "prompt_logprobs"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported.",
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be -1, or 1 or more, not -2.",
      "truncate_prompt_tokens"),
+    ({"cache_salt": "x" * 257}, "cache_salt may have at most 256 characters, not 257.",
+     "cache_salt"),
+    ({"request_id": "x" * 129}, "request_id must have 1 to 128 printable characters.",
+     "request_id"),
     ({"no such\nname": 1}, "'no such\\nname' is not supported.", None),
 ]  # fmt: skip
 
@@ -313,7 +313,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"messages": [{"role": "user", "content": 5}]},
      "messages.0.content must be a string or a list of text parts."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-     "messages.0.content must be a string or a list of text parts."),
+     "messages.0.content.0 is not supported: image_url parts need a model that reads more than "
+     "text."),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
      "messages.0.content must be a string or a list of text parts."),
     # An object with more names than fields is not validated further.
@@ -322,14 +323,36 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
      "tool_choice.function.x0 is not supported."),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": MANY}]}]},
      "messages.0.tool_calls.0.function.x0 is not supported."),
-    ({"messages": [{"role": "user", "content": "x", "name": "me"}]},
-     "messages.0.name is not supported."),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]},
+     "messages.0.reasoning requires role = assistant."),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y",
+     "reasoning_content": "z"}]},
+     "messages.0.reasoning and reasoning_content must be equal if both are set."),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "me"}]},
+     "messages.0.tool_call_id requires role = tool."),
+    ({"messages": [{"role": "user", "content": "x", "name": "x" * 129}]},
+     "messages.0.name may have at most 128 characters."),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object of at most 64 "
+     "entries."),
+    ({"chat_template_kwargs": {"a b": 1}},
+     "chat_template_kwargs must have names of variables of at most 64 characters."),
+    ({"chat_template_kwargs": {"messages": []}},
+     "chat_template_kwargs.messages is not supported: messages is a parameter of its own."),
+    ({"chat_template_kwargs": {"a": "x" * 70_000}},
+     "chat_template_kwargs may have at most 65536 bytes of JSON, not 70008."),
+    ({"reasoning_effort": "huge"}, "reasoning_effort must be one of 'none', 'minimal', 'low', "
+     "'medium', 'high', 'xhigh' or 'max', not 'huge'."),
+    ({"documents": [{"text": "x"}]},
+     "documents is not supported: the model's chat template does not read it."),
+    ({"documents": ["x"]}, "documents must be a list of objects."),
+    ({"web_search_options": {}},
+     "web_search_options is not supported: the server has no access to the web."),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]},
      "The model's chat template rejected the messages: The system speaks first."),
     ({"tools": 5}, "tools must be a list."),
     ({"tools": [{"type": "function"}]}, "tools.0.function is required."),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
-     "tools.0.function.name must be 1 to 64 letters, digits, underscores or dashes."),
+     "tools.0.function.name must be 1 to 64 letters, digits, underscores, dashes or dots."),
     ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 70_000}}]},
      "tools.0.function may have at most 65536 bytes of JSON, not 70107."),
     ({"tools": [TOOL] * 2}, "tools must have unique names."),
@@ -358,7 +381,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.name is required."),
     ({"continue_final_message": True},
      "continue_final_message requires add_generation_prompt = false."),
-    ({"chat_template": "{{ x }}"}, "chat_template is not supported."),
+    ({"chat_template": "{{ x }}"}, "chat_template is not supported: templates come from "
+     "checkpoints, because they are programs."),
     ({"logprobs": 5}, "logprobs must be true or false, not 5."),
     ({"top_logprobs": 5}, "top_logprobs requires logprobs = true."),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs must be from 0 to 20, not 21."),

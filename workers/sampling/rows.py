@@ -50,7 +50,8 @@ class SamplingRows:
         self._needs[row] = self._needs_of(start)
         self._generator_starts[row] = generator_start(start.seed, start.index)
         self._temperature[row] = max(sampling.temperature, LOWEST_TEMPERATURE)
-        self._top_k[row] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        top_k = sampling.top_k if sampling.top_k > 0 else self._vocab_size
+        self._top_k[row] = min(top_k, self._vocab_size)
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._num_logprobs[row] = sampling.logprobs or 0

@@ -164,6 +164,8 @@ def _schemas() -> Json:
                 "enum": [*values, None],
                 "description": "Not supported; accepted only with a value that has no effect.",
             }
+        for name, reason in body.ignored.items():
+            schema["properties"][name] = {"description": f"Ignored: {reason}."}
     return {**dict(sorted(schemas.items())), **RESPONSE_SCHEMAS}
 
 

@@ -71,6 +71,8 @@ class GenerationCall:
         buffer: OutputBuffer,
     ) -> None:
         """Output that is not read is counted in `buffer`."""
+        self.prompts = tuple(request.prompt_token_ids for request in requests)
+        """The token ids of the prompts."""
         self._call = call
         self._watch = watch
         self._deadline_s = requests[0].deadline_s

@@ -181,6 +181,7 @@ class HttpApp:
             tenant=tenant,
             rest=rest,
             metrics=self._servicer.metrics,
+            ignored=self._servicer.ignored,
             intake=self._servicer.intake,
             read_timeout_s=self.read_timeout_s,
             entered=entered,

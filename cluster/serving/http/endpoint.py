@@ -19,6 +19,7 @@ from cluster.serving.http.body import JSON_TYPE, read_raw
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.intake.intake import Intake
+from cluster.serving.telemetry.ignored_parameters import IgnoredParameters
 from cluster.serving.telemetry.metrics import Metrics
 from pagedray.errors import InvalidRequestError
 
@@ -51,6 +52,7 @@ class HttpCall:
     rest: str
     """The value of the path's parameter; empty if it has none."""
     metrics: Metrics
+    ignored: IgnoredParameters
     intake: Intake
     read_timeout_s: float
     entered: OpenCall | None
@@ -111,7 +113,7 @@ class HttpCall:
                         max_bytes=size.num_bytes,
                         timeout_s=self.read_timeout_s,
                     )
-                    steps = _read(kind, raw, size, use)
+                    steps = _read(kind, raw, size, use, self.ignored.note)
                     return await self.intake.parsing.run(tenant, len(raw), steps)
             except HTTPException:
                 self.metrics.count_outcome("invalid", "http")
@@ -123,8 +125,9 @@ def _read(
     raw: bytes,
     size: RequestSize,
     use: Callable[[AnyBody, bytes], Steps[Used]],
+    note_ignored: Callable[[str], None],
 ) -> Steps[Used]:
-    body = yield from read_body(kind, raw, size)
+    body = yield from read_body(kind, raw, size, note_ignored=note_ignored)
     return (yield from use(body, raw))
 
 

@@ -1,14 +1,16 @@
 """How the bodies of all endpoints are read and validated.
 
-An unsupported parameter is rejected unless its value has no effect: null, or its default.
+An unsupported parameter is rejected unless its value has no effect: null, or its default. Hints
+that cannot change the answer are ignored.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Body", "BodyPart", "Defaults", "named_schema", "read_body", "read_part", "renamed"]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
+_LEAST_LIKENESS = 0.8
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -52,6 +55,10 @@ class Body(BodyPart):
 
     defaults: ClassVar[Defaults] = {}
     """Unsupported parameters and their values without effect."""
+    ignored: ClassVar[Mapping[str, str]] = {}
+    """Parameters that cannot change the answer, and why."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Unsupported parameters, and what to use instead or why they are refused."""
     max_entries: ClassVar[Mapping[str, int]] = {}
     """Lists whose length is checked before their entries are validated."""
     ids_field: ClassVar[str | None] = None
@@ -72,15 +79,24 @@ def named_schema(name: str) -> dict[str, JsonValue]:
     return {"x-part": name}
 
 
-def read_body(kind: type[AnyBody], raw: bytes, size: RequestSize = LARGEST) -> Steps[AnyBody]:
-    """Return the checked body of a call. Raises InvalidRequestError."""
+def read_body(
+    kind: type[AnyBody],
+    raw: bytes,
+    size: RequestSize = LARGEST,
+    *,
+    note_ignored: Callable[[str], None],
+) -> Steps[AnyBody]:
+    """Return the checked body of a call. Raises InvalidRequestError.
+
+    `note_ignored` is called with the name of each parameter that is ignored, and may refuse it.
+    """
     try:
         given = yield from read_json(raw, size)
     except ContextLengthError as error:
         error.param = kind.ids_field
         raise
     yield
-    supported = _without_defaults(given, kind, size)
+    supported = _supported(given, kind, size, note_ignored)
     yield
     body = _validated(kind, supported, "")
     yield
@@ -112,7 +128,7 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
         return kind.model_validate(given)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)[0]
-        raise _refusal(details, where) from error
+        raise _refusal(details, where, kind) from error
 
 
 def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
@@ -130,7 +146,7 @@ def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
     if len(given) > len(kind.model_fields):
         known = {field.alias or name for name, field in kind.model_fields.items()}
         unknown = next(name for name in given if name not in known)
-        raise _unsupported(f"{where}.{unknown}" if where else unknown)
+        raise _unsupported(f"{where}.{unknown}" if where else unknown, kind, where)
     for name, part in _parts_of(kind).items():
         if name in given:
             _check_num_names(part, given[name], f"{where}.{name}" if where else name)
@@ -148,9 +164,13 @@ def _parts_of(kind: type[BodyPart]) -> Mapping[str, type[BodyPart]]:
     return found
 
 
-def _without_defaults(
-    given: dict[str, object], kind: type[Body], size: RequestSize
+def _supported(
+    given: dict[str, object],
+    kind: type[Body],
+    size: RequestSize,
+    note_ignored: Callable[[str], None],
 ) -> dict[str, object]:
+    """Return the parameters that are fields of the body."""
     kept: dict[str, object] = {}
     for name, limit in kind.max_entries.items():
         value = given.get(name)
@@ -165,8 +185,10 @@ def _without_defaults(
             continue
         if name in kind.model_fields:
             kept[name] = _without_nulls(value) if name in kind.with_nulls else value
+        elif name in kind.ignored:
+            note_ignored(name)
         elif not _is_one_of(value, kind.defaults.get(name, ())):
-            raise _unsupported(name)
+            raise _unsupported(name, kind)
     return kept
 
 
@@ -185,12 +207,13 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     return any(value == other and type(value) is type(other) for other in allowed)
 
 
-def _refusal(details: ErrorDetails, prefix: str) -> InvalidRequestError:
-    path = [str(part) for part in details["loc"]]
+def _refusal(details: ErrorDetails, prefix: str, part: type[BodyPart]) -> InvalidRequestError:
+    path = [str(step) for step in details["loc"]]
     where = ".".join([prefix, *path] if prefix else path)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return _unsupported(where)
+        # The names next to one further inside are those of another part.
+        return _unsupported(where, part if len(path) == 1 else BodyPart, prefix)
     if kind == "missing":
         return InvalidRequestError(f"{where} is required.", param=where)
     expected = _EXPECTED.get(kind, "a valid value").format(**details.get("ctx", {}))
@@ -200,7 +223,15 @@ def _refusal(details: ErrorDetails, prefix: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where} must be {expected}, not {shown}.", param=where)
 
 
-def _unsupported(name: str) -> InvalidRequestError:
-    is_plain = _PLAIN_NAME.fullmatch(name) is not None
-    shown = name if is_plain else shown_value(name)
-    return InvalidRequestError(f"{shown} is not supported.", param=name if is_plain else None)
+def _unsupported(name: str, kind: type[BodyPart], where: str = "") -> InvalidRequestError:
+    """Return the refusal of a name in the part at the path `where`."""
+    if _PLAIN_NAME.fullmatch(name) is None:
+        return InvalidRequestError(f"{shown_value(name)} is not supported.")
+    reason = kind.refused.get(name) if issubclass(kind, Body) else None
+    if reason is None:
+        known = {field.alias or field_name for field_name, field in kind.model_fields.items()}
+        own = name.removeprefix(f"{where}.") if where else name
+        nearest = difflib.get_close_matches(own, known - {own}, n=1, cutoff=_LEAST_LIKENESS)
+        reason = f"did you mean {nearest[0]}?" if nearest else ""
+    text = f"{name} is not supported{f': {reason}' if reason else ''}"
+    return InvalidRequestError(text if text.endswith("?") else f"{text}.", param=name)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
 from cluster.serving.http.schema import Defaults, named_schema
 from cluster.serving.inputs import ChatPrompt, GenerationInput
-from cluster.serving.openai.generation_body import COMMON_DEFAULTS, GenerationBody, bounds
+from cluster.serving.openai.generation_body import GenerationBody, bounds
 from cluster.serving.openai.messages import (
     Message,
     read_choice,
     read_messages,
     read_tools,
     tools_field,
+)
+from cluster.serving.openai.parameters import (
+    CHAT_REFUSED,
+    CHAT_WITHOUT_EFFECT,
+    REFUSED,
+    WITHOUT_EFFECT,
+)
+from cluster.serving.openai.template_arguments import (
+    MAX_DOCUMENTS,
+    Effort,
+    TemplateArguments,
 )
 from cluster.serving.tools.tool import MAX_TOOLS
 from cluster.serving.tools.tool_choice import ToolUse
@@ -35,13 +46,13 @@ MAX_MESSAGES = 4096
 class ChatBody(GenerationBody):
     """A conversation for the model to continue."""
 
-    defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {
-        "chat_template_kwargs": ({},),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
+    defaults: ClassVar[Defaults] = {**WITHOUT_EFFECT, **CHAT_WITHOUT_EFFECT}
+    refused: ClassVar[Mapping[str, str]] = {**REFUSED, **CHAT_REFUSED}
+    max_entries: ClassVar[Mapping[str, int]] = {
+        "messages": MAX_MESSAGES,
+        "tools": MAX_TOOLS,
+        "documents": MAX_DOCUMENTS,
     }
-    max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     messages: Annotated[list[Message], FailFast()] = Field(
         json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
@@ -64,6 +75,30 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         False, description="Continue the last message; requires add_generation_prompt = false."
+    )
+
+    add_special_tokens: Literal[False] = Field(
+        False, description="A chat template adds its own special tokens."
+    )
+    chat_template_kwargs: Any = Field(  # Any: JSON
+        None,
+        description="Variables of the model's chat template, such as `enable_thinking`; those that "
+        "it does not read are ignored.",
+        json_schema_extra={"type": "object"},
+    )
+    documents: Any = Field(  # Any: JSON
+        None,
+        description="Documents for the chat template, which must read them.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "object"},
+            "maxItems": MAX_DOCUMENTS,
+        },
+    )
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="A variable of the chat template; `none` also sets `enable_thinking` to "
+        "false. Ignored if the template reads neither.",
     )
 
     @property
@@ -92,8 +127,19 @@ class ChatBody(GenerationBody):
         )
         return ToolUse(tools, choice, tool_format=tool_format)
 
-    def to_input(self, client_id: str | None, tools: ToolUse) -> Steps[GenerationInput]:
-        """Return the input of the call. Raises InvalidRequestError."""
+    def to_input(
+        self,
+        client_id: str | None,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[GenerationInput]:
+        """Return the input of the call. Raises InvalidRequestError.
+
+        `known_variables` are those that the chat template reads; `note_ignored` is called with the
+        names of parameters that set others.
+        """
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
@@ -106,17 +152,22 @@ class ChatBody(GenerationBody):
             tools.for_template,
             self.add_generation_prompt,
             self.continue_final_message,
+            TemplateArguments(
+                self.chat_template_kwargs, self.reasoning_effort, self.documents
+            ).variables(known_variables, note_ignored),
         )
         return GenerationInput(
             prompts=(prompt,),
             sampling=sampling,
             model=self.model,
-            client_id=client_id,
+            client_id=self.client_id(client_id),
             priority=self.priority,
             is_resumable=self.is_resumable,
             # Some models mark a call with special tokens.
             skips_special_tokens=self.skip_special_tokens and not tools.is_read,
             includes_stop=self.include_stop_str_in_output,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
         )
 
     def _structure(self, tools: ToolUse) -> Steps[Structure | None]:

@@ -48,6 +48,7 @@ class ChatCompletionResponse(GenerationResponse):
     chunk_kind = "chat.completion.chunk"
     bare_begin = b',"delta":{"content":'
     bare_end = b"}"
+    has_prompt_in_choice = False
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class ChatCompletionResponse(GenerationResponse):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
-            "token": self._token_bytes.text_of(token_id),
+            "token": self._token_text(token_id),
             "logprob": finite(logprob),
             "bytes": list(self._token_bytes.bytes_of(token_id)),
         }

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from cluster.serving.http.schema import Defaults
 from cluster.serving.inputs import GenerationInput, Prompt
-from cluster.serving.openai.generation_body import (
-    COMMON_DEFAULTS,
-    GenerationBody,
-    bounds,
-    prompts_field,
-)
+from cluster.serving.openai.generation_body import GenerationBody, bounds, prompts_field
+from cluster.serving.openai.parameters import WITHOUT_EFFECT
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, MAX_N
 
@@ -24,10 +22,17 @@ class CompletionBody(GenerationBody):
     """Texts for the model to continue."""
 
     ids_field: ClassVar[str | None] = "prompt"
-    defaults: ClassVar[Defaults] = COMMON_DEFAULTS | {"echo": (False,), "suffix": ("",)}
+    defaults: ClassVar[Defaults] = {
+        **WITHOUT_EFFECT,
+        "echo": (False,),
+        "suffix": ("",),
+    }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
     logprobs: int | None = bounds(0, MAX_LOGPROBS)
+    add_special_tokens: bool = Field(
+        True, description="Whether special tokens such as a leading BOS are added to texts."
+    )
 
     @property
     def num_logprobs(self) -> int | None:
@@ -44,11 +49,14 @@ class CompletionBody(GenerationBody):
             sampling=sampling,
             default_max_tokens=_DEFAULT_MAX_TOKENS,
             model=self.model,
-            client_id=client_id,
+            client_id=self.client_id(client_id),
             priority=self.priority,
             is_resumable=self.is_resumable,
             skips_special_tokens=self.skip_special_tokens,
             includes_stop=self.include_stop_str_in_output,
+            adds_special_tokens=self.add_special_tokens,
+            max_prompt_tokens=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
         )
 
 

@@ -22,6 +22,7 @@ class CompletionResponse(GenerationResponse):
     chunk_kind = "text_completion"
     bare_begin = b',"text":'
     bare_end = b""
+    has_prompt_in_choice = True
 
     def _content(self, choice: ResponseChoice) -> Json:
         return {"text": "".join(choice.texts)}
@@ -35,7 +36,7 @@ class CompletionResponse(GenerationResponse):
     def _token_logprobs(
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
-        texts = [self._token_bytes.text_of(token_id) for token_id, _ in tokens]
+        texts = [self._token_text(token_id) for token_id, _ in tokens]
         offsets = []
         for text in texts:
             offsets.append(choice.num_characters)
@@ -51,7 +52,7 @@ class CompletionResponse(GenerationResponse):
 
     def _top(self, text: str, logprobs: TokenLogprobs) -> Json:
         top: Json = {
-            self._token_bytes.text_of(token_id): finite(value)
+            self._token_text(token_id): finite(value)
             for token_id, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)
         }
         # The sampled token is included even if it is not among the top ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from cluster.serving.http.schema import Body
 from cluster.serving.inputs import EmbeddingInput
 from cluster.serving.openai.generation_body import bounds, prompts_field
+from cluster.serving.openai.parameters import IGNORED
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ class EmbeddingBody(Body):
     """Texts to embed."""
 
     ids_field: ClassVar[str | None] = "input"
+    ignored: ClassVar[Mapping[str, str]] = {"user": IGNORED["user"]}
 
     model: str
     input: Any = prompts_field(MAX_INPUTS, min_items=1)  # Any: as for a prompt
@@ -30,9 +33,6 @@ class EmbeddingBody(Body):
         "float", description="`base64` encodes little-endian 32-bit floats."
     )
     dimensions: int | None = bounds(1)
-    user: str | None = Field(
-        None, description="An identifier of the end user; accepted and ignored."
-    )
 
     def to_input(self) -> Steps[EmbeddingInput]:
         """Return the input of the call. Raises InvalidRequestError."""

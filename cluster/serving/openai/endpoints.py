@@ -117,7 +117,14 @@ class _OpenAIHandlers:
             asked = self._asked(call, body, raw)
             tools = yield from body.tool_use(self._servicer.tool_format)
             if asked.resumes_after is None:
-                asked.given = yield from body.to_input(call.client_id, tools)
+                asked.given = yield from body.to_input(
+                    call.client_id,
+                    tools,
+                    known_variables=self._servicer.tokenizer.template_variables(
+                        has_tools=tools.is_read
+                    ),
+                    note_ignored=call.ignored.note,
+                )
                 asked.param = "tools" if tools.is_forced else body.requested_structure().param
             return asked, tools
 
@@ -190,6 +197,9 @@ class _OpenAIHandlers:
             num_per_prompt=body.n,
             has_logprobs=body.num_logprobs is not None,
             includes_usage=body.includes_usage,
+            has_continuous_usage=body.has_continuous_usage,
+            has_token_ids=body.return_token_ids,
+            names_tokens_by_id=body.return_tokens_as_token_ids,
         )
 
     async def _respond(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
+from cluster.serving.inputs import MAX_SALT_LENGTH
+from cluster.serving.openai.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
 from cluster.serving.openai.structure import (
     RequestedStructure,
     StructuredOutputs,
@@ -22,7 +25,7 @@ from pagedray.request import (
     MAX_STOP_LENGTH,
 )
 
-__all__ = ["COMMON_DEFAULTS", "GenerationBody", "bounds", "prompts_field"]
+__all__ = ["GenerationBody", "bounds", "prompts_field"]
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _SAMPLING_NAMES = (
@@ -40,17 +43,6 @@ _SAMPLING_NAMES = (
     "ignore_eos",
 )
 _ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-
-COMMON_DEFAULTS: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "length_penalty": (1,),
-    "metadata": ({},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "use_beam_search": (False,),
-}
 
 
 def bounds(low: float | None = None, high: float | None = None) -> Any:  # Any: a pydantic field
@@ -88,6 +80,9 @@ class StreamOptions(BodyPart):
     """The options of a stream."""
 
     include_usage: bool = Field(False, description="Whether the last chunk reports the usage.")
+    continuous_usage_stats: bool = Field(
+        False, description="Whether every chunk reports the usage so far."
+    )
     include_obfuscation: Literal[False] = False
     resumable: bool = Field(
         False,
@@ -99,7 +94,9 @@ class StreamOptions(BodyPart):
 class GenerationBody(Body):
     """The parameters of both endpoints."""
 
-    defaults: ClassVar[Defaults] = COMMON_DEFAULTS
+    defaults: ClassVar[Defaults] = WITHOUT_EFFECT
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
     with_nulls: ClassVar[frozenset[str]] = frozenset(("messages", "stream_options"))
 
     model: str
@@ -111,7 +108,7 @@ class GenerationBody(Body):
     max_tokens: int | None = bounds(1)
     min_tokens: int | None = bounds(0)
     temperature: float | None = bounds(0, 100)
-    top_k: int | None = bounds(0)
+    top_k: int | None = bounds(-1)
     top_p: float | None = bounds(0, 1)
     min_p: float | None = bounds(0, 1)
     repetition_penalty: float | None = bounds(0.01, 100)
@@ -177,14 +174,36 @@ class GenerationBody(Body):
         json_schema_extra={"type": "array", "items": {"type": "string"}},
     )
     guided_grammar: str | None = Field(None, description="The same as structured_outputs.grammar.")
-    user: str | None = Field(
-        None, description="An identifier of the end user; accepted and ignored."
+    request_id: str | None = Field(
+        None, description="The same as the header X-Request-Id, with which it must agree."
+    )
+    cache_salt: str | None = Field(
+        None,
+        description="Prefixes are shared only by requests with the same salt.",
+        json_schema_extra={"minLength": 1, "maxLength": MAX_SALT_LENGTH},
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep only this many tokens at the end of a prompt; -1 is as many as fit in "
+        "the context with max_tokens.",
+        json_schema_extra={"minimum": -1},
+    )
+    return_token_ids: bool = Field(
+        False, description="Whether choices contain their token ids, and those of the prompt."
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Whether tokens in log-probabilities are written as `token_id:ID`."
     )
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream reports the usage."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def is_resumable(self) -> bool:
@@ -201,6 +220,17 @@ class GenerationBody(Body):
             raise InvalidRequestError(
                 "stream_options requires stream = true.", param="stream_options"
             )
+
+    def client_id(self, header: str | None) -> str | None:
+        """Return the client's own id of the call. Raises InvalidRequestError."""
+        if self.request_id is None or header is None:
+            return header if self.request_id is None else self.request_id
+        if self.request_id != header:
+            raise InvalidRequestError(
+                "request_id and the header X-Request-Id must be equal if both are set.",
+                param="request_id",
+            )
+        return header
 
     def requested_structure(self) -> RequestedStructure:
         """Return the requested structure of the output. Raises InvalidRequestError."""

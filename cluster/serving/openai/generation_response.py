@@ -44,6 +44,8 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 _OUTPUT_BYTES = 128
 """Memory of an output beside its content."""
+_TOKEN_BYTES = 40
+"""Memory of a token id in a list."""
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
@@ -60,6 +62,12 @@ class ResponseOptions:
     num_per_prompt: int
     has_logprobs: bool
     includes_usage: bool
+    has_continuous_usage: bool = False
+    """Whether every chunk contains the usage so far."""
+    has_token_ids: bool = False
+    """Whether choices contain their token ids, and those of their prompts."""
+    names_tokens_by_id: bool = False
+    """Whether tokens in log-probabilities are written as `token_id:ID`."""
 
 
 @dataclass(slots=True)
@@ -77,8 +85,12 @@ class ResponseChoice:
     num_characters: int = 0
     """Characters of the tokens whose log-probabilities were written."""
     is_new: bool = True
+    is_plain: bool = True
+    """Whether most chunks contain only text."""
     reader: TurnReader | None = None
     """Finds tool calls in the text."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens of a complete choice, if they are asked for."""
 
 
 class GenerationResponse(ABC):
@@ -90,6 +102,8 @@ class GenerationResponse(ABC):
     bare_begin: ClassVar[bytes]
     """The JSON between a choice's index and its text."""
     bare_end: ClassVar[bytes]
+    has_prompt_in_choice: ClassVar[bool]
+    """Whether what belongs to a prompt is written in its choices: there may be several prompts."""
 
     def __init__(
         self, generation: GenerationCall, token_bytes: TokenBytes, options: ResponseOptions
@@ -102,7 +116,11 @@ class GenerationResponse(ABC):
         """What went wrong in a choice; it ends the stream."""
         chunk_head = _encode(self._head(self.chunk_kind))[:-1]
         self._begin = b"data: " + chunk_head + b',"choices":[{"index":'
-        self._end = (b',"usage":null}' if options.includes_usage else b"}") + b"\n\n"
+        self._end_chunks(b',"usage":null' if options.includes_usage else b"")
+
+    def _end_chunks(self, rest: bytes) -> None:
+        """Let chunks end with these fields, behind their choices."""
+        self._end = rest + b"}\n\n"
         self._bare_end = self.bare_end + _BARE + self._end
 
     async def complete(self, buffer: OutputBuffer) -> list[bytes]:
@@ -127,7 +145,10 @@ class GenerationResponse(ABC):
                     self._generation.close(error)
                     raise
         assert usage is not None
-        parts = [_encode(self._head(self.kind))[:-1] + b',"choices":[']
+        head = self._head(self.kind)
+        if self._options.has_token_ids and not self.has_prompt_in_choice:
+            head |= self._prompt_ids(0)
+        parts = [_encode(head)[:-1] + b',"choices":[']
         for index in sorted(self._choices):
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
@@ -137,14 +158,15 @@ class GenerationResponse(ABC):
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
+        write = self._events_with_usage if self._options.has_continuous_usage else self._events
         if self._generation.replayed is not None:
             # The client has received these events; they bring the choices to where it was cut off.
-            for _ in self._events(self._generation.replayed):
+            for _ in write(self._generation.replayed):
                 pass
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
-                    written = b"".join(self._events(output))
+                    written = b"".join(write(output))
                     if written:
                         yield written
                     if self._error is not None:
@@ -155,11 +177,12 @@ class GenerationResponse(ABC):
 
     async def numbered_events(self) -> AsyncGenerator[list[bytes]]:
         """Yield the same events, those of an output together, each with its number as its id."""
+        write = self._events_with_usage if self._options.has_continuous_usage else self._events
         number = 0
         try:
             async with aclosing(self._generation.outputs()) as outputs:
                 async for output in outputs:
-                    written = [event for event in self._events(output) if event]
+                    written = [event for event in write(output) if event]
                     first, number = number + 1, number + len(written)
                     yield [_numbered(event, first + place) for place, event in enumerate(written)]
                     if self._error is not None:
@@ -185,12 +208,16 @@ class GenerationResponse(ABC):
             "model": self._options.model,
         }
 
+    def _events_with_usage(self, output: GenerationOutput) -> Iterator[bytes]:
+        self._end_chunks(b',"usage":' + _encode(_usage(output.usage)))
+        return self._events(output)
+
     def _events(self, output: GenerationOutput) -> Iterator[bytes]:
         for sequence in output.sequences:
             choice = self._choice(sequence)
             if not (
                 choice.is_new
-                or choice.reader is not None
+                or not choice.is_plain
                 or sequence.finish_reason is not None
                 or sequence.logprobs
             ):
@@ -208,7 +235,9 @@ class GenerationResponse(ABC):
     def _full_event(self, sequence: SequenceOutput, choice: ResponseChoice) -> bytes:
         delta = self._delta(sequence, choice)
         reason = self._reason(sequence, choice)
-        if not (delta or choice.is_new or reason or sequence.logprobs):
+        has_token_ids = self._options.has_token_ids
+        has_more = sequence.logprobs or (has_token_ids and sequence.token_ids)
+        if not (delta or choice.is_new or reason or has_more):
             return b""
         fields = {
             **self._wrapped(delta),
@@ -216,9 +245,22 @@ class GenerationResponse(ABC):
             "finish_reason": reason,
             "stop_reason": sequence.stop_reason,
         }
+        prompt_ids: Json = {}
+        if has_token_ids:
+            fields["token_ids"] = sequence.token_ids
+            if choice.is_new:
+                prompt_ids = self._prompt_ids(sequence.prompt_index)
+        if prompt_ids and not self.has_prompt_in_choice:
+            end = b"]," + _encode(prompt_ids)[1:-1] + self._end
+        else:
+            fields |= prompt_ids
+            end = b"]" + self._end
         choice.is_new = False
         # The first brace is dropped: the choice begins with its index.
-        return self._begin + b"%d," % choice.index + _encode(fields)[1:] + b"]" + self._end
+        return self._begin + b"%d," % choice.index + _encode(fields)[1:] + end
+
+    def _prompt_ids(self, prompt_index: int) -> Json:
+        return {"prompt_token_ids": self._generation.prompts[prompt_index]}
 
     def _choice(self, sequence: SequenceOutput) -> ResponseChoice:
         index = sequence.prompt_index * self._options.num_per_prompt + sequence.index
@@ -226,6 +268,7 @@ class GenerationResponse(ABC):
         if choice is None:
             bare_begin = self._begin + b"%d" % index + self.bare_begin
             choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
+            choice.is_plain = choice.reader is None and not self._options.has_token_ids
         return choice
 
     def _collect(self, sequence: SequenceOutput) -> int:
@@ -234,6 +277,9 @@ class GenerationResponse(ABC):
         choice.last = sequence
         self._add_content(sequence.text, choice)
         num_bytes = _OUTPUT_BYTES + len(sequence.text)
+        if self._options.has_token_ids:
+            choice.token_ids += sequence.token_ids
+            num_bytes += _TOKEN_BYTES * len(sequence.token_ids)
         # As JSON, entries take less memory than as objects, and no time at the end.
         for name, value in (self._logprobs([sequence], choice) or {}).items():
             if isinstance(value, list):
@@ -246,15 +292,18 @@ class GenerationResponse(ABC):
     def _complete_choice(self, choice: ResponseChoice) -> bytes:
         last = choice.last
         assert last is not None
-        return _encode(
-            {
-                "index": choice.index,
-                **self._content(choice),
-                "logprobs": self._whole_logprobs(choice),
-                "finish_reason": self._reason(last, choice),
-                "stop_reason": last.stop_reason,
-            }
-        )
+        fields = {
+            "index": choice.index,
+            **self._content(choice),
+            "logprobs": self._whole_logprobs(choice),
+            "finish_reason": self._reason(last, choice),
+            "stop_reason": last.stop_reason,
+        }
+        if self._options.has_token_ids:
+            fields["token_ids"] = choice.token_ids
+            if self.has_prompt_in_choice:
+                fields |= self._prompt_ids(last.prompt_index)
+        return _encode(fields)
 
     def _whole_logprobs(self, choice: ResponseChoice) -> Json | None:
         if not self._options.has_logprobs:
@@ -287,6 +336,12 @@ class GenerationResponse(ABC):
     def _add_content(self, text: str, choice: ResponseChoice) -> None:
         """Add text to a complete choice."""
         choice.texts.append(text)
+
+    def _token_text(self, token_id: int) -> str:
+        """Return a token as log-probabilities name it."""
+        if self._options.names_tokens_by_id:
+            return f"token_id:{token_id}"
+        return self._token_bytes.text_of(token_id)
 
     @abstractmethod
     def _content(self, choice: ResponseChoice) -> Json:

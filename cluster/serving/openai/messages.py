@@ -36,6 +36,7 @@ _MAX_CALLS = 128
 _MAX_ID_LENGTH = 128
 _STEP_MESSAGES = 256
 _PLAIN_FIELDS = frozenset(("role", "content"))
+_MEDIA = frozenset(("audio_url", "file", "image_url", "input_audio", "video_url"))
 
 
 class TextPart(BodyPart):
@@ -43,13 +44,18 @@ class TextPart(BodyPart):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = Field(  # Any: a hint of Anthropic's clients
+        None, description="Ignored; prefixes are cached anyway."
+    )
 
 
 class CalledFunction(BodyPart):
     """The function of a tool call, and its arguments."""
 
     name: str
-    arguments: str = Field("{}", description="A JSON object as a string.")
+    arguments: str = Field(
+        "{}", description="A JSON object as a string; an empty string is an empty object."
+    )
 
 
 class MessageCall(BodyPart):
@@ -58,6 +64,7 @@ class MessageCall(BodyPart):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(None, description="Ignored; clients copy it from streams.")
 
 
 class Message(BodyPart):
@@ -87,7 +94,14 @@ class Message(BodyPart):
     tool_call_id: str | None = Field(
         None, description="The id of the call that a tool message answers."
     )
-    name: str | None = Field(None, description="The name of the tool of a tool message.")
+    name: str | None = Field(
+        None, description="The name of the author, or the tool of a tool message."
+    )
+    reasoning_content: str | None = Field(
+        None, description="What the model thought before an assistant message."
+    )
+    reasoning: str | None = Field(None, description="The same as `reasoning_content`.")
+    refusal: Any = Field(None, json_schema_extra={"type": "null"})  # Any: only null
     annotations: Any = Field(  # Any: only an empty list
         None, json_schema_extra={"type": "array", "maxItems": 0}
     )
@@ -96,7 +110,7 @@ class Message(BodyPart):
 class Function(BodyPart):
     """A function as the model sees it."""
 
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_-]{1,64}$"})
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
     description: str | None = None
     parameters: Any = Field(  # Any: a JSON schema
         None,
@@ -219,8 +233,10 @@ def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> C
         value = getattr(message, name)
         if value is None:
             continue
-        if message.role != "tool":
-            raise InvalidRequestError(f"{where}.{name} is not supported.", param=f"{where}.{name}")
+        if name == "tool_call_id" and message.role != "tool":
+            raise InvalidRequestError(
+                f"{where}.{name} requires role = tool.", param=f"{where}.{name}"
+            )
         if len(value) > _MAX_ID_LENGTH:
             raise InvalidRequestError(
                 f"{where}.{name} may have at most {_MAX_ID_LENGTH} characters.",
@@ -229,13 +245,34 @@ def _message_of(message: Message, calls: Sequence[MessageCall], where: str) -> C
     if message.annotations not in (None, []):
         param = f"{where}.annotations"
         raise InvalidRequestError(f"{param} is not supported.", param=param)
+    reasoning = _reasoning_of(message, where)
     return ChatMessage(
         role=_role_of(message),
         content=_content_of(message.content, f"{where}.content", is_needed=not calls),
         tool_calls=tuple(_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)),
         tool_call_id=message.tool_call_id,
         name=message.name,
+        reasoning=reasoning,
     )
+
+
+def _reasoning_of(message: Message, where: str) -> str | None:
+    given = {
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
+    }
+    found = {name: text for name, text in given.items() if text is not None}
+    if not found:
+        return None
+    if message.role != "assistant":
+        param = f"{where}.{next(iter(found))}"
+        raise InvalidRequestError(f"{param} requires role = assistant.", param=param)
+    if len(set(found.values())) > 1:
+        param = f"{where}.reasoning"
+        raise InvalidRequestError(
+            f"{param} and reasoning_content must be equal if both are set.", param=param
+        )
+    return next(iter(found.values()))
 
 
 def _role_of(message: Message) -> str:
@@ -245,7 +282,7 @@ def _role_of(message: Message) -> str:
 def _call_of(call: MessageCall, where: str) -> MessageToolCall:
     param = f"{where}.function.arguments"
     try:
-        arguments = from_json(call.function.arguments, allow_inf_nan=False)
+        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
@@ -257,7 +294,7 @@ def _is_text_part(part: object) -> bool:
     # As TextPart, whose validation would take ten times as long for each of thousands.
     return (
         type(part) is dict
-        and len(part) == 2
+        and (len(part) == 2 or (len(part) == 3 and "cache_control" in part))
         and part.get("type") == "text"
         and type(part.get("text")) is str
     )
@@ -272,4 +309,18 @@ def _content_of(given: object, where: str, *, is_needed: bool) -> str:
         return ""
     if isinstance(given, list) and all(map(_is_text_part, given)):
         return "".join([part["text"] for part in given])
+    if isinstance(given, list):
+        _check_media(given, where)
     raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
+
+
+def _check_media(parts: list[object], where: str) -> None:
+    """Raise InvalidRequestError that names a part that is not text, if its kind is known."""
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _MEDIA:
+            param = f"{where}.{index}"
+            raise InvalidRequestError(
+                f"{param} is not supported: {kind} parts need a model that reads more than text.",
+                param=param,
+            )

@@ -53,6 +53,9 @@ class Metrics:
         self._refusals = self._counter(
             "refusals", "Calls rejected before they reached the engine", "front", "reason"
         )
+        self._ignored = self._counter(
+            "ignored_parameters", "Parameters of calls that were ignored", "parameter"
+        )
         self._continuations = self._counter(
             "continuations", "Calls continued here after another replica failed", "cause"
         )
@@ -160,6 +163,10 @@ class Metrics:
     def count_stalled_reader(self, frontend: Frontend) -> None:
         """Count a client that was disconnected because it did not read."""
         self._stalled_readers.labels(frontend).inc()
+
+    def count_ignored(self, parameter: str) -> None:
+        """Count a parameter that was ignored; its name is one that is defined in code."""
+        self._ignored.labels(parameter).inc()
 
     def count_resume(self, frontend: Frontend) -> None:
         """Count a call that resumed a stream."""

@@ -10,10 +10,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 
 from cluster.serving.text.rendering_budget import MAX_CPU_S, TemplateLimitError
@@ -50,7 +51,9 @@ class ChatMessage:
     tool_call_id: str | None = None
     """In a tool's turn, the id of its call."""
     name: str | None = None
-    """In a tool's turn, the name of the tool."""
+    """The name of the author; in a tool's turn, of the tool."""
+    reasoning: str | None = None
+    """What the model thought before an assistant's turn."""
 
 
 class _GenerationBlock(Extension):
@@ -89,11 +92,15 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, RecursionError, MemoryError) as error:
             raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
         self._special_tokens = dict(special_tokens)
         self.source = source
         """The template's source."""
+        own = {*environment.globals, *special_tokens, "messages", "add_generation_prompt", "tools"}
+        self.variables = frozenset(variables - own)
+        """The variables that it reads and that a request may set."""
 
     def render(
         self,
@@ -102,19 +109,26 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """Return the prompt for the next turn, or for the rest of the last one.
+
+        `variables` are some of those that the template reads.
 
         Raises InvalidRequestError if the template rejects the messages.
         """
         written = [_for_template(message) for message in messages]
         mark = secrets.token_hex(16) if continues_final_message and written else None
         if mark is None:
-            return self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
+            return self._render(
+                written, tools, variables, adds_generation_prompt=adds_generation_prompt
+            )
         content = str(written[-1]["content"])
         # The space shows whether the template keeps spaces around messages.
         written[-1]["content"] = f"{content}{mark} "
-        text = self._render(written, tools, adds_generation_prompt=adds_generation_prompt)
+        text = self._render(
+            written, tools, variables, adds_generation_prompt=adds_generation_prompt
+        )
         begin = text.rfind(mark)
         if begin < 0 or content.strip() not in text:
             raise InvalidRequestError(
@@ -129,17 +143,21 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
         *,
         adds_generation_prompt: bool,
     ) -> str:
         self._environment.start_rendering()
         try:
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=adds_generation_prompt,
-                tools=list(tools) or None,
-                documents=None,
-                **self._special_tokens,
+                {
+                    "documents": None,
+                    **variables,
+                    "messages": messages,
+                    "add_generation_prompt": adds_generation_prompt,
+                    "tools": list(tools) or None,
+                    **self._special_tokens,
+                }
             )
         except (TemplateLimitError, RecursionError, MemoryError) as error:
             raise InvalidRequestError(
@@ -178,6 +196,9 @@ def _for_template(message: ChatMessage) -> dict[str, object]:
         written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         written["name"] = message.name
+    if message.reasoning is not None:
+        # Templates read one or the other.
+        written["reasoning_content"] = written["reasoning"] = message.reasoning
     return written
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
 __all__ = ["LiteralTokens", "MarkedText"]
 
@@ -50,6 +50,17 @@ class MarkedText:
         return _restored(self.text, self.originals)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedChat:
+    """A conversation with marks for texts of the client."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Mapping[str, object]]
+    variables: Mapping[str, object]
+    originals: Mapping[str, str]
+    """The text that each mark stands for."""
+
+
 class LiteralTokens:
     """Marks special tokens in conversations, and encodes what was rendered from them."""
 
@@ -68,12 +79,20 @@ class LiteralTokens:
         }
 
     def mark(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]]
-    ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, object]], Mapping[str, str]]:
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
+    ) -> MarkedChat:
         """Return a conversation with marks, and the text that each stands for."""
         marker = _Marker(self._finder)
-        marked = [marker.mark_message(message) for message in messages]
-        return marked, [marker.mark_value(tool) for tool in tools], marker.originals
+        return MarkedChat(
+            messages=[marker.mark_message(message) for message in messages],
+            tools=[marker.mark_value(tool) for tool in tools],
+            # The names are those of the template.
+            variables={name: marker.mark_value(value) for name, value in variables.items()},
+            originals=marker.originals,
+        )
 
     def encode(self, marked: MarkedText) -> list[int]:
         """Return the token ids of a rendered conversation, without holding the interpreter's lock.
@@ -174,7 +193,7 @@ class _Marker:
         """Return a message with marks; its role is one of a few words."""
         content = self._mark(message.content)
         if content is message.content and not (
-            message.tool_calls or message.tool_call_id or message.name
+            message.tool_calls or message.tool_call_id or message.name or message.reasoning
         ):
             # The common case, some thousand times for a long conversation.
             return message
@@ -184,6 +203,7 @@ class _Marker:
             tool_calls=tuple(map(self._mark_call, message.tool_calls)),
             tool_call_id=self.mark_value(message.tool_call_id),
             name=self.mark_value(message.name),
+            reasoning=self.mark_value(message.reasoning),
         )
 
     # Any: a value in JSON, whose type stays the same.

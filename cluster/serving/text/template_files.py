@@ -57,6 +57,11 @@ class ChatTemplates:
             )
         return template
 
+    def variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the variables that a request may set in the template with or without tools."""
+        template = self._tool_use if has_tools else self._default
+        return frozenset() if template is None else template.variables
+
     @property
     def tool_source(self) -> str:
         """The source of the template for conversations with tools."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 import tokenizers
@@ -131,6 +132,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """Return the prompt of a conversation, with special tokens as text.
 
@@ -145,6 +147,7 @@ class Tokenizer:
             tools=tools,
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
+            variables=variables,
         )
 
     @panics_as_errors()
@@ -155,6 +158,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
+        variables: Mapping[str, object] = MappingProxyType({}),
         marks_special_tokens: bool,
     ) -> MarkedText:
         """Return what `render_chat` does, if asked for with marks for the messages' special tokens.
@@ -163,14 +167,23 @@ class Tokenizer:
         """
         originals: Mapping[str, str] = {}
         if self._literals is not None and marks_special_tokens:
-            messages, tools, originals = self._literals.mark(messages, tools)
+            marked = self._literals.mark(messages, tools, variables)
+            messages, tools, variables = marked.messages, marked.tools, marked.variables
+            originals = marked.originals
         text = self.render_chat(
             messages,
             tools=tools,
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
+            variables=variables,
         )
         return MarkedText(text, originals)
+
+    def template_variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the variables of the chat template that a request may set; none without one."""
+        if self._templates is None:
+            return frozenset()
+        return self._templates.variables(has_tools=has_tools)
 
     @property
     def template_source(self) -> str:

@@ -14,7 +14,7 @@ __all__ = ["MAX_TOOLS", "Tool"]
 MAX_TOOLS = 128
 _MAX_BYTES = 2**16
 """Bytes of a tool's description and parameters as JSON."""
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Tool:
         """Raise InvalidRequestError for an invalid name or a tool that is too large."""
         if _NAME.fullmatch(self.name) is None:
             raise InvalidRequestError(
-                f"{param}.name must be 1 to 64 letters, digits, underscores or dashes.",
+                f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
                 param=f"{param}.name",
             )
         json_text(self.for_template(), param, most_bytes=_MAX_BYTES)

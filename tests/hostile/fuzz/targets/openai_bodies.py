@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
-from cluster.serving.http.schema import read_body
+from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
@@ -20,6 +20,8 @@ from tests.load.request_bodies import json_bodies
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
 
+AnyBody = TypeVar("AnyBody", bound=Body)
+
 
 def run(data: bytes) -> None:
     """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
@@ -28,22 +30,39 @@ def run(data: bytes) -> None:
     kind, raw = data[0] % 7, data[1:]
     try:
         if kind == 0:
-            _check(finish(read_body(CompletionBody, raw)).to_input("a"))
+            _check(_read(CompletionBody, raw).to_input("a"))
         elif kind == 1:
-            body = finish(read_body(ChatBody, raw))
-            _check(finish(body.to_input("a", finish(body.tool_use("hermes")))))
+            body = _read(ChatBody, raw)
+            _check(
+                finish(
+                    body.to_input(
+                        "a",
+                        finish(body.tool_use("hermes")),
+                        known_variables=frozenset(("enable_thinking", "documents")),
+                        note_ignored=_ignore,
+                    )
+                )
+            )
         elif kind == 2:
-            finish(finish(read_body(EmbeddingBody, raw)).to_input())
+            finish(_read(EmbeddingBody, raw).to_input())
         elif kind == 3:
-            finish(finish(read_body(TokenizeBody, raw)).to_input())
+            finish(_read(TokenizeBody, raw).to_input())
         elif kind == 4:
-            finish(read_body(DetokenizeBody, raw)).token_ids()
+            _read(DetokenizeBody, raw).token_ids()
         elif kind == 5:
-            finish(finish(read_body(RerankBody, raw)).to_input())
+            finish(_read(RerankBody, raw).to_input())
         else:
-            finish(finish(read_body(ScoreBody, raw)).to_input())
+            finish(_read(ScoreBody, raw).to_input())
     except InvalidRequestError:
         return
+
+
+def _read(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    return finish(read_body(kind, raw, note_ignored=_ignore))
+
+
+def _ignore(name: str) -> None:
+    pass
 
 
 def _check(given: GenerationInput) -> None:

@@ -1,0 +1,71 @@
+"""What becomes of parameters of OpenAI, vLLM and SGLang that are not fields of a body.
+
+`docs/compatibility.md` is made from these tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.serving.http.schema import Defaults
+
+__all__ = ["CHAT_REFUSED", "CHAT_WITHOUT_EFFECT", "IGNORED", "REFUSED", "WITHOUT_EFFECT"]
+
+IGNORED: Mapping[str, str] = {
+    "guided_decoding_backend": "xgrammar compiles every structure",
+    "metadata": "labels for OpenAI's dashboard",
+    "mm_processor_kwargs": "settings for images and audio, which no request contains",
+    "nvext": "hints for NVIDIA's router",
+    "prediction": "a guess of the output, for speed only",
+    "prompt_cache_key": "prefixes are cached for each tenant without it",
+    "prompt_cache_retention": "prefixes stay cached as long as there is room",
+    "safety_identifier": "an identifier of the end user",
+    "service_tier": "there is one tier",
+    "store": "nothing is stored",
+    "user": "an identifier of the end user",
+    "verbosity": "a hint for models of OpenAI",
+    "vllm_xargs": "arguments for plugins of vLLM",
+}
+"""Parameters that cannot change a token, and why they have no effect."""
+
+WITHOUT_EFFECT: Defaults = {
+    "best_of": (1,),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+"""Unsupported parameters and their values without effect, of completions and chat."""
+
+CHAT_WITHOUT_EFFECT: Defaults = {
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+}
+
+_BEAMS = "beam search is not available"
+
+REFUSED: Mapping[str, str] = {
+    "allowed_token_ids": "use structured_outputs or logit_bias",
+    "bad_words": "use logit_bias",
+    "best_of": "use n, and choose by logprobs",
+    "length_penalty": _BEAMS,
+    "logits_processors": "code of clients is not run",
+    "lora_path": "adapters are not supported",
+    "spaces_between_special_tokens": "the text is what the tokenizer decodes",
+    "use_beam_search": _BEAMS,
+}
+"""Parameters that would change the output, and what to use instead or why not."""
+
+CHAT_REFUSED: Mapping[str, str] = {
+    "audio": "the output is text",
+    "chat_template": "templates come from checkpoints, because they are programs",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "include_reasoning": "reasoning is part of the content",
+    "modalities": "the output is text",
+    "web_search_options": "the server has no access to the web",
+}

@@ -1,0 +1,92 @@
+"""The variables that a request sets in the chat template of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cluster.serving.json_text import json_text
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MAX_DOCUMENTS", "Effort", "TemplateArguments"]
+
+MAX_DOCUMENTS = 1024
+_MAX_NAMES = 64
+_MAX_NAME_LENGTH = 64
+_MAX_BYTES = 2**16
+"""Bytes of the variables as JSON."""
+_OWN_NAMES = frozenset(
+    ("add_generation_prompt", "continue_final_message", "documents", "messages", "tools")
+)
+"""Variables that other parameters set."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateArguments:
+    """The parameters of a request that set variables."""
+
+    given: object
+    """`chat_template_kwargs`."""
+    effort: Effort | None = None
+    documents: object = None
+
+    def variables(
+        self, known: frozenset[str], note_ignored: Callable[[str], None]
+    ) -> dict[str, object]:
+        """Return those of the variables that are `known`, which the template reads.
+
+        `note_ignored` is called with the names of parameters that set others. Raises
+        InvalidRequestError.
+        """
+        variables = _checked(self.given)
+        if any(name not in known for name in variables):
+            note_ignored("chat_template_kwargs")
+        if self.effort is not None:
+            effects: dict[str, object] = {"reasoning_effort": self.effort}
+            if self.effort == "none":
+                effects["enable_thinking"] = False
+            if known.isdisjoint(effects):
+                note_ignored("reasoning_effort")
+            variables = {**effects, **variables}
+        if self.documents is not None:
+            variables["documents"] = _checked_documents(self.documents, known)
+        return {name: value for name, value in variables.items() if name in known}
+
+
+def _checked(given: object) -> dict[str, object]:
+    param = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or len(given) > _MAX_NAMES:
+        raise InvalidRequestError(
+            f"{param} must be an object of at most {_MAX_NAMES} entries.", param=param
+        )
+    for name in given:
+        if not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
+            raise InvalidRequestError(
+                f"{param} must have names of variables of at most {_MAX_NAME_LENGTH} characters.",
+                param=param,
+            )
+        if name in _OWN_NAMES:
+            raise InvalidRequestError(
+                f"{param}.{name} is not supported: {name} is a parameter of its own.",
+                param=f"{param}.{name}",
+            )
+    json_text(given, param, most_bytes=_MAX_BYTES)
+    return given
+
+
+def _checked_documents(given: object, known: frozenset[str]) -> list[object]:
+    param = "documents"
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise InvalidRequestError("documents must be a list of objects.", param=param)
+    if "documents" not in known:
+        raise InvalidRequestError(
+            "documents is not supported: the model's chat template does not read it.", param=param
+        )
+    return given

@@ -1,0 +1,82 @@
+"""Write the tables of docs/compatibility.md, which are made from the code.
+
+python -m scripts.compatibility
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.serving.openai.chat_body import ChatBody
+from cluster.serving.openai.completion_body import CompletionBody
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from cluster.serving.http.schema import Body
+
+__all__ = ["document_with_tables"]
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "compatibility.md"
+_BODIES: Mapping[str, type[Body]] = {"chat": ChatBody, "completions": CompletionBody}
+
+
+def document_with_tables(document: str) -> str:
+    """Return the document with the tables that the code says."""
+    for name, rows in (
+        ("supported", _supported()),
+        ("ignored", _ignored()),
+        ("refused", _refused()),
+    ):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = document.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"The document has no place for {name}."
+        document = f"{before}{begin}{chr(10).join(rows)}\n{end}{after}"
+    return document
+
+
+def _supported() -> Iterable[str]:
+    yield "| parameter | endpoints | |"
+    yield "| --- | --- | --- |"
+    names = sorted({name for body in _BODIES.values() for name in body.model_fields})
+    for name in names:
+        owners = [body for body in _BODIES.values() if name in body.model_fields]
+        texts = {body.model_fields[name].description or "" for body in owners}
+        yield f"| `{name}` | {_endpoints(name, 'model_fields')} | {' '.join(sorted(texts))} |"
+
+
+def _ignored() -> Iterable[str]:
+    yield "| parameter | endpoints | why it has no effect |"
+    yield "| --- | --- | --- |"
+    for name, reason in _merged("ignored"):
+        yield f"| `{name}` | {_endpoints(name, 'ignored')} | {reason} |"
+
+
+def _refused() -> Iterable[str]:
+    yield "| parameter | endpoints | accepted value | instead, or why |"
+    yield "| --- | --- | --- | --- |"
+    names = {name for table in ("defaults", "refused") for name, _ in _merged(table)}
+    reasons, defaults = dict(_merged("refused")), dict(_merged("defaults"))
+    for name in sorted(names):
+        values = ", ".join(f"`{_json(value)}`" for value in defaults.get(name, ()))
+        table = "refused" if name in reasons else "defaults"
+        yield f"| `{name}` | {_endpoints(name, table)} | {values} | {reasons.get(name, '')} |"
+
+
+def _merged(table: str) -> list[tuple[str, Any]]:  # Any: what the tables hold
+    tables: list[Mapping[str, Any]] = [getattr(body, table) for body in _BODIES.values()]
+    return sorted({name: value for one in tables for name, value in one.items()}.items())
+
+
+def _endpoints(name: str, table: str) -> str:
+    return ", ".join(label for label, body in _BODIES.items() if name in getattr(body, table))
+
+
+def _json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("'", '"')
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document_with_tables(DOCUMENT.read_text()))

@@ -1,0 +1,243 @@
+"""Parameters that clients of OpenAI and vLLM send: what each does."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cluster.serving.openai.parameters import IGNORED
+from cluster.serving.text.chat_template import ChatMessage, ChatTemplate
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import openai
+
+    from pagedray.request import Request
+
+TEMPLATE = (
+    "{% if documents %}{{ documents[0].text }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick {% endif %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }} {% endif %}"
+    "{% for message in messages %}{{ message.name }}:{{ message.reasoning_content }}:"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.arguments }}"
+    "{% endfor %}{% endfor %}"
+)
+CHAT: dict[str, Any] = {  # Any: JSON
+    "model": "tiny",
+    "max_tokens": 2,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+TEXT: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "prompt": "hello"}  # Any: JSON
+
+
+@pytest.fixture(scope="module")
+def template_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model whose template reads what clients set."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder)) as server:
+        yield server
+
+
+def submitted(server: Server, path: str, body: dict[str, Any]) -> Request:
+    """Return the request that a body becomes."""
+    server.engine.reset()
+    answer = httpx.post(f"{server.url}/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    (request,) = server.engine.log.submitted
+    return request
+
+
+def prompt_of(server: Server, **given: object) -> str:
+    """Return the text of a conversation's prompt."""
+    request = submitted(server, "chat/completions", CHAT | given)
+    return server.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "a.b", "arguments": ""}, "index": 0}
+PROMPTS: list[tuple[dict[str, Any], str]] = [  # Any: JSON
+    ({}, "::hello"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "quick ::hello"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "::hello"),
+    ({"reasoning_effort": "low"}, "low ::hello"),
+    ({"reasoning_effort": "none"}, "quick none ::hello"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "odd"}},
+     "odd ::hello"),
+    ({"documents": [{"text": "A fact. "}]}, "A fact. ::hello"),
+    ({"messages": [{"role": "user", "content": "hi", "name": "Ada"}]}, "Ada::hi"),
+    ({"messages": [{"role": "assistant", "content": "hi", "reasoning": "hm"}]}, ":hm:hi"),
+    ({"messages": [{"role": "assistant", "content": "hi", "reasoning_content": "hm"}]}, ":hm:hi"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "::{}"),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]}, "::hi"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), PROMPTS)
+def test_template_reads_what_clients_set(
+    template_server: Server, given: dict[str, Any], text: str
+) -> None:
+    assert prompt_of(template_server, **given) == text
+
+
+def test_special_tokens_in_variables_are_text(template_server: Server) -> None:
+    given = {"reasoning_effort": "<|system|>"}
+    request = submitted(template_server, "chat/completions", CHAT | {"chat_template_kwargs": given})
+    special = template_server.tokenizer.encode("<|system|>", add_special_tokens=False)
+    assert len(special) == 1
+    assert special[0] not in request.prompt_token_ids
+    text = template_server.tokenizer.decode(request.prompt_token_ids)
+    assert text.startswith("<|system|> ")
+
+
+def test_template_names_its_variables() -> None:
+    template = ChatTemplate(TEMPLATE + "{{ bos_token }}", {"bos_token": "<s>"}, origin="test")
+    assert template.variables == {"documents", "enable_thinking", "reasoning_effort"}
+    assert template.render([ChatMessage("user", "x")], variables={}).endswith("x<s>")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_hints_are_ignored(server: Server, path: str, name: str) -> None:
+    body = CHAT if path == "chat/completions" else TEXT
+    plain = submitted(server, path, body)
+    hinted = submitted(server, path, body | {name: {"a": 1}})
+    assert (hinted.prompt_token_ids, hinted.sampling) == (plain.prompt_token_ids, plain.sampling)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert f'pagedray_ignored_parameters_total{{parameter="{name}"}}' in metrics
+
+
+def test_unread_variables_are_counted(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster.serving.telemetry.ignored_parameters")
+    for _ in range(2):
+        submitted(
+            server,
+            "chat/completions",
+            CHAT | {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"},
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "Clients send chat_template_kwargs, which has no effect here and is ignored.",
+        "Clients send reasoning_effort, which has no effect here and is ignored.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [{"store": True}, {"chat_template_kwargs": {"x": 1}}, {"reasoning_effort": "low"}]
+)
+def test_strict_servers_refuse_hints(strict_server: Server, given: dict[str, Any]) -> None:
+    answer = httpx.post(f"{strict_server.url}/v1/chat/completions", json=CHAT | given)
+    (name,) = given
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert error["message"] == (
+        f"{name} has no effect here, and --strict-parameters refuses such parameters."
+    )
+
+
+@pytest.fixture(scope="module")
+def strict_server(tokenizer: Tokenizer) -> Iterator[Server]:
+    with Server(tokenizer, strict_parameters=True) as server:
+        yield server
+
+
+def test_sampling_takes_the_values_of_vllm(server: Server) -> None:
+    request = submitted(server, "completions", TEXT | {"top_k": -1, "top_p": 0})
+    assert request.sampling.is_greedy
+    assert request.sampling.top_k == -1
+
+
+def test_special_tokens_may_be_left_out(server: Server) -> None:
+    with_bos = submitted(server, "completions", TEXT).prompt_token_ids
+    without = submitted(server, "completions", TEXT | {"add_special_tokens": False})
+    assert with_bos[1:] == without.prompt_token_ids
+
+
+@pytest.mark.parametrize(("num_kept", "length"), [(5, 5), (-1, 256 - 2), (9999, 290)])
+def test_prompts_are_truncated_at_their_beginning(
+    server: Server, num_kept: int, length: int
+) -> None:
+    given = TEXT | {"prompt": list(range(290)), "truncate_prompt_tokens": num_kept}
+    if length > 256:
+        answer = httpx.post(f"{server.url}/v1/completions", json=given)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        return
+    request = submitted(server, "completions", given)
+    assert request.prompt_token_ids == tuple(range(290 - length, 290))
+
+
+def test_salt_reaches_the_engine(server: Server) -> None:
+    assert submitted(server, "completions", TEXT | {"cache_salt": "s"}).cache_salt == "s"
+
+
+def test_request_id_is_the_calls_id(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=TEXT | {"request_id": "mine"})
+    assert answer.json()["id"] == "cmpl-mine"
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json=TEXT | {"request_id": "mine"},
+        headers={"x-request-id": "other"},
+    )
+    assert answer.json()["error"]["param"] == "request_id"
+
+
+def test_every_chunk_reports_the_usage(openai_client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}  # Any: not in OpenAI's
+    stream = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=4,
+        stream=True,
+        stream_options=options,
+    )
+    chunks = list(stream)
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert chunks[-1].choices == []
+    assert counts[0] < 4
+
+
+def test_token_ids_are_returned(server: Server, openai_client: openai.OpenAI) -> None:
+    body = TEXT | {"max_tokens": 5, "return_token_ids": True}
+    request = submitted(server, "completions", body)
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+    assert choice["prompt_token_ids"] == list(request.prompt_token_ids)
+    assert server.tokenizer.decode(choice["token_ids"]) == choice["text"]
+
+    stream = openai_client.completions.create(
+        model="tiny",
+        prompt="hello",
+        max_tokens=5,
+        stream=True,
+        extra_body={"return_token_ids": True},
+    )
+    # Any: JSON.
+    parts: list[dict[str, Any]] = [chunk.choices[0].to_dict() for chunk in stream]
+    assert parts[0]["prompt_token_ids"] == list(request.prompt_token_ids)
+    joined = [token_id for part in parts for token_id in part["token_ids"]]
+    assert joined == choice["token_ids"]
+
+    chat = httpx.post(
+        f"{server.url}/v1/chat/completions", json=CHAT | {"return_token_ids": True}
+    ).json()
+    assert chat["prompt_token_ids"] == list(
+        submitted(server, "chat/completions", CHAT).prompt_token_ids
+    )
+    assert len(chat["choices"][0]["token_ids"]) == 2
+
+
+def test_tokens_are_named_by_id(server: Server) -> None:
+    body = TEXT | {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+    names = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert set(choice["logprobs"]["top_logprobs"][0]) == {names[0]}
