@@ -77,6 +77,9 @@ class RopeConfig:
     """Yarn divides by the factor pairs that turn less often than this."""
     is_range_rounded: bool = True
     """Whether yarn rounds the first and the last pair between these two to whole ones."""
+    query_growth: float = 0.0
+    """Queries at `position` are multiplied by `1 + query_growth * log(1 + n)`, where n is
+    `position // original_max_positions`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,12 @@ from tests.checkpoints import Case
 
 __all__ = ["FAMILY_CASES", "SAMPLED_CASES"]
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILY_CASES = (
     Case(
         name="granite-multipliers",
@@ -30,6 +36,31 @@ FAMILY_CASES = (
         num_kv_heads=2,
         head_size=8,
         hidden_size=48,
+    ),
+    Case(
+        name="olmo3-two-ropes",
+        family="Olmo3",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    Case(
+        name="ministral3-growing-queries",
+        family="Ministral3",
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=8,
+        hidden_size=48,
+        more={"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.4}},
     ),
     Case(
         name="smollm3-windows",
@@ -130,14 +161,7 @@ FAMILY_CASES = (
         num_kv_heads=2,
         head_size=8,
         hidden_size=48,
-        more={
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
+        more={"rope_parameters": YARN},
     ),
 )
 SAMPLED_CASES = (random.Random(14).choice(FAMILY_CASES),)

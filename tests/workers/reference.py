@@ -201,6 +201,43 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_heads": 1,
         "attention_bias": True,
     },
+    "olmo3-two-ropes": {
+        "model_type": "olmo3",
+        "heads": 6,
+        "kv_heads": 2,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+    "olmo3-biases": {
+        "model_type": "olmo3",
+        "heads": 4,
+        "kv_heads": 1,
+        "attention_bias": True,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+    },
+    "ministral3-growing-queries": {
+        "model_type": "ministral3",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "rope_parameters": _YARN
+        | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.6},
+    },
+    "ministral3-window-tied": {
+        "model_type": "ministral3",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN
+        | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.2, "mscale": 1.0},
+    },
     "smollm3-every-other-rope": {
         "model_type": "smollm3",
         "heads": 6,

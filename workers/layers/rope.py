@@ -70,7 +70,7 @@ class Rotation(ABC):
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, num_heads, head_size]`, rotated; may happen in place.
 
-        Pair i of a head is elements i and i + head_size / 2.
+        Queries come before keys. Pair i of a head is elements i and i + head_size / 2.
         """
 
 
@@ -120,6 +120,20 @@ class _PartialRotation(Rotation):
         return heads
 
 
+class _GrowingQueries(Rotation):
+    """Multiplies the rotated queries, the first heads, by a factor that grows with the position."""
+
+    def __init__(self, rotation: Rotation, factors: torch.Tensor, num_query_heads: int) -> None:
+        self._rotation = rotation
+        self._factors = factors  # [num_tokens, 1, 1]
+        self._num_query_heads = num_query_heads
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        rotated = self._rotation(heads)
+        rotated.narrow(1, 0, self._num_query_heads).mul_(self._factors)
+        return rotated
+
+
 class RotaryEmbedding:
     """The table of cosines and sines of all positions."""
 
@@ -128,6 +142,7 @@ class RotaryEmbedding:
         rope: RopeConfig,
         *,
         head_size: int,
+        num_query_heads: int,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -141,13 +156,21 @@ class RotaryEmbedding:
         self._table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(rope.magnitude)
         self._dtype = dtype
         self._kernel = rotate_kernel(self._table, dtype)
+        self._num_query_heads = num_query_heads
+        self._query_factors: torch.Tensor | None = None
+        if rope.query_growth:
+            spans = positions.div_(rope.original_max_positions, rounding_mode="floor")
+            self._query_factors = spans.log1p_().mul_(rope.query_growth).add_(1.0).to(dtype)
 
     def rotation_at(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation to these positions, `[num_tokens]` int64."""
         rotation = self._whole(positions)
-        if self._partial_size is None:
+        if self._partial_size is not None:
+            rotation = _PartialRotation(rotation, self._partial_size)
+        if self._query_factors is None:
             return rotation
-        return _PartialRotation(rotation, self._partial_size)
+        factors = self._query_factors.index_select(0, positions).view(-1, 1, 1)
+        return _GrowingQueries(rotation, factors, self._num_query_heads)
 
     def _whole(self, positions: torch.Tensor) -> Rotation:
         if self._kernel is not None:

@@ -63,7 +63,9 @@ class Decoder(CompositeLayer):
             self._embedding_norm = make_norm(
                 names.embedding_norm, config, group, dtype=dtype, device=device
             )
-        self._rotations = LayerRotations(config, dtype=dtype, device=device)
+        self._rotations = LayerRotations(
+            config, num_query_heads=config.num_heads // group.size, dtype=dtype, device=device
+        )
         self._layers = [
             make_decoder_layer(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)

@@ -23,7 +23,14 @@ class LayerRotations:
     Models with ALiBi have none: their attention adds a bias by distance.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_query_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         of_layers = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = list(dict.fromkeys(of_layers))
         self._indices = [ropes.index(rope) for rope in of_layers]
@@ -31,6 +38,7 @@ class LayerRotations:
             RotaryEmbedding(
                 rope,
                 head_size=config.head_size,
+                num_query_heads=num_query_heads,
                 max_positions=config.max_positions,
                 dtype=dtype,
                 device=device,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -254,6 +257,18 @@ def test_the_norm_of_no_rows_is_no_rows() -> None:
     assert norm(torch.empty(0, 8)).shape == (0, 8)
 
 
+def rotary_embedding(rope: RopeConfig, head_size: int) -> RotaryEmbedding:
+    """Return the embedding of 50 positions, for two heads of queries and others of keys."""
+    return RotaryEmbedding(
+        rope,
+        head_size=head_size,
+        num_query_heads=2,
+        max_positions=50,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
 @pytest.mark.parametrize("has_kernel", [True, False])
 @torch.inference_mode()
 def test_rotation_rotates_pairs_by_position_times_frequency(
@@ -261,9 +276,7 @@ def test_rotation_rotates_pairs_by_position_times_frequency(
 ) -> None:
     if not has_kernel:
         monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
-    rope = RotaryEmbedding(
-        RopeConfig(theta=100.0), head_size=6, max_positions=50, dtype=torch.float32, device=CPU
-    )
+    rope = rotary_embedding(RopeConfig(theta=100.0), 6)
     heads, positions = torch.randn(2, 3, 6), torch.tensor([0, 41])
     # Heads are parts of wider rows, whose other values must not change.
     rows = torch.cat((heads.flatten(1), torch.ones(2, 4)), dim=1)
@@ -287,9 +300,7 @@ def test_a_partial_rotation_leaves_the_rest_of_a_head(
         monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
 
     def rotated(heads: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-        embedding = RotaryEmbedding(
-            rope, head_size=heads.shape[2], max_positions=50, dtype=torch.float32, device=CPU
-        )
+        embedding = rotary_embedding(rope, heads.shape[2])
         return embedding.rotation_at(torch.tensor([0, 41]))(heads.clone())
 
     heads = torch.randn(2, 3, 10)
@@ -302,6 +313,23 @@ def test_longrope_divides_each_frequency_by_its_factor_and_lengthens_heads() -> 
     rope = RopeConfig(kind="longrope", theta=100.0, pair_factors=(1.0, 2.0, 5.0), magnitude=1.5)
     expected = inverse_frequencies(RopeConfig(theta=100.0), 6) / torch.tensor([1.0, 2.0, 5.0])
     torch.testing.assert_close(inverse_frequencies(rope, 6), expected)
-    embedding = RotaryEmbedding(rope, head_size=6, max_positions=9, dtype=torch.float32, device=CPU)
+    embedding = rotary_embedding(rope, 6)
     heads = torch.randn(1, 2, 6)
     torch.testing.assert_close(embedding.rotation_at(torch.tensor([0]))(heads.clone()), 1.5 * heads)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@torch.inference_mode()
+def test_queries_grow_with_each_original_length_and_keys_do_not(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(Rotate, "make", lambda table, dtype: None)
+    rope = RopeConfig(original_max_positions=10)
+    heads, positions = torch.randn(3, 5, 6), torch.tensor([9, 10, 49])
+    plain = rotary_embedding(rope, 6).rotation_at(positions)(heads.clone())
+    growing = rotary_embedding(replace(rope, query_growth=0.5), 6)
+    result = growing.rotation_at(positions)(heads.clone())
+    assert torch.equal(result[:, 2:], plain[:, 2:])
+    factors = torch.tensor([1.0, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(5)])
+    torch.testing.assert_close(result[:, :2], plain[:, :2] * factors[:, None, None])

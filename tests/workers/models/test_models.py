@@ -50,6 +50,8 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         "phi3-longrope-partial",
         "granite-multipliers",
         "olmo2-6-heads-2-kv",
+        "olmo3-two-ropes",
+        "ministral3-growing-queries",
         "cohere2-parallel",
         "glm4-four-norms",
         "starcoder2-window",

@@ -32,7 +32,7 @@ class ConfigFile:
         self._values = values
         self._prefix = prefix
         self._read_keys: set[str] = set()
-        self._sections: list[ConfigFile] = []
+        self._sections: dict[str, ConfigFile] = {}
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -99,7 +99,7 @@ class ConfigFile:
         for key in self._values:
             if key not in self._read_keys:
                 yield self, key
-        for section in self._sections:
+        for section in self._sections.values():
             yield from section.unread()
 
     def value(self, key: str) -> object:
@@ -220,9 +220,9 @@ class ConfigFile:
             value = {}
         if not isinstance(value, dict):
             raise self.refusal(key, f"must be an object, not {_shown(value)}")
-        section = ConfigFile(self._path, value, prefix=f"{self._prefix}{key}.")
-        self._sections.append(section)
-        return section
+        if key not in self._sections:
+            self._sections[key] = ConfigFile(self._path, value, prefix=f"{self._prefix}{key}.")
+        return self._sections[key]
 
     def _given(self, key: str, default: object) -> object:
         value = self.value(key)

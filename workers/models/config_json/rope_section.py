@@ -12,6 +12,8 @@ from workers.models.config_json.config_file import MISSING, ConfigFile
 __all__ = [
     "MAX_THETA",
     "kind_key",
+    "longest_context",
+    "ropes_by_layer_type",
     "rope_of",
     "rope_section",
     "rotary_size",
@@ -51,7 +53,30 @@ def with_rope(
     section = rope_section(file)
     section.refuse_unless("partial_rotary_factor", 1)
     rope = rope_of(section, file, default_theta=theta)
-    return replace(config, rope=rope, max_positions=_max_positions(config, rope))
+    return replace(config, rope=rope, max_positions=longest_context(config, rope))
+
+
+def ropes_by_layer_type(
+    file: ConfigFile, *, theta: float, window_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the ropes of layers without and with a sliding window; thetas are the defaults."""
+    # Transformers 4 scales the layers without a window only.
+    by_kind = file.section("rope_parameters")
+    full_key, window_key = "full_attention", "sliding_attention"
+    full, window = by_kind.section(full_key), by_kind.section(window_key)
+    if "rope_parameters" not in file:
+        full = file.section("rope_scaling")
+    elif "rope_scaling" in file:
+        raise file.refusal("rope_scaling", "is not allowed together with rope_parameters")
+    for key in by_kind.given_keys():
+        if key not in (full_key, window_key):
+            raise by_kind.refusal(key, f"is not allowed; use {full_key} and {window_key}")
+    for section in (full, window):
+        section.refuse_unless("partial_rotary_factor", 1)
+    return (
+        rope_of(full, file, default_theta=theta),
+        rope_of(window, file, default_theta=window_theta),
+    )
 
 
 def rotary_size(
@@ -141,7 +166,7 @@ def _yarn_magnitude(section: ConfigFile, factor: float) -> float:
     return of(one) / of(all_dims)
 
 
-def _max_positions(config: ModelConfig, rope: RopeConfig) -> int:
+def longest_context(config: ModelConfig, rope: RopeConfig) -> int:
     """Return the context length, which yarn extends by its factor."""
     if rope.kind != "yarn":
         return config.max_positions

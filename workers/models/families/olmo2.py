@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["OLMO2"]
+__all__ = ["OLMO2", "olmo_config"]
 
 _NAMES = TensorNames(
     attention_norm=None,
@@ -23,16 +23,21 @@ _NAMES = TensorNames(
 )
 
 
-def _read(file: ConfigFile) -> ModelConfig:
+def olmo_config(file: ConfigFile, architecture: str) -> ModelConfig:
+    """Return what OLMo-2 and OLMo-3 have in common, without rope and windows."""
     has_bias = file.flag("attention_bias", False)
     return replace(
-        with_rope(base_config(file, OLMO2.architecture, default_norm_eps=1e-5), file),
+        base_config(file, architecture, default_norm_eps=1e-5),
         names=_NAMES,
         has_qk_norm=True,
         is_qk_norm_whole=True,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
     )
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    return with_rope(olmo_config(file, OLMO2.architecture), file)
 
 
 OLMO2 = Family(architecture="Olmo2ForCausalLM", model_types=("olmo2",), read=_read)

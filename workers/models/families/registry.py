@@ -19,9 +19,11 @@ from workers.models.families.glm4 import GLM, GLM4
 from workers.models.families.granite import GRANITE
 from workers.models.families.llama import LLAMA
 from workers.models.families.ministral import MINISTRAL
+from workers.models.families.ministral3 import MINISTRAL3
 from workers.models.families.mistral import MISTRAL
 from workers.models.families.mpt import MPT
 from workers.models.families.olmo2 import OLMO2
+from workers.models.families.olmo3 import OLMO3
 from workers.models.families.phi3 import PHI3
 from workers.models.families.qwen2 import QWEN2
 from workers.models.families.qwen3 import QWEN3
@@ -39,7 +41,8 @@ __all__ = ["check_parallel", "families", "read_model_config", "supported_archite
 
 _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL),
-    *(MISTRAL, MPT, OLMO2, PHI3, QWEN2, QWEN3, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
+    *(MINISTRAL3, MISTRAL, MPT, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, ROBERTA, SEED_OSS, SMOLLM3),
+    STARCODER2,
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.

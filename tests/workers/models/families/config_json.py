@@ -12,7 +12,17 @@ if TYPE_CHECKING:
 
     from pagedray.config import ModelConfig
 
-__all__ = ["BLOOM", "GEMMA2", "GEMMA3", "MPT", "PHI3", "read_config", "written"]
+__all__ = [
+    "BLOOM",
+    "GEMMA2",
+    "GEMMA3",
+    "MINISTRAL3",
+    "MPT",
+    "OLMO3",
+    "PHI3",
+    "read_config",
+    "written",
+]
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 100,
@@ -24,6 +34,12 @@ _SHAPE: dict[str, Any] = {
 }
 GEMMA2 = _SHAPE | {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 3}
 GEMMA3 = _SHAPE | {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
+OLMO3 = _SHAPE | {"architectures": ["Olmo3ForCausalLM"]}
+MINISTRAL3 = _SHAPE | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "num_key_value_heads": 3,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1},
+}
 PHI3 = _SHAPE | {"architectures": ["Phi3ForCausalLM"]}
 BLOOM: dict[str, Any] = {
     "architectures": ["BloomForCausalLM"],

@@ -13,7 +13,9 @@ from tests.workers.models.families.config_json import (
     BLOOM,
     GEMMA2,
     GEMMA3,
+    MINISTRAL3,
     MPT,
+    OLMO3,
     PHI3,
     read_config,
     written,
@@ -87,6 +89,25 @@ def test_both_ropes_of_gemma3_are_read_in_both_spellings(
     config = read_config(tmp_path, GEMMA3, sliding_window_pattern=2, **spelling)
     assert config.rope_of(0) == RopeConfig(theta=300.0)
     assert config.rope_of(1) == RopeConfig(kind="linear", factor=8.0, theta=5e5)
+
+
+def test_yarn_of_olmo3_scales_layers_without_windows_and_the_context(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = read_config(tmp_path, OLMO3, rope_theta=500000, rope_scaling=yarn)
+    assert config.sliding_windows == (4096, 4096, 4096, None)
+    assert config.rope_of(0) == RopeConfig(theta=5e5)
+    rope = config.rope_of(3)
+    assert rope is not None
+    assert (rope.kind, rope.theta, rope.factor) == ("yarn", 5e5, 4.0)
+    assert config.max_positions == 256
+
+
+def test_queries_of_ministral3_grow_with_the_original_length(tmp_path: Path) -> None:
+    config = read_config(tmp_path, MINISTRAL3, original_max_position_embeddings=32)
+    assert config.rope is not None
+    assert (config.rope.query_growth, config.rope.original_max_positions) == (0.1, 32)
+    assert config.sliding_windows == ()
+    assert read_config(tmp_path, MINISTRAL3, sliding_window=9).sliding_windows == (9,) * 4
 
 
 def test_sizes_of_bloom_are_read_in_three_spellings(tmp_path: Path) -> None:
@@ -253,6 +274,16 @@ def test_values_that_no_gemma_supports_are_named(
         (MPT, {"attn_config": {"attn_uses_sequence_id": True}}, "attn_uses_sequence_id"),
         (MPT, {"attn_config": {"clip_qkv": -1}}, "attn_config.clip_qkv"),
         (MPT, {"attn_config": {"alibi_bias_max": 0}}, "attn_config.alibi_bias_max"),
+        (OLMO3, {"rope_theta": 10000.0}, "rope_theta must be 500000.0, not 10000.0"),
+        (OLMO3, {"sliding_window": None}, "sliding_window must be an integer"),
+        (OLMO3, {"hidden_act": "gelu"}, "hidden_act"),
+        (MINISTRAL3, {"rope_parameters": ...}, "rope_parameters.rope_type must be yarn"),
+        (
+            MINISTRAL3,
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.llama_4_scaling_beta is missing",
+        ),
+        (MINISTRAL3, {"layer_types": ["sliding_attention"] * 4}, "layer_types is not a field of"),
         (PHI3, {"hidden_act": "gelu"}, "hidden_act"),
         (PHI3, {"attention_bias": True}, "attention_bias must be false, not true"),
         (PHI3, {"mlp_bias": True}, "mlp_bias must be false, not true"),

@@ -39,12 +39,19 @@ _LACKS = {
     "BloomForCausalLM": {"num_key_value_heads", "intermediate_size", "max_position_embeddings"},
     "MptForCausalLM": {"num_key_value_heads", "intermediate_size", "max_position_embeddings"},
 }
+# Those that have no default.
+_NEEDS: dict[str, dict[str, Any]] = {
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    },
+}
 
 
 def shape_of(architecture: str) -> dict[str, Any]:
     """Return the fields of a minimal configuration."""
     lacks = _LACKS.get(architecture, set())
-    return {field: value for field, value in _SHAPE.items() if field not in lacks}
+    shape = {field: value for field, value in _SHAPE.items() if field not in lacks}
+    return shape | _NEEDS.get(architecture, {})
 
 
 def read_fields(family: Family, folder: Path) -> frozenset[str]:
