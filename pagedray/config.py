@@ -125,6 +125,16 @@ class TensorNames:
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextTensors:
+    """Where the checkpoint of a multimodal model keeps the tensors of its text model."""
+
+    prefixes: tuple[tuple[str, str], ...]
+    """Prefixes of stored names, each with what replaces it in the names of `TensorNames`."""
+    skipped: tuple[str, ...]
+    """Prefixes of the tensors of other modalities, which are not loaded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
     """A file of a model on the Hub."""
@@ -169,6 +179,8 @@ class ModelConfig:
     head_size: int
     max_positions: int
     names: TensorNames = field(default_factory=TensorNames)
+    text_tensors: TextTensors | None = None
+    """How tensors of a multimodal checkpoint are stored; None is by `names`."""
     norm_kind: NormKind = "rms"
     norm_eps: float = 1e-6
     has_norm_bias: bool = False

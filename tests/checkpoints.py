@@ -12,6 +12,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from tests.multimodal import multimodal_config, transformers_class
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -33,6 +35,7 @@ class Case:
     has_tied_embeddings: bool = False
     # A small scale makes the model repeat its input less often.
     embedding_scale: float = 1.0
+    # With a `model_type`, that of the text, the family is multimodal.
     # Any: transformers' configurations take numbers, strings, lists and dictionaries.
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -181,6 +184,12 @@ CASES = (
         },
     ),
 )
+MULTIMODAL_TYPES = {
+    "Gemma3": "gemma3",
+    "Mistral3": "mistral3",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl",
+}
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
@@ -206,8 +215,14 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
         shape["num_key_value_heads"] = case.num_kv_heads
         shape["intermediate_size"] = 2 * case.hidden_size
         shape["max_position_embeddings"] = 256
-    config = getattr(transformers, config_class)(**shape | case.more)
-    model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    if "model_type" in case.more:
+        config = multimodal_config(
+            MULTIMODAL_TYPES[case.family], shape | case.more, is_tied=case.has_tied_embeddings
+        )
+        model = getattr(transformers, f"{case.family}ForConditionalGeneration")(config)
+    else:
+        config = getattr(transformers, config_class)(**shape | case.more)
+        model = getattr(transformers, f"{case.family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -231,9 +246,11 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Return transformers' greedy continuation of each prompt, in float32."""
     # Its other attention implementations ignore soft caps in some versions.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = (
+        transformers_class(folder)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
     continuations = []
     with torch.inference_mode():
         for prompt in prompts:

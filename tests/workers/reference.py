@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import Dtype, EngineConfig
+from tests.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.models.self_attention import attention_spec
@@ -238,6 +239,79 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN
         | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.2, "mscale": 1.0},
     },
+    "mistral3-window": {
+        "model_type": "mistral3",
+        "text_type": "mistral",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 7,
+    },
+    "mistral3-tied-growing-queries": {
+        "model_type": "mistral3",
+        "text_type": "ministral3",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN
+        | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.6},
+    },
+    "gemma3-with-vision": {
+        "model_type": "gemma3",
+        "text_type": "gemma3_text",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": _LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+    "qwen2_5_vl-mrope": {
+        "model_type": "qwen2_5_vl",
+        "text_type": "qwen2_5_vl_text",
+        "heads": 6,
+        "kv_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [1, 1, 2]},
+    },
+    "qwen2_5_vl-tied-windows": {
+        "model_type": "qwen2_5_vl",
+        "text_type": "qwen2_5_vl_text",
+        "heads": 4,
+        "kv_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN | {"mrope_section": [2, 1, 1]},
+    },
+    "qwen3_vl-interleaved-mrope": {
+        "model_type": "qwen3_vl",
+        "text_type": "qwen3_vl_text",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 50.0,
+            "mrope_section": [2, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_vl-biases-tied": {
+        "model_type": "qwen3_vl",
+        "text_type": "qwen3_vl_text",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
     "smollm3-every-other-rope": {
         "model_type": "smollm3",
         "heads": 6,
@@ -348,19 +422,25 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
         case["intermediate_size"] = 84
         case["num_key_value_heads"] = kv_heads
         case["max_position_embeddings"] = 64
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=131,
-        hidden_size=heads * 8,
-        num_hidden_layers=3,
-        num_attention_heads=heads,
+    case |= {
+        "vocab_size": 131,
+        "hidden_size": heads * 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
         # The defaults of some families exceed this small vocabulary.
-        pad_token_id=0,
-        eos_token_id=2,
-        **case,
-    )
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if model_type in TEXT_TYPES:
+        is_tied = case.pop("tie_word_embeddings", False)
+        text = case | {"model_type": case.pop("text_type")}
+        config = multimodal_config(model_type, text, is_tied=is_tied)
+        auto_class: Any = AutoModelForImageTextToText  # Any: transformers has no types
+    else:
+        config, auto_class = AutoConfig.for_model(model_type, **case), AutoModelForCausalLM
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto_class.from_config(config)
     with torch.no_grad():
         # Transformers starts norms at one and biases at zero, which would hide a mistake.
         for parameter in model.parameters():
@@ -377,7 +457,9 @@ def token_ids() -> torch.Tensor:
 
 def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return what Transformers computes, `[num_tokens, vocab_size]`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = transformers_class(folder).from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    )
     with torch.inference_mode():
         logits: torch.Tensor = model(token_ids()[None]).logits[0]
     return logits.float()

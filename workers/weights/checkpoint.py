@@ -6,6 +6,7 @@ CheckpointError of one line. Only safetensors files are opened, never pickles.
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from pagedray.config import TextTensors
     from workers.layers.weight import WeightShard
 
 __all__ = ["HEAD_NAME", "Checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 HEAD_NAME = "lm_head.weight"
 
@@ -46,9 +50,12 @@ class Checkpoint:
     Threads may fill shards at the same time.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, text_tensors: TextTensors | None = None) -> None:
         self._folder = folder
         self._entries = read_entries(folder)
+        self._skipped = text_tensors.skipped if text_tensors is not None else ()
+        self._stored_names = _stored_names(self._entries, text_tensors)
+        """The stored name of each tensor that a multimodal model stores under another one."""
         self._stack = ExitStack()
         self._staged = StagedCopy()
         self._files: dict[Path, Any] = {}  # Any: safetensors has no types
@@ -71,20 +78,27 @@ class Checkpoint:
     def check_tensors(self, shards: Iterable[WeightShard], *, has_spare_head: bool) -> None:
         """Raise CheckpointError unless the folder has exactly these tensors, in their shapes.
 
-        With `has_spare_head` it may also have an output head, which the model does not read.
+        With `has_spare_head` it may also have an output head, which the model does not read. Those
+        of other modalities are skipped.
         """
         names = set()
         for shard in shards:
             names.add(self._stored_name(shard.name))
             self._check_shard(shard)
         if has_spare_head:
-            names.add(HEAD_NAME)
+            names.update((HEAD_NAME, self._stored_names.get(HEAD_NAME, HEAD_NAME)))
+        num_skipped = 0
         for name, entry in self._entries.items():
-            if name not in names and not name.endswith(_IGNORED_SUFFIXES):
+            if name in names or name.endswith(_IGNORED_SUFFIXES):
+                continue
+            if not name.startswith(self._skipped):
                 raise CheckpointError(
                     f"{entry.path}: unexpected tensor {shown_name(name)}, which the model of "
                     "config.json does not have."
                 )
+            num_skipped += 1
+        if num_skipped:
+            logger.info("Skipped %s vision tensors in %s", num_skipped, self._folder)
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
@@ -138,7 +152,9 @@ class Checkpoint:
 
     def _stored_name(self, name: str) -> str:
         """Return a tensor's name in the files; a model saved without its head lacks the prefix."""
-        return name if name in self._entries else name.partition(".")[2]
+        if name in self._entries:
+            return name
+        return self._stored_names.get(name, name.partition(".")[2])
 
     def _check_shard(self, shard: WeightShard) -> None:
         entry = self._entries.get(self._stored_name(shard.name))
@@ -159,3 +175,14 @@ class Checkpoint:
         if path not in self._files:
             self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._files[path]
+
+
+def _stored_names(names: Iterable[str], text_tensors: TextTensors | None) -> dict[str, str]:
+    """Return which tensor is stored as what, for those with a prefix of multimodal models."""
+    prefixes = text_tensors.prefixes if text_tensors is not None else ()
+    return {
+        replacement + name.removeprefix(prefix): name
+        for name in names
+        for prefix, replacement in prefixes
+        if name.startswith(prefix)
+    }

@@ -44,7 +44,7 @@ def load_weights(
         if config.load_format == "dummy":
             fill_shards(shards, DummyTensors(config.load_seed), report_progress)
         else:
-            with Checkpoint(config.model.folder) as checkpoint:
+            with Checkpoint(config.model.folder, config.model.text_tensors) as checkpoint:
                 checkpoint.check_tensors(
                     shards, has_spare_head=config.model.has_tied_embeddings or config.model.pools
                 )

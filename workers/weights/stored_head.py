@@ -25,7 +25,7 @@ def with_stored_head(config: EngineConfig) -> EngineConfig:
     if not model.has_tied_embeddings or config.load_format == "dummy":
         return config
     embedding = f"{model.names.embedding}.weight"
-    with Checkpoint(model.folder) as checkpoint:
+    with Checkpoint(model.folder, model.text_tensors) as checkpoint:
         has_both = HEAD_NAME in checkpoint and embedding in checkpoint
         if not has_both or checkpoint.are_equal(HEAD_NAME, embedding):
             return config

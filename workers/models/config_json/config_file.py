@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["MISSING", "ConfigFile"]
 
 _MAX_BYTES = 4 * 2**20
+_NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
 class _Missing:
@@ -89,6 +91,16 @@ class ConfigFile:
     def note_read(self, *keys: str) -> None:
         """Note that keys were considered, though perhaps without an effect."""
         self._read_keys.update(keys)
+
+    def note_copies(self, section: ConfigFile) -> None:
+        """Note the keys that a section has too, with the same values."""
+        self.note_read(
+            *(
+                key
+                for key, value in self._values.items()
+                if key in section._values and section._values[key] == value
+            )
+        )
 
     def read_keys(self) -> frozenset[str]:
         """Return the keys that any method was asked for."""
@@ -213,15 +225,17 @@ class ConfigFile:
             raise self.refusal(key, f"must be a list of strings, not {_shown(value)}")
         return tuple(value)
 
-    def section(self, key: str) -> ConfigFile:
-        """Return the object under a key; empty if there is none."""
+    def section(self, key: str, defaults: Mapping[str, object] = _NO_DEFAULTS) -> ConfigFile:
+        """Return the object under a key; empty if there is none, but for the defaults."""
         value = self.value(key)
         if value is None:
             value = {}
         if not isinstance(value, dict):
             raise self.refusal(key, f"must be an object, not {_shown(value)}")
         if key not in self._sections:
-            self._sections[key] = ConfigFile(self._path, value, prefix=f"{self._prefix}{key}.")
+            self._sections[key] = ConfigFile(
+                self._path, {**defaults, **value}, prefix=f"{self._prefix}{key}."
+            )
         return self._sections[key]
 
     def _given(self, key: str, default: object) -> object:

@@ -13,9 +13,9 @@ __all__ = [
     "MAX_THETA",
     "kind_key",
     "longest_context",
-    "ropes_by_layer_type",
     "rope_of",
     "rope_section",
+    "ropes_by_layer_type",
     "rotary_size",
     "with_rope",
 ]
@@ -23,13 +23,16 @@ __all__ = [
 MAX_THETA = 1e12
 _MAX_FACTOR = 1e6
 _MAX_POSITIONS = 2**26
-_Kind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-_KINDS: tuple[_Kind, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+_Kind = Literal["default", "mrope", "linear", "dynamic", "llama3", "yarn"]
+_KINDS: tuple[_Kind, ...] = ("default", "mrope", "linear", "dynamic", "llama3", "yarn")
 # Each belongs to some kinds; as in transformers, the others ignore it.
 _KEYS_OF_KINDS = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    *("short_factor", "long_factor", "mrope_section", "finetuned", "type", "rope_type"),
+    *("short_factor", "long_factor", "finetuned", "type", "rope_type"),
+    # How images and videos divide the pairs of a head among their three positions, which are equal
+    # for text.
+    *("mrope_section", "mrope_interleaved"),
 )
 
 
@@ -104,7 +107,7 @@ def rope_of(section: ConfigFile, file: ConfigFile, *, default_theta: float) -> R
     default = MISSING if "factor" in section else "default"
     given = section.choice(kind_key(section), _KINDS, default)
     kind = next(word for word in _KINDS if word == given)
-    if kind == "default":
+    if kind == "default" or kind == "mrope":
         return RopeConfig(theta=theta)
     if kind == "yarn":
         return _yarn(section, file, theta)

@@ -29,15 +29,20 @@ def windows_by_layer_type(
     return tuple(window if has else None for has in has_window)
 
 
-def qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Return Qwen's windows, which `use_sliding_window` enables; empty if no layer has one."""
+def qwen_windows(
+    file: ConfigFile, num_layers: int, *, default_first: int = 28
+) -> tuple[int | None, ...]:
+    """Return Qwen's windows, which `use_sliding_window` enables; empty if no layer has one.
+
+    `default_first` is the default of the first layer with a window.
+    """
     file.note_read("sliding_window", "max_window_layers", "layer_types")
     if not file.flag("use_sliding_window", False):
         return ()
     if file.has_null("sliding_window"):
         return ()
     window = file.integer("sliding_window", 4096, most=MAX_POSITIONS)
-    first = file.integer("max_window_layers", 28, least=0, most=MAX_LAYERS)
+    first = file.integer("max_window_layers", default_first, least=0, most=MAX_LAYERS)
     later = [layer >= first for layer in range(num_layers)]
     return tuple(window if has else None for has in has_window_by_layer(file, num_layers) or later)
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["GEMMA3"]
+__all__ = ["GEMMA3", "read_gemma3"]
 
 
-def _read(file: ConfigFile) -> ModelConfig:
+def read_gemma3(file: ConfigFile) -> ModelConfig:
+    """Return the configuration of a Gemma-3, or of the text part of one."""
     config = gemma_config(file, GEMMA3.architecture, default_logit_cap=None)
     # Transformers reads this soft cap, but does not apply it.
     file.refuse_unless("attn_logit_softcapping", None)
@@ -39,4 +40,4 @@ def _read(file: ConfigFile) -> ModelConfig:
     )
 
 
-GEMMA3 = Family(architecture="Gemma3ForCausalLM", model_types=("gemma3_text",), read=_read)
+GEMMA3 = Family(architecture="Gemma3ForCausalLM", model_types=("gemma3_text",), read=read_gemma3)

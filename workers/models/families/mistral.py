@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["MISTRAL"]
+__all__ = ["MISTRAL", "read_mistral"]
 
 
-def _read(file: ConfigFile) -> ModelConfig:
+def read_mistral(file: ConfigFile) -> ModelConfig:
+    """Return the configuration of a Mistral, or of the text part of one."""
     config = with_rope(base_config(file, MISTRAL.architecture, default_num_kv_heads=8), file)
     if file.has_null("sliding_window"):
         return config
@@ -23,4 +24,4 @@ def _read(file: ConfigFile) -> ModelConfig:
     return replace(config, sliding_windows=(window,) * config.num_layers)
 
 
-MISTRAL = Family(architecture="MistralForCausalLM", model_types=("mistral",), read=_read)
+MISTRAL = Family(architecture="MistralForCausalLM", model_types=("mistral",), read=read_mistral)

@@ -22,6 +22,10 @@ from workers.models.families.ministral import MINISTRAL
 from workers.models.families.ministral3 import MINISTRAL3
 from workers.models.families.mistral import MISTRAL
 from workers.models.families.mpt import MPT
+from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
+from workers.models.families.multimodal.mistral3 import MISTRAL3
+from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
+from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
 from workers.models.families.olmo2 import OLMO2
 from workers.models.families.olmo3 import OLMO3
 from workers.models.families.phi3 import PHI3
@@ -42,7 +46,7 @@ __all__ = ["check_parallel", "families", "read_model_config", "supported_archite
 _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL),
     *(MINISTRAL3, MISTRAL, MPT, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, ROBERTA, SEED_OSS, SMOLLM3),
-    STARCODER2,
+    *(STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.

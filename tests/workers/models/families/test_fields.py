@@ -10,6 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig
 
 from pagedray.errors import CheckpointError
+from tests.multimodal import TEXT_TYPES
 from tests.workers.reference import CASES, save_checkpoint
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import IGNORED_FIELDS, reason_to_ignore
@@ -49,29 +50,53 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 def shape_of(architecture: str) -> dict[str, Any]:
     """Return the fields of a minimal configuration."""
+    if text_types(FAMILIES[architecture]):
+        return {"text_config": _SHAPE}
     lacks = _LACKS.get(architecture, set())
     shape = {field: value for field, value in _SHAPE.items() if field not in lacks}
     return shape | _NEEDS.get(architecture, {})
 
 
-def read_fields(family: Family, folder: Path) -> frozenset[str]:
-    """Return the fields that a family reads of a minimal configuration."""
-    file = ConfigFile(folder / "config.json", shape_of(family.architecture))
+def text_types(family: Family) -> tuple[str, ...]:
+    """Return the values of `model_type` of the text of a multimodal family."""
+    return TEXT_TYPES.get(family.model_types[0], ())
+
+
+def read_by(family: Family, values: dict[str, Any], folder: Path) -> ConfigFile:
+    """Return a file that a family has read."""
+    file = ConfigFile(folder / "config.json", values)
     family.read(file)
-    return file.read_keys()
+    return file
+
+
+def unknown_fields(model_type: str, read: frozenset[str]) -> set[str]:
+    """Return the fields of a class of transformers that are neither read nor may be ignored."""
+    return {
+        field.name
+        for field in dataclasses.fields(CONFIG_MAPPING[model_type])
+        if field.name not in read | _COMMON and reason_to_ignore(field.name) is None
+    }
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_field_of_transformers_is_accounted_for(architecture: str, tmp_path: Path) -> None:
     family = FAMILIES[architecture]
-    read = read_fields(family, tmp_path) | _COMMON
-    unknown = {
-        field.name
-        for model_type in family.model_types
-        for field in dataclasses.fields(CONFIG_MAPPING[model_type])
-        if field.name not in read and reason_to_ignore(field.name) is None
-    }
-    assert not unknown
+    file = read_by(family, shape_of(architecture), tmp_path)
+    for model_type in family.model_types:
+        assert not unknown_fields(model_type, file.read_keys())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text_type"),
+    [(name, text) for name, family in FAMILIES.items() for text in text_types(family)],
+)
+def test_every_field_of_the_text_of_a_multimodal_model_is_accounted_for(
+    architecture: str, text_type: str, tmp_path: Path
+) -> None:
+    more = _NEEDS["Ministral3ForCausalLM"] if text_type == "ministral3" else {}
+    values = {"text_config": _SHAPE | more | {"model_type": text_type}}
+    file = read_by(FAMILIES[architecture], values, tmp_path)
+    assert not unknown_fields(text_type, file.section("text_config").read_keys())
 
 
 def test_defaults_of_generation_are_ignored() -> None:

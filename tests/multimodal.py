@@ -1,0 +1,53 @@
+"""Configurations of small multimodal models around those of their text."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["TEXT_TYPES", "multimodal_config", "transformers_class"]
+
+TEXT_TYPES = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
+}
+"""The values of `model_type` of a multimodal model's text, by its own."""
+_SHAPE = {"hidden_size": 32, "intermediate_size": 32}
+_LLAVA_SHAPE = _SHAPE | {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_SHAPE = _SHAPE | {"depth": 1, "num_heads": 2}
+_VISION: dict[str, dict[str, Any]] = {
+    "gemma3": _LLAVA_SHAPE,
+    "mistral3": _LLAVA_SHAPE | {"model_type": "pixtral", "head_dim": 16},
+    "qwen2_5_vl": _QWEN_SHAPE,
+    "qwen3_vl": _QWEN_SHAPE | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+
+
+def multimodal_config(
+    model_type: str, text: dict[str, Any], *, is_tied: bool
+) -> transformers.PreTrainedConfig:
+    """Return the configuration of a model with this text part and a small vision part."""
+    vision = dict(_VISION[model_type])
+    if model_type.startswith("qwen"):
+        vision["out_hidden_size"] = text["hidden_size"]
+    return transformers.AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, tie_word_embeddings=is_tied
+    )
+
+
+def transformers_class(folder: Path) -> Any:  # Any: transformers has no types
+    """Return the class of transformers that a checkpoint names."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name)
