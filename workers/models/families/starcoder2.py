@@ -30,7 +30,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         is_tied_by_default=True,
     )
     # Second spellings, which transformers ignores.
-    file.note_read("activation_function", "layer_norm_epsilon")
+    file.note_read("activation_function", "layer_norm_epsilon", "rms_norm_eps")
     file.choice("mlp_type", ("default",), "default")
     file.choice("norm_type", ("layer_norm",), "layer_norm")
     windows: tuple[int, ...] = ()

@@ -1,0 +1,97 @@
+"""Write the table of published configuration files in docs/models.md.
+
+python -m scripts.published_models
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from pagedray.errors import CheckpointError
+from workers.models.families.registry import read_model_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.config import ModelConfig
+
+__all__ = ["PublishedFile", "document_with_table", "published_files", "written_config"]
+
+_ROOT = Path(__file__).parent.parent
+DOCUMENT = _ROOT / "docs" / "models.md"
+_FOLDER = _ROOT / "tests" / "workers" / "models" / "families" / "published"
+_BEGIN, _END = "<!-- published -->\n", "<!-- end of published -->"
+_USES = {"generate": "text", "embed": "embeddings", "score": "scores"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    """A copy of the config.json of a published model."""
+
+    name: str
+    model: str
+    source: str
+    """Where the copy is from."""
+    config: dict[str, Any]  # Any: parsed JSON
+
+
+def published_files() -> list[PublishedFile]:
+    """Return the files, by the name of their model."""
+    files = [
+        PublishedFile(name=path.stem, **json.loads(path.read_text()))
+        for path in _FOLDER.glob("*.json")
+    ]
+    return sorted(files, key=lambda file: file.model.lower())
+
+
+def written_config(file: PublishedFile, folder: Path) -> Path:
+    """Write a file as the config.json of a folder, and return the folder."""
+    (folder / "config.json").write_text(json.dumps(file.config))
+    return folder
+
+
+def document_with_table(document: str) -> str:
+    """Return the document with the table that the code gives."""
+    before, _, rest = document.partition(_BEGIN)
+    _, found, after = rest.partition(_END)
+    assert found, "The document has no place for the table."
+    return f"{before}{_BEGIN}{chr(10).join(_rows())}\n{_END}{after}"
+
+
+def _rows() -> Iterator[str]:
+    yield "| model | `architectures` | |"
+    yield "| --- | --- | --- |"
+    for file in published_files():
+        yield f"| {file.model} | `{file.config['architectures'][0]}` | {_result(file)} |"
+
+
+def _result(file: PublishedFile) -> str:
+    """Return what the model is loaded for, or why it is refused."""
+    with TemporaryDirectory() as name:
+        folder = written_config(file, Path(name))
+        try:
+            return _use(read_model_config(folder))
+        except CheckpointError as error:
+            problem = str(error).removeprefix(f"{folder / 'config.json'}: ")
+            # The list of all that is supported is in the table of families.
+            return f"refused: {problem.partition('; supported are')[0].rstrip('.')}"
+
+
+def _use(config: ModelConfig) -> str:
+    text = f"{_USES[config.task]}, {config.max_positions} tokens"
+    if config.long_context is not None:
+        text += f", or {config.long_context.max_positions} with `--max-model-len`"
+    return text
+
+
+def main() -> None:
+    """Rewrite the document."""
+    DOCUMENT.write_text(document_with_table(DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Configuration files as they are published, at full size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import transformers
+
+from attention.cpu.torch_sdpa import TorchSDPABackend
+from pagedray.errors import CheckpointError
+from scripts.published_models import (
+    DOCUMENT,
+    PublishedFile,
+    document_with_table,
+    published_files,
+    written_config,
+)
+from workers.models.decoder import Decoder
+from workers.models.families.registry import read_model_config
+from workers.parallel.group import SoloGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagedray.config import ModelConfig
+
+META = torch.device("meta")
+# Experts, and weights that are quantized.
+REFUSED = {
+    "deepseek-v3",
+    "glm-4-9b",
+    "gpt-oss-20b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "qwen3-8b-fp8",
+}
+FILES = {file.name: file for file in published_files()}
+LOADED = [name for name in FILES if name not in REFUSED]
+DECODERS = [name for name in LOADED if not name.startswith("bge-")]
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of_transformers(file: PublishedFile, folder: Path, config: ModelConfig) -> Shapes:
+    """Return the tensors of the text model that transformers makes of a file."""
+    model_class = getattr(transformers, file.config["architectures"][0])
+    with META:
+        model = model_class(transformers.AutoConfig.from_pretrained(folder))
+    stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.has_tied_embeddings:
+        del stored["lm_head.weight"]
+    if config.text_tensors is None:
+        return stored
+    return {
+        name.replace("model.language_model.", "model."): shape
+        for name, shape in stored.items()
+        if name.startswith(("model.language_model.", "lm_head."))
+    }
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_tensors_are_those_of_transformers_at_full_size(name: str, tmp_path: Path) -> None:
+    folder = written_config(FILES[name], tmp_path)
+    config = read_model_config(folder)
+    model = Decoder(config, SoloGroup(), backend=TorchSDPABackend, device=META)
+    shapes = {shard.name: shard.shape for shard in model.weight_shards()}
+    assert shapes == shapes_of_transformers(FILES[name], folder, config)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_context_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = written_config(FILES[name], tmp_path)
+    config = read_model_config(folder)
+    theirs = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    longest = config.long_context.max_positions if config.long_context else config.max_positions
+    # Positions of a RoBERTa begin behind its padding.
+    skipped = 0 if config.position_padding_id is None else config.position_padding_id + 1
+    assert longest == theirs.max_position_embeddings - skipped
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
+    architecture = FILES[name].config["architectures"][0]
+    expected = "quantization_config" if name.endswith("fp8") else f"names '{architecture}'"
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read_model_config(written_config(FILES[name], tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_committed_table_is_that_of_the_generator() -> None:
+    document = DOCUMENT.read_text()
+    assert document_with_table(document) == document
+
+
+@pytest.mark.parametrize("file", FILES.values(), ids=list(FILES))
+def test_every_file_names_its_source(file: PublishedFile) -> None:
+    assert file.source.endswith((".", ".json"))
+    assert file.config["model_type"]
