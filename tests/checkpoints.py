@@ -17,7 +17,7 @@ from tests.multimodal import multimodal_config, transformers_class
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CASES", "Case", "greedy_tokens", "save_checkpoint", "save_word_tokenizer"]
+__all__ = ["CASES", "Case", "class_name", "greedy_tokens", "save_checkpoint", "save_word_tokenizer"]
 
 VOCAB_SIZE = 131
 
@@ -193,6 +193,12 @@ MULTIMODAL_TYPES = {
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
+def class_name(case: Case) -> str:
+    """Return the name of a model in transformers, and in `architectures` of config.json."""
+    suffix = "ForConditionalGeneration" if "model_type" in case.more else "ForCausalLM"
+    return f"{case.family}{suffix}"
+
+
 def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Write a random checkpoint whose greedy continuations do not settle on one token."""
     torch.manual_seed(sum(map(ord, case.name)))
@@ -219,10 +225,9 @@ def save_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.floa
         config = multimodal_config(
             MULTIMODAL_TYPES[case.family], shape | case.more, is_tied=case.has_tied_embeddings
         )
-        model = getattr(transformers, f"{case.family}ForConditionalGeneration")(config)
     else:
         config = getattr(transformers, config_class)(**shape | case.more)
-        model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    model = getattr(transformers, class_name(case))(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

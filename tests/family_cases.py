@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from tests.checkpoints import Case
+from tests.checkpoints import CASES, Case
 
-__all__ = ["FAMILY_CASES", "SAMPLED_CASES"]
+__all__ = ["ALL_CASES", "SAMPLED_CASES"]
 
 YARN = {
     "rope_type": "yarn",
@@ -14,7 +14,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-FAMILY_CASES = (
+_MORE_CASES = (
     Case(
         name="granite-multipliers",
         family="Granite",
@@ -220,5 +220,6 @@ FAMILY_CASES = (
         more={"rope_parameters": YARN},
     ),
 )
-SAMPLED_CASES = (random.Random(14).choice(FAMILY_CASES),)
+ALL_CASES = (*CASES, *_MORE_CASES)
+SAMPLED_CASES = tuple(random.Random(16).sample(ALL_CASES, 6))
 """Those that run each time; the others are slow tests."""

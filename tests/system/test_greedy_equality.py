@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray import LLM
-from tests.checkpoints import CASES, Case
-from tests.family_cases import FAMILY_CASES, SAMPLED_CASES
+from tests.checkpoints import class_name
+from tests.family_cases import ALL_CASES, SAMPLED_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -18,9 +18,13 @@ from tests.greedy import (
     generated,
     truth_of,
 )
+from workers.models.families.bert import BERT, ROBERTA
+from workers.models.families.registry import families
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.checkpoints import Case
 
 QUICK = "gemma2-window-of-blocks"
 """The case that runs on two ranks each time: ranks take seconds to start."""
@@ -29,12 +33,8 @@ BLOCK_SIZES = (4, pytest.param(16, marks=pytest.mark.slow))
 
 
 PARAMS = [
-    *(pytest.param(case, id=case.name) for case in (*CASES, *SAMPLED_CASES)),
-    *(
-        pytest.param(case, id=case.name, marks=pytest.mark.slow)
-        for case in FAMILY_CASES
-        if case not in SAMPLED_CASES
-    ),
+    pytest.param(case, id=case.name, marks=[] if case in SAMPLED_CASES else pytest.mark.slow)
+    for case in ALL_CASES
 ]
 
 
@@ -42,6 +42,12 @@ PARAMS = [
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
     return truth_of(case, tmp_path_factory.mktemp(case.name))
+
+
+def test_every_family_of_decoders_has_a_case() -> None:
+    names = {class_name(case) for case in ALL_CASES}
+    decoders = {family.architecture for family in families() if family not in (BERT, ROBERTA)}
+    assert names == decoders
 
 
 def local_llm(folder: Path, **options: Any) -> LLM:  # Any: engine options of any type
@@ -97,7 +103,7 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
     "truth",
     [
         pytest.param(case, id=case.name, marks=[] if case.name == QUICK else pytest.mark.slow)
-        for case in (*CASES, *FAMILY_CASES)
+        for case in ALL_CASES
     ],
     indirect=True,
 )

@@ -20,7 +20,8 @@ from tests.workers.reference import (
     save_checkpoint,
 )
 from workers.models.decoder import Decoder
-from workers.models.families.registry import read_model_config
+from workers.models.families.bert import BERT, ROBERTA
+from workers.models.families.registry import families, read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
 
@@ -85,6 +86,12 @@ def test_steps_of_a_sequence_give_what_one_step_gives(name: str, tmp_path: Path)
     torch.testing.assert_close(
         run(model, group, (9, NUM_TOKENS - 10, 1)), whole[-1:], rtol=1e-4, atol=1e-4
     )
+
+
+def test_every_family_of_decoders_has_a_case() -> None:
+    decoders = [family for family in families() if family not in (BERT, ROBERTA)]
+    model_types = {case["model_type"] for case in CASES.values()}
+    assert all(model_types.intersection(family.model_types) for family in decoders)
 
 
 def test_only_the_sampled_tokens_are_normed(tmp_path: Path) -> None:
