@@ -17,7 +17,14 @@ from tests.multimodal import multimodal_config, transformers_class
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CASES", "Case", "class_name", "greedy_tokens", "save_checkpoint", "save_word_tokenizer"]
+__all__ = [
+    "CASES",
+    "Case",
+    "class_name",
+    "greedy_continuations",
+    "save_checkpoint",
+    "save_word_tokenizer",
+]
 
 VOCAB_SIZE = 131
 
@@ -248,8 +255,10 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Return transformers' greedy continuation of each prompt, in float32."""
+def greedy_continuations(
+    folder: Path, prompts: list[list[int]], num_tokens: int
+) -> list[tuple[list[int], list[float]]]:
+    """Return transformers' greedy tokens for each prompt and their logprobs, in float32."""
     # Its other attention implementations ignore soft caps in some versions.
     model = (
         transformers_class(folder)
@@ -267,6 +276,11 @@ def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
                 min_new_tokens=num_tokens,
                 do_sample=False,
                 pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
-            continuations.append(output[0, len(prompt) :].tolist())
+            chosen = output.sequences[0, len(prompt) :]
+            logprobs = torch.cat(output.logits).float().log_softmax(1)
+            of_chosen = logprobs.gather(1, chosen[:, None]).squeeze(1)
+            continuations.append((chosen.tolist(), of_chosen.tolist()))
     return continuations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagedray import LLM, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, Case, greedy_tokens, save_checkpoint
+from tests.checkpoints import VOCAB_SIZE, Case, greedy_continuations, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,7 @@ __all__ = [
     "PROMPT_LENGTHS",
     "Truth",
     "check_all_at_once",
+    "check_logprobs",
     "check_tiny_pool",
     "checked_until_preempted",
     "generated",
@@ -42,6 +43,8 @@ class Truth:
     folder: Path
     prompts: list[list[int]]
     continuations: list[list[int]]
+    logprobs: list[list[float]]
+    """The logprob of each token of the continuations."""
 
 
 def truth_of(case: Case, folder: Path) -> Truth:
@@ -53,10 +56,12 @@ def truth_of(case: Case, folder: Path) -> Truth:
     ]
     # Two prompts share a prefix of several blocks.
     prompts[5][:40] = prompts[4][:40]
+    pairs = greedy_continuations(folder, prompts, NUM_TOKENS)
     return Truth(
         folder=folder,
         prompts=prompts,
-        continuations=greedy_tokens(folder, prompts, NUM_TOKENS),
+        continuations=[tokens for tokens, _ in pairs],
+        logprobs=[logprobs for _, logprobs in pairs],
     )
 
 
@@ -65,6 +70,16 @@ def generated(llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     generations = llm.generate(prompts, params, show_progress=False)
     return [list(generation.completions[0].token_ids) for generation in generations]
+
+
+def check_logprobs(llm: LLM, truth: Truth) -> None:
+    """Check the logprobs of greedy continuations."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    generations = llm.generate(truth.prompts, params, show_progress=False)
+    logprobs = [
+        [entry.chosen for entry in generation.completions[0].logprobs] for generation in generations
+    ]
+    assert logprobs == [pytest.approx(expected, rel=0, abs=1e-4) for expected in truth.logprobs]
 
 
 def checked_until_preempted(llm: LLM, truth: Truth, *counts: str) -> SchedulerStats:

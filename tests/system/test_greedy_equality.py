@@ -13,6 +13,7 @@ from tests.greedy import (
     LONGEST,
     Truth,
     check_all_at_once,
+    check_logprobs,
     check_tiny_pool,
     checked_until_preempted,
     generated,
@@ -99,6 +100,19 @@ def test_all_at_once_changes_nothing(truth: Truth) -> None:
     check_all_at_once(local_llm, truth)
 
 
+def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
+    with local_llm(
+        truth.folder,
+        block_size=4,
+        num_blocks=-(-LONGEST // 4) + 5,
+        max_num_batched_tokens=11,
+        max_num_seqs=5,
+    ) as llm:
+        check_logprobs(llm, truth)
+        check_logprobs(llm, truth)
+        assert llm.stats().scheduler.num_hit_tokens > 0
+
+
 @pytest.mark.parametrize(
     "truth",
     [
@@ -123,5 +137,6 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
         assert generated(llm, truth.prompts) == truth.continuations
         # Prefix hits, also on blocks that were swapped.
         stats = checked_until_preempted(llm, truth, "num_swap_preemptions")
+        check_logprobs(llm, truth)
     assert stats.num_hit_tokens > 0
     assert stats.num_free_blocks == stats.num_blocks
