@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
-from pagedray.batch import TokenLogprobs
+from pagedray.batch import PromptToken, TokenLogprobs
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Generation:
     completions: tuple[Completion, ...]
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    prompt_logprobs: tuple[PromptToken | None, ...] = ()
+    """Empty, or one for each token of the prompt; the first has none, since nothing precedes it."""
 
 
 class Collector:
@@ -57,6 +59,7 @@ class Collector:
         ]
         self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
         self._num_cached_tokens = 0
+        self._prompt_logprobs: list[PromptToken | None] = []
 
     @property
     def is_finished(self) -> bool:
@@ -68,6 +71,10 @@ class Collector:
         if stream.is_finished:
             return SequenceOutput(index=event.index, text="", token_ids=())
         self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+        if event.prompt_logprobs:
+            self._prompt_logprobs.append(None)
+            for part in event.prompt_logprobs:
+                self._prompt_logprobs += part.tokens()
         output = stream.add_events([event])
         self._outputs[event.index].append(output)
         return output
@@ -79,6 +86,7 @@ class Collector:
                 _completion(index, outputs) for index, outputs in enumerate(self._outputs)
             ),
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
 

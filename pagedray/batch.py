@@ -13,11 +13,15 @@ they are sent, so a block may go to another sequence in the plan after its last 
 
 from __future__ import annotations
 
-from typing import Literal
+from array import array
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from pagedray.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
     "BlockCopy",
@@ -25,6 +29,8 @@ __all__ = [
     "EmbedOutput",
     "EmbedPlan",
     "Pooling",
+    "PromptLogprobs",
+    "PromptToken",
     "SequencePlan",
     "SequenceStart",
     "Shutdown",
@@ -144,6 +150,49 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]
 
 
+class PromptToken(NamedTuple):
+    """The log-probability of one token of a prompt, given the tokens before it."""
+
+    chosen: float
+    rank: int
+    """1 for the likeliest token."""
+    token_ids: list[int]
+    """The likeliest tokens, in descending order."""
+    logprobs: list[float]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive tokens of a prompt, given the tokens before each."""
+
+    row: int
+    """The row of the sequence in the step that computed them."""
+    first_position: int
+    """Of the first token, 1 or more: nothing precedes the token at position 0."""
+    num_likeliest: int
+    chosen: bytes
+    """float32 in native byte order, `[num_tokens]`: of the prompt's own tokens."""
+    ranks: bytes
+    """int32, `[num_tokens]`: 1 for the likeliest token."""
+    token_ids: bytes
+    """int32, `[num_tokens, num_likeliest]`: the likeliest tokens, in descending order."""
+    logprobs: bytes
+    """float32, `[num_tokens, num_likeliest]`."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.first_position + len(self.chosen) // 4
+
+    def tokens(self) -> Iterator[PromptToken]:
+        """Return what is known of each token."""
+        width = self.num_likeliest
+        token_ids, logprobs = array("i", self.token_ids), array("f", self.logprobs)
+        chosen, ranks = array("f", self.chosen), array("i", self.ranks)
+        for index, (logprob, rank) in enumerate(zip(chosen, ranks, strict=True)):
+            part = slice(index * width, (index + 1) * width)
+            yield PromptToken(logprob, rank, token_ids[part].tolist(), logprobs[part].tolist())
+
+
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """Rank 0's result of a `StepPlan`."""
 
@@ -157,6 +206,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """Duration of the step without its swaps, in seconds; 0 if not measured."""
     swap_s: float = 0.0
     """Duration of its swap-outs and swap-ins, in seconds."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """Of the prompts that asked for them and of which it computed tokens."""
 
 
 class StepAck(msgspec.Struct, frozen=True, array_like=True, tag="ack"):

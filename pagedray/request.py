@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether to generate past the model's end-of-sequence tokens."""
     logprobs: int | None = None
     """Number of likeliest tokens to return beside the sampled one; None returns no logprobs."""
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens to return at each position of the prompt, beside the token there;
+    None returns no log-probabilities of the prompt."""
     structure: Structure | None = None
     """Constraint on the text, or None."""
 
@@ -114,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)

@@ -22,10 +22,11 @@ from workers.sampling.logprobs import LogprobReports, RawLogprobs
 from workers.sampling.masks import apply_masks
 from workers.sampling.numpy_choice import NumpyChoice
 from workers.sampling.penalties import Penalties
+from workers.sampling.prompt_logprobs import PromptChunk, PromptReport, describe_prompts
 from workers.sampling.rows import Need, SamplingRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pagedray.batch import SequenceStart, TokenLogprobs
     from workers.layers.sharded_logits import ShardedLogits
@@ -122,6 +123,16 @@ class Sampler:
         """Return the likeliest token of every row; ranks exchange no logits but their largest."""
         leaders = self._choice.leaders(logits.part, logits.first_id)
         return Sampled(self._choice.tokens_of(logits.gather(leaders)))
+
+    @torch.no_grad()
+    def describe_prompts(
+        self,
+        chunks: Sequence[PromptChunk],
+        hidden: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
+    ) -> list[PromptReport]:
+        """Return reports on tokens of prompts; `describe_prompts` there says of what."""
+        return describe_prompts(chunks, hidden, logits_of, self._choice)
 
     @torch.no_grad()
     def sample(

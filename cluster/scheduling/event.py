@@ -2,7 +2,7 @@
 
 import msgspec
 
-from pagedray.batch import TokenLogprobs
+from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.request import FinishReason
 
 __all__ = ["TokenEvent"]
@@ -32,3 +32,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """Why the client's structure ended the sequence with an error; empty for another cause."""
     is_lethal: bool = False
     """Whether the sequence ended with an error because the ranks die whenever its request runs."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of the whole prompt, if asked for: in the first event of its first sequence."""

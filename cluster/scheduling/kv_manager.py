@@ -319,7 +319,12 @@ class KvManager:
         return hits
 
     def _num_shareable(self, sequence: Sequence) -> int:
-        """Return the blocks of known tokens that may be shared: one token is left to compute."""
+        """Return the blocks of known tokens that may be shared: one token is left to compute.
+
+        None may be shared by a sequence whose prompt's log-probabilities are to be computed.
+        """
+        if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
+            return 0
         return (len(sequence.token_ids) - 1) // self._block_size
 
     def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:

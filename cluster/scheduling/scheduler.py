@@ -45,6 +45,8 @@ class _Flight(msgspec.Struct, frozen=True):
     """Sequences that compute known tokens, whether they sample or not."""
     late: list[Sequence]
     """Those of the sampled ones whose masks were late, which sample no token."""
+    described: dict[int, Sequence]
+    """By row, those whose prompts' log-probabilities it computes."""
 
 
 class Scheduler:
@@ -86,6 +88,8 @@ class Scheduler:
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
+        self._undescribed: dict[str, ActiveRequest] = {}
+        """Requests whose prompts' log-probabilities no event has yet."""
         self.has_structures = False
         """Whether any request so far had a grammar."""
         self._deferred: list[Sequence] = []
@@ -134,6 +138,8 @@ class Scheduler:
         self.recovery.bar_new_request(active)
         self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)
+        if active.prompt_logprobs is not None:
+            self._undescribed[request.id] = active
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
             self._drop_stale_deadlines()
@@ -158,6 +164,7 @@ class Scheduler:
             if sequence.index == index:
                 self._kv.prove(sequence)
                 self._table.remove_sequence(sequence)
+                self._undescribed.pop(request_id, None)
                 return True
         return False
 
@@ -212,7 +219,8 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build_plan()
-        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled, []))
+        described = self._described(draft.prefilled) if self._undescribed else {}
+        self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled, [], described))
         self._step += 1
         self._num_steps += 1
         self._num_scheduled_tokens += self._config.max_num_batched_tokens - draft.budget
@@ -243,6 +251,9 @@ class Scheduler:
                 self.recovery.note_fault(error)
         if len(events) < num_sampled:
             self._forget_ended(sampled, output, late)
+        if self._undescribed:
+            self._keep_descriptions(flight, output)
+            events = [self._described_event(event) for event in events]
         return events
 
     def masked_step(self) -> MaskedStep | None:
@@ -325,6 +336,34 @@ class Scheduler:
             num_nonfinite_sequences=self.num_nonfinite_sequences,
         )
 
+    def _described(self, sequences: list[Sequence]) -> dict[int, Sequence]:
+        """Return the sequences whose prompts' log-probabilities are not known yet, by row."""
+        return {
+            sequence.row: sequence
+            for sequence in sequences
+            if sequence.index == 0 and sequence.active.prompt_logprobs is not None
+        }
+
+    def _keep_descriptions(self, flight: _Flight, output: StepOutput) -> None:
+        """Keep the log-probabilities of prompts until their first token is sampled."""
+        for found in output.prompt_logprobs:
+            sequence = flight.described.get(found.row)
+            kept = None if sequence is None else sequence.active.prompt_logprobs
+            if kept is None:
+                continue
+            if found.first_position == 1:
+                # The prompt is computed again if the sequence was preempted.
+                kept.clear()
+            kept.append(found)
+
+    def _described_event(self, event: TokenEvent) -> TokenEvent:
+        """Return the event of a first token with the log-probabilities of its prompt."""
+        if event.index != 0 or event.request_id not in self._undescribed:
+            return event
+        active = self._undescribed.pop(event.request_id)
+        kept, active.prompt_logprobs = active.prompt_logprobs, None
+        return msgspec.structs.replace(event, prompt_logprobs=tuple(kept or ()))
+
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""
         if not self._in_flight or output.step != self._in_flight[0].plan.step:
@@ -406,6 +445,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:
         """End a sequence and return the event."""
         self._table.remove_sequence(sequence)
+        self._undescribed.pop(sequence.request_id, None)
         return TokenEvent(
             sequence.request_id,
             sequence.index,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cluster.scheduling.fair_queue import Share
 from cluster.scheduling.prefix_cache import BlockKey
+from pagedray.batch import PromptLogprobs
 from pagedray.request import Matcher, Request
 
 __all__ = ["ActiveRequest", "Refusal", "Sequence", "SequenceState"]
@@ -50,6 +51,7 @@ class ActiveRequest:
         "is_queued",
         "num_cached_tokens",
         "num_unfinished",
+        "prompt_logprobs",
         "request",
         "sequences",
         "share",
@@ -74,6 +76,9 @@ class ActiveRequest:
         self.started_s = 0.0
         """When its first sequence was first planned; 0 before."""
         self.num_cached_tokens = 0
+        is_described = sampling.prompt_logprobs is not None and 0 in request.open_indices
+        self.prompt_logprobs = list[PromptLogprobs]() if is_described else None
+        """What is known of the prompt until its first token is sampled; None if not needed."""
         self.sequences = [
             Sequence(self, index, arrival=arrival, max_model_len=max_model_len)
             for index in request.open_indices

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Validator"]
 
 _MAX_PRIORITY = 2**31 - 1
+_MAX_PROMPT_LOGPROBS = 2**18
 
 
 class Validator:
@@ -159,6 +160,7 @@ class Validator:
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool
     ) -> Request:
         token_ids = await self._read_prompt(prompt, sampling, given, is_long=is_long)
+        _check_prompt_logprobs(sampling.prompt_logprobs, len(token_ids))
         return Request(
             id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -286,6 +288,18 @@ def _check_truncation(num_kept: int | None) -> None:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be -1, or 1 or more, not {shown_value(num_kept)}.",
             param="truncate_prompt_tokens",
+        )
+
+
+def _check_prompt_logprobs(number: int | None, num_prompt_tokens: int) -> None:
+    if number is None:
+        return
+    num_values = num_prompt_tokens * (number + 1)
+    if num_values > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs = {number} for a prompt of {num_prompt_tokens} tokens requests "
+            f"{num_values} log-probabilities; at most {_MAX_PROMPT_LOGPROBS} are allowed.",
+            param="prompt_logprobs",
         )
 
 

@@ -83,9 +83,6 @@ CASES = {
     "unknown token": Case(
         "prompt contains token id 320, but ids are 0 to 319.", "prompt", prompt=[5, 320]
     ),
-    "max_tokens 0": Case(
-        "max_tokens must be 1 or more, not 0.", "max_tokens", sampling={"max_tokens": 0}
-    ),
     "max_tokens too large": Case(
         "max_tokens must be from 1 to 253, not 254: the prompt has 3 tokens and the "
         "context length is 256.",
@@ -220,6 +217,8 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "allowed.", "prompt"),
     ({"prompt": ["x"] * 65, "n": 2}, "65 prompts with n = 2 request 130 sequences; at most "
      "128 are allowed.", "prompt"),
+    ({"max_tokens": 0}, "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
+     "max_tokens"),
     ({"max_tokens": -1}, "max_tokens must be 1 or more, not -1.", "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens must be an integer, not '5'.", "max_tokens"),
     ({"max_tokens": 5.5}, "max_tokens must be an integer, not 5.5.", "max_tokens"),
@@ -257,7 +256,13 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"stream": True, "stream_options": 3}, "stream_options must be an object, not 3.",
      "stream_options"),
     ({"model": None}, "model is required.", "model"),
-    ({"echo": True}, "echo is not supported.", "echo"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "echo with logprobs requires stream = false.",
+     "echo"),
+    ({"max_tokens": 0, "echo": True, "stream": True},
+     "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.", "max_tokens"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs requires stream = false.",
+     "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs must be from 0 to 20, not 21.", "prompt_logprobs"),
     ({"suffix": "x"}, "suffix is not supported.", "suffix"),
     ({"best_of": 2}, "best_of is not supported: use n, and choose by logprobs.", "best_of"),
     ({"best_of": True}, "best_of is not supported: use n, and choose by logprobs.", "best_of"),
@@ -272,7 +277,6 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "structured_outputs"),
     ({"structured_outputs": {"xml": 5}}, "structured_outputs.xml is not supported.",
      "structured_outputs.xml"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs is not supported.", "prompt_logprobs"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be -1, or 1 or more, not -2.",
      "truncate_prompt_tokens"),
     ({"cache_salt": "x" * 257}, "cache_salt may have at most 256 characters, not 257.",

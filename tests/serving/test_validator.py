@@ -115,3 +115,10 @@ class TestATokenizerLargerThanTheModel:
         assert record.levelname == "WARNING"
         assert f"up to {tokenizer.vocab_size - 1}, but" in record.getMessage()
         assert "has only 262 tokens" in record.getMessage()
+
+
+async def test_prompt_logprobs_are_bounded(tokenizer: Tokenizer) -> None:
+    validator = Validator(engine_config(20_000), tokenizer)
+    given = GenerationInput(prompts=((5,) * 13_000,), sampling={"prompt_logprobs": 20})
+    with pytest.raises(InvalidRequestError, match=r"requests 273000 log-prob.* at most 262144"):
+        await validator.validate(given)

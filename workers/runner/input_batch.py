@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from attention.abstract import AttentionBatch
+from workers.sampling.prompt_logprobs import PromptChunk
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InputBatch", "StepInputs"]
 
+_NO_LOGPROBS = -1
 _ALIGNMENT = 2
 """In elements: kernels are compiled for addresses that are multiples of 16 bytes."""
 _Ints: TypeAlias = "NDArray[np.int64]"
@@ -38,7 +40,8 @@ class StepInputs:
     positions: torch.Tensor
     """`[num_tokens]` int64, on the device."""
     logits_indices: torch.Tensor | None
-    """`[num_sampled]` int64, on the device: the tokens whose logits are computed; None is all."""
+    """int64, on the device: the tokens whose logits are computed, those of sampled rows before
+    those of `prompt_chunks`; None is all, one for each sampled row."""
     attention: AttentionBatch
     sampled_rows: list[int]
     """The rows of the batch that sample a token."""
@@ -46,6 +49,7 @@ class StepInputs:
     """Positions of the sampled tokens."""
     sampled_places: tuple[torch.Tensor, torch.Tensor]
     """The same rows and positions on the device, `[num_sampled]` int64 each."""
+    prompt_chunks: tuple[PromptChunk, ...] = ()
 
 
 class InputBatch:
@@ -59,6 +63,7 @@ class InputBatch:
         # Only on a CPU do all other kernels give a token the same numbers in any batch.
         self._replays_decodes = device.type == "cpu"
         self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
+        self._num_prompt_logprobs = np.full(max_num_rows, _NO_LOGPROBS)
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((max_num_rows, max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
@@ -85,33 +90,47 @@ class InputBatch:
         first_positions = np.fromiter((s.first_position for s in sequences), np.int64, size)
         num_tokens = np.fromiter((s.num_tokens for s in sequences), np.int64, size)
         is_sampled = np.fromiter((s.is_sampled for s in sequences), np.bool_, size)
+        described = np.flatnonzero(self._num_prompt_logprobs[rows] != _NO_LOGPROBS)
 
         sampled_rows = rows[is_sampled]
         sampled_positions = (first_positions + num_tokens)[is_sampled]
-        last_parts = np.arange(size)
+        first_parts = last_parts = np.arange(size)
         if self._replays_decodes and num_tokens[0] > 1:
             owners, first_positions, num_tokens = self._parts(rows, first_positions, num_tokens)
             rows = rows[owners]
-            # The last part of each sequence remains.
+            # The last part of each sequence remains; the prompt is in the first one.
+            last_parts = np.zeros(size, dtype=np.int64)
             last_parts[owners] = np.arange(len(owners))
+            first_parts = np.zeros(size, dtype=np.int64)
+            first_parts[owners[::-1]] = np.arange(len(owners))[::-1]
 
         ends = np.cumsum(num_tokens)
         token_rows = np.repeat(rows, num_tokens)
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_tokens, num_tokens)
         positions = np.repeat(first_positions, num_tokens) + offsets
         seq_lens = first_positions + num_tokens
-        device_rows, device_positions, logits_indices, *sampled_places = self._to_device(
+        logits_indices = ends[last_parts[is_sampled]] - 1
+        chunks: list[PromptChunk] = []
+        for part in first_parts[described].tolist():
+            first = int(first_positions[part])
+            chunk = self._prompt_chunk(int(rows[part]), first, int(num_tokens[part]))
+            if chunk is not None:
+                chunks.append(chunk)
+                begin = ends[part] - num_tokens[part]
+                more = np.arange(begin, begin + len(chunk.token_ids))
+                logits_indices = np.concatenate((logits_indices, more))
+        device_rows, device_positions, device_indices, *sampled_places = self._to_device(
             token_rows,
             positions,
-            ends[last_parts[is_sampled]] - 1,
+            logits_indices,
             sampled_rows,
             sampled_positions,
         )
-        selects_all = is_sampled.all() and ends[-1] == size
+        selects_all = is_sampled.all() and ends[-1] == size and not chunks
         return StepInputs(
             token_ids=self._tokens[device_rows, device_positions],
             positions=device_positions,
-            logits_indices=None if selects_all else logits_indices,
+            logits_indices=None if selects_all else device_indices,
             attention=AttentionBatch(
                 num_prefills=int((num_tokens > 1).sum()),
                 query_lens=num_tokens.astype(np.int32),
@@ -124,6 +143,7 @@ class InputBatch:
             sampled_rows=sampled_rows.tolist(),
             sampled_positions=sampled_positions.tolist(),
             sampled_places=(sampled_places[0], sampled_places[1]),
+            prompt_chunks=tuple(chunks),
         )
 
     def append_sampled(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
@@ -135,8 +155,26 @@ class InputBatch:
         tokens = np.asarray(start.token_ids, dtype=np.int64)
         self._tokens[start.row, : len(tokens)] = self._to_device(tokens)[0]
         self._num_prompt_tokens[start.row] = start.num_prompt_tokens
+        # Other sequences of a request have the same prompt.
+        number = start.sampling.prompt_logprobs if start.index == 0 else None
+        self._num_prompt_logprobs[start.row] = _NO_LOGPROBS if number is None else number
         self._num_blocks[start.row] = 0
         self._append_blocks(start.row, start.block_ids)
+
+    def _prompt_chunk(self, row: int, position: int, num_tokens: int) -> PromptChunk | None:
+        """Return what the tokens from a position on describe: the tokens of the prompt after them.
+
+        None if these are not part of the prompt.
+        """
+        end = min(position + 1 + num_tokens, int(self._num_prompt_tokens[row]))
+        if end <= position + 1:
+            return None
+        return PromptChunk(
+            row=row,
+            first_position=position + 1,
+            token_ids=self._tokens[row, position + 1 : end],
+            num_likeliest=int(self._num_prompt_logprobs[row]),
+        )
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]

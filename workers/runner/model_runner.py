@@ -17,7 +17,7 @@ from workers.device_event import DeviceEvent, record_event
 from workers.models.step_attention import CachedAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from attention.abstract import AttentionMetadataBuilder, AttentionState
     from workers.models.decoder import Decoder
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from workers.runner.kv_cache import KVCache
     from workers.runner.piece_graphs import PieceGraphs
     from workers.sampler import Sampled, Sampler
+    from workers.sampling.prompt_logprobs import PromptReport
 
 __all__ = ["ModelRunner", "PendingTokens"]
 
@@ -45,8 +46,10 @@ class PendingTokens:
         started: DeviceEvent,
         swapped: DeviceEvent,
         device: torch.device,
+        prompt_reports: Sequence[PromptReport] = (),
     ) -> None:
         """`sample` takes the masks; `swapped` was recorded behind the copies between the pools."""
+        self._prompt_reports = prompt_reports
         self.step = step
         self.needs_masks = needs_masks
         self._sample = sample
@@ -79,6 +82,7 @@ class PendingTokens:
             logprobs=[] if sampled is None else sampled.logprobs,
             forward_s=self._swapped.elapsed_time(self._done) / 1e3,
             swap_s=self._started.elapsed_time(self._swapped) / 1e3,
+            prompt_logprobs=[report.as_message() for report in self._prompt_reports],
         )
 
     @torch.inference_mode()
@@ -153,9 +157,18 @@ class ModelRunner:
         swapped = record_event(device) if plan.swap_outs or plan.swap_ins else started
         self._cache.copy_blocks(plan.copies)
         sample, needs_masks = None, False
+        prompt_reports: list[PromptReport] = []
         if plan.sequences:
             inputs = self._batch.prepare_inputs(plan.sequences)
             hidden = self._hidden(inputs)
+            if inputs.prompt_chunks:
+                num_sampled = len(inputs.sampled_rows)
+                prompt_reports = self._sampler.describe_prompts(
+                    inputs.prompt_chunks,
+                    hidden[num_sampled:],
+                    lambda rows: self._model.logits(rows).whole(),
+                )
+                hidden = hidden[:num_sampled]
             if inputs.sampled_rows:
                 needs_masks = self._sampler.has_masked(inputs.sampled_rows)
                 sample = partial(self._sample, inputs, self._choose(inputs, hidden))
@@ -166,10 +179,11 @@ class ModelRunner:
             started=started,
             swapped=swapped,
             device=device,
+            prompt_reports=prompt_reports,
         )
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the normed hidden states, `[num_sampled, hidden_size]`."""
+        """Return the normed hidden states of `logits_indices`."""
         metadata = self._builder.build(inputs.attention)
         if self._decode_graphs is not None and self._decode_graphs.can_replay(inputs):
             return self._decode_graphs.replay(inputs, metadata)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
+    from pagedray.batch import PromptLogprobs
     from pagedray.request import Request
 
 __all__ = ["GenerationCall", "GenerationOutput", "Usage"]
@@ -73,6 +74,8 @@ class GenerationCall:
         """Output that is not read is counted in `buffer`."""
         self.prompts = tuple(request.prompt_token_ids for request in requests)
         """The token ids of the prompts."""
+        self.prompt_logprobs: dict[int, tuple[PromptLogprobs, ...]] = {}
+        """Those of the prompts that asked for them, once they are computed."""
         self._call = call
         self._watch = watch
         self._deadline_s = requests[0].deadline_s
@@ -191,6 +194,9 @@ class GenerationCall:
             if key[0] not in self._started_ids:
                 self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
+                if group[0].prompt_logprobs:
+                    prompt_index = self._texts[key].prompt_index
+                    self.prompt_logprobs[prompt_index] = group[0].prompt_logprobs
             text = self._texts[key]
             if not text.is_finished:
                 sequence = text.add_events(group)

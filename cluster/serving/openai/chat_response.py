@@ -9,8 +9,8 @@ from cluster.serving.openai.generation_response import (
     GenerationResponse,
     ResponseChoice,
     ResponseOptions,
-    finite,
 )
+from cluster.serving.openai.prompt_reports import finite
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json

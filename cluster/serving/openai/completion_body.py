@@ -24,12 +24,21 @@ class CompletionBody(GenerationBody):
     ids_field: ClassVar[str | None] = "prompt"
     defaults: ClassVar[Defaults] = {
         **WITHOUT_EFFECT,
-        "echo": (False,),
         "suffix": ("",),
     }
 
     prompt: Any = prompts_field(MAX_N)  # Any: its length is checked before its entries
     logprobs: int | None = bounds(0, MAX_LOGPROBS)
+    max_tokens: int | None = Field(
+        None,
+        description="Maximum number of tokens to generate; 0 requires echo or prompt_logprobs.",
+        json_schema_extra={"minimum": 0},
+    )
+    echo: bool = Field(
+        False,
+        description="Whether the text begins with the prompt, and the log-probabilities with "
+        "those of its tokens, which require stream = false.",
+    )
     add_special_tokens: bool = Field(
         True, description="Whether special tokens such as a leading BOS are added to texts."
     )
@@ -38,9 +47,31 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def hides_output(self) -> bool:
+        """Whether only the prompt is asked for."""
+        return self.max_tokens == 0
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.echo and self.logprobs is not None and self.stream:
+            raise InvalidRequestError("echo with logprobs requires stream = false.", param="echo")
+        if self.hides_output and (
+            self.stream or not (self.echo or self.prompt_logprobs is not None)
+        ):
+            raise InvalidRequestError(
+                "max_tokens = 0 requires echo or prompt_logprobs, and stream = false.",
+                param="max_tokens",
+            )
+
     def to_input(self, client_id: str | None) -> GenerationInput:
         """Return the input of the call. Raises InvalidRequestError."""
         sampling = self.sampling()
+        if self.hides_output:
+            # The engine ends a prompt with a token.
+            sampling["max_tokens"] = 1
+        if self.echo and self.logprobs is not None:
+            sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         structure = self.requested_structure().structure
         if structure is not None:
             sampling["structure"] = structure

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.openai.generation_response import GenerationResponse, ResponseChoice, finite
+from cluster.serving.openai.generation_response import GenerationResponse, ResponseChoice
+from cluster.serving.openai.prompt_reports import finite
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json

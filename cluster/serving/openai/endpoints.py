@@ -79,6 +79,8 @@ class _Asked:
     """None if the client resumes the stream."""
     param: str | None = None
     """The client's name for the structure."""
+    echoes: bool = False
+    """Whether the text begins with the prompt."""
 
 
 class _OpenAIHandlers:
@@ -102,6 +104,12 @@ class _OpenAIHandlers:
             if asked.resumes_after is None:
                 asked.given = body.to_input(call.client_id)
                 asked.param = body.requested_structure().param
+                asked.echoes = body.echo
+                asked.options = replace(
+                    asked.options,
+                    num_echoed_logprobs=body.logprobs if body.echo else None,
+                    hides_output=body.hides_output,
+                )
             return asked
 
         asked = await call.body(CompletionBody, read)
@@ -109,6 +117,9 @@ class _OpenAIHandlers:
             return self._resumed(call, asked)
         generation = await self._start(call, asked.given, asked.param)
         token_bytes = self._servicer.tokenizer.token_bytes
+        if asked.echoes:
+            texts = await self._texts_of(generation, asked.given)
+            asked.options = replace(asked.options, echoed_texts=texts)
         response = CompletionResponse(generation, token_bytes, asked.options)
         return await self._respond(call, asked, generation, response)
 
@@ -189,6 +200,27 @@ class _OpenAIHandlers:
         except InvalidRequestError as error:
             raise renamed(error, {} if param is None else {"structure": param}) from error
 
+    async def _texts_of(
+        self, generation: GenerationCall, given: GenerationInput
+    ) -> tuple[str, ...]:
+        """Return the texts of a call's prompts; the call is closed if that fails."""
+        try:
+            return tuple(
+                [
+                    prompt
+                    if isinstance(prompt, str) and given.max_prompt_tokens is None
+                    else await self._servicer.detokenize(
+                        token_ids,
+                        tenant=given.tenant,
+                        skip_special_tokens=given.skips_special_tokens,
+                    )
+                    for prompt, token_ids in zip(given.prompts, generation.prompts, strict=True)
+                ]
+            )
+        except BaseException:
+            generation.close()
+            raise
+
     def _options(self, body: GenerationBody, call: HttpCall) -> ResponseOptions:
         continuation = call.continuation
         return ResponseOptions(
@@ -200,6 +232,7 @@ class _OpenAIHandlers:
             has_continuous_usage=body.has_continuous_usage,
             has_token_ids=body.return_token_ids,
             names_tokens_by_id=body.return_tokens_as_token_ids,
+            num_prompt_logprobs=body.prompt_logprobs,
         )
 
     async def _respond(

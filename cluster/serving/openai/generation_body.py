@@ -20,6 +20,7 @@ from cluster.serving.openai.structure import (
 from pagedray.errors import InvalidRequestError
 from pagedray.request import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP,
     MAX_STOP_LENGTH,
@@ -41,6 +42,7 @@ _SAMPLING_NAMES = (
     "frequency_penalty",
     "seed",
     "ignore_eos",
+    "prompt_logprobs",
 )
 _ONE_STOP: dict[str, JsonValue] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
@@ -188,6 +190,12 @@ class GenerationBody(Body):
         "the context with max_tokens.",
         json_schema_extra={"minimum": -1},
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        description="Number of likeliest tokens to return at each position of the prompt; requires "
+        "stream = false.",
+        json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS},
+    )
     return_token_ids: bool = Field(
         False, description="Whether choices contain their token ids, and those of the prompt."
     )
@@ -219,6 +227,10 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options requires stream = true.", param="stream_options"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs requires stream = false.", param="prompt_logprobs"
             )
 
     def client_id(self, header: str | None) -> str | None:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from cluster.serving.http.errors import Json, refusal_body
+from cluster.serving.openai.prompt_reports import PromptReports
 from cluster.serving.text.text_stream import SequenceOutput
 from cluster.serving.tools.turn_reader import TurnReader
 from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
@@ -34,7 +35,6 @@ __all__ = [
     "ResponseChoice",
     "ResponseOptions",
     "error_event",
-    "finite",
 ]
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ _OUTPUT_BYTES = 128
 """Memory of an output beside its content."""
 _TOKEN_BYTES = 40
 """Memory of a token id in a list."""
-_LEAST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent."""
 _BARE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
 
 _encode = msgspec.json.Encoder().encode
@@ -68,6 +66,15 @@ class ResponseOptions:
     """Whether choices contain their token ids, and those of their prompts."""
     names_tokens_by_id: bool = False
     """Whether tokens in log-probabilities are written as `token_id:ID`."""
+    num_prompt_logprobs: int | None = None
+    """Number of likeliest tokens for each token of a prompt; None disables them."""
+    echoed_texts: tuple[str, ...] = ()
+    """The texts of the prompts, with which those of choices begin; empty if they do not."""
+    num_echoed_logprobs: int | None = None
+    """Number of likeliest tokens for each token of an echoed prompt, with whose log-probabilities
+    those of choices begin; None if they do not."""
+    hides_output: bool = False
+    """Whether choices contain nothing that was generated."""
 
 
 @dataclass(slots=True)
@@ -145,14 +152,26 @@ class GenerationResponse(ABC):
                     self._generation.close(error)
                     raise
         assert usage is not None
+        if self._options.hides_output:
+            usage = msgspec.structs.replace(usage, num_generated_tokens=0)
+        prompts = await PromptReports.of_prompts(
+            self._generation.prompts,
+            self._generation.prompt_logprobs,
+            num_listed=self._options.num_prompt_logprobs,
+            num_echoed=self._options.num_echoed_logprobs,
+            token_bytes=self._token_bytes,
+            token_text=self._token_text,
+            buffer=buffer,
+        )
         head = self._head(self.kind)
-        if self._options.has_token_ids and not self.has_prompt_in_choice:
-            head |= self._prompt_ids(0)
+        if not self.has_prompt_in_choice:
+            head |= self._prompt_ids(0) if self._options.has_token_ids else {}
+            head |= prompts.fields(0)
         parts = [_encode(head)[:-1] + b',"choices":[']
         for index in sorted(self._choices):
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
-            parts += [self._complete_choice(self._choices.pop(index)), b","]
+            parts += [self._complete_choice(self._choices.pop(index), prompts), b","]
         parts[-1] = b'],"usage":%b}' % _encode(_usage(usage))
         return parts
 
@@ -239,6 +258,9 @@ class GenerationResponse(ABC):
         has_more = sequence.logprobs or (has_token_ids and sequence.token_ids)
         if not (delta or choice.is_new or reason or has_more):
             return b""
+        if choice.is_new and self._options.echoed_texts:
+            prompt = self._options.echoed_texts[sequence.prompt_index]
+            delta = {**delta, "text": prompt + sequence.text}
         fields = {
             **self._wrapped(delta),
             "logprobs": self._logprobs([sequence], choice),
@@ -269,12 +291,16 @@ class GenerationResponse(ABC):
             bare_begin = self._begin + b"%d" % index + self.bare_begin
             choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
             choice.is_plain = choice.reader is None and not self._options.has_token_ids
+            if self._options.echoed_texts:
+                choice.num_characters = len(self._options.echoed_texts[sequence.prompt_index])
         return choice
 
     def _collect(self, sequence: SequenceOutput) -> int:
         """Add an output to a complete choice; return the bytes that this takes."""
         choice = self._choice(sequence)
         choice.last = sequence
+        if self._options.hides_output:
+            return _OUTPUT_BYTES
         self._add_content(sequence.text, choice)
         num_bytes = _OUTPUT_BYTES + len(sequence.text)
         if self._options.has_token_ids:
@@ -289,27 +315,36 @@ class GenerationResponse(ABC):
                     num_bytes += len(parts[-1])
         return num_bytes
 
-    def _complete_choice(self, choice: ResponseChoice) -> bytes:
+    def _complete_choice(self, choice: ResponseChoice, prompts: PromptReports) -> bytes:
         last = choice.last
         assert last is not None
+        if self._options.echoed_texts:
+            choice.texts.insert(0, self._options.echoed_texts[last.prompt_index])
         fields = {
             "index": choice.index,
             **self._content(choice),
-            "logprobs": self._whole_logprobs(choice),
+            "logprobs": self._whole_logprobs(choice, prompts.lists(last.prompt_index)),
             "finish_reason": self._reason(last, choice),
             "stop_reason": last.stop_reason,
         }
+        if self.has_prompt_in_choice:
+            fields |= prompts.fields(last.prompt_index)
         if self._options.has_token_ids:
             fields["token_ids"] = choice.token_ids
             if self.has_prompt_in_choice:
                 fields |= self._prompt_ids(last.prompt_index)
         return _encode(fields)
 
-    def _whole_logprobs(self, choice: ResponseChoice) -> Json | None:
+    def _whole_logprobs(
+        self, choice: ResponseChoice, of_prompt: Mapping[str, list[bytes]]
+    ) -> Json | None:
         if not self._options.has_logprobs:
             return None
         lists = {
-            name: msgspec.Raw(b"[%b]" % b",".join(parts)) for name, parts in choice.logprobs.items()
+            name: msgspec.Raw(
+                b"[%b]" % b",".join([*of_prompt.get(name, ()), *choice.logprobs.get(name, ())])
+            )
+            for name in {**of_prompt, **choice.logprobs}
         }
         return {**self._token_logprobs([], choice), **lists}
 
@@ -365,11 +400,6 @@ class GenerationResponse(ABC):
 def error_event(error: PagedRayError) -> bytes:
     """Return the event of an error that ends a stream."""
     return b"data: " + _encode(refusal_body(error)) + b"\n\n"
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can represent."""
-    return max(logprob, _LEAST_LOGPROB)
 
 
 def _numbered(event: bytes, number: int) -> bytes:

@@ -89,7 +89,8 @@ class TextStream:
         # Looked at once, so that a set of its own for each sequence would take longer.
         self._client_stop_ids = sampling.stop_token_ids
         self._index = index
-        self._prompt_index = prompt_index
+        self.prompt_index = prompt_index
+        """Index of the prompt in its call."""
         self._num_tokens = 0
         self.is_finished = False
         """Whether its last output has been returned."""
@@ -102,7 +103,7 @@ class TextStream:
             # The fast path of most tokens.
             self._num_tokens += len(event.token_ids)
             return SequenceOutput(
-                prompt_index=self._prompt_index,
+                prompt_index=self.prompt_index,
                 index=self._index,
                 text="".join(map(self._detokenizer.add_token, event.token_ids)),
                 token_ids=event.token_ids,
@@ -170,7 +171,7 @@ class TextStream:
     ) -> SequenceOutput:
         self.is_finished = finish_reason is not None
         return SequenceOutput(
-            prompt_index=self._prompt_index,
+            prompt_index=self.prompt_index,
             index=self._index,
             text="".join(pieces),
             token_ids=tuple(token_ids),

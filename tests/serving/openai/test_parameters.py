@@ -241,3 +241,27 @@ def test_tokens_are_named_by_id(server: Server) -> None:
     names = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert choice["logprobs"]["tokens"] == names
     assert set(choice["logprobs"]["top_logprobs"][0]) == {names[0]}
+
+
+def test_streams_may_begin_with_the_prompt(server: Server, openai_client: openai.OpenAI) -> None:
+    plain = openai_client.completions.create(model="tiny", prompt="hello", max_tokens=5)
+    stream = openai_client.completions.create(
+        model="tiny", prompt="hello", max_tokens=5, stream=True, echo=True
+    )
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert text == "hello" + plain.choices[0].text
+    echoed = openai_client.completions.create(
+        model="tiny", prompt=["hello", "bye"], max_tokens=5, echo=True
+    )
+    assert echoed.choices[0].text == text
+    assert echoed.choices[1].text.startswith("bye")
+
+
+def test_nothing_is_generated_for_an_echo_alone(openai_client: openai.OpenAI) -> None:
+    echoed = openai_client.completions.create(
+        model="tiny", prompt=[40, 41, 42], max_tokens=0, echo=True
+    )
+    assert echoed.choices[0].finish_reason == "length"
+    assert echoed.usage is not None
+    assert (echoed.usage.prompt_tokens, echoed.usage.completion_tokens) == (3, 0)
+    assert len(echoed.choices[0].text) == 3
