@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-.PHONY: setup demo test test-slow test-hostile chaos check protos freeze-protos clean
+.PHONY: setup demo test test-slow test-clients test-hostile chaos check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ test-slow: setup
 test-hostile: setup
 	@$(BIN)/python -m tests.hostile
 	@$(BIN)/python -m tests.hostile.fuzz --seconds 60
+
+# Programs of other projects against a server, each in an environment of its own.
+test-clients: setup
+	@$(BIN)/python -m tests.clients
 
 # Ten minutes of faults under load, two ranks on this machine.
 chaos: setup
