@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine.stats import EngineStats
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.stats import SchedulerStats
-from pagedray.batch import TokenLogprobs
+from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.errors import OverloadedError
 from pagedray.request import FinishReason, Request
 
@@ -192,11 +193,31 @@ class FakeEngine:
             self.num_cached_tokens,
             len(request.prompt_token_ids),
             sequence.started_s,
+            prompt_logprobs=_prompt_logprobs(request)
+            if sequence.num_sent == 1 and sequence.index == 0
+            else (),
         )
 
 
 def _num_generated(request: Request, index: int) -> int:
     return len(request.generated_token_ids[index] or ()) if request.generated_token_ids else 0
+
+
+def _prompt_logprobs(request: Request) -> tuple[PromptLogprobs, ...]:
+    width, count = request.sampling.prompt_logprobs, len(request.prompt_token_ids) - 1
+    if width is None or not count:
+        return ()
+    return (
+        PromptLogprobs(
+            row=0,
+            first_position=1,
+            num_likeliest=width,
+            chosen=array("f", [-0.5] * count).tobytes(),
+            ranks=array("i", [1] * count).tobytes(),
+            token_ids=array("i", [*range(100, 100 + width)] * count).tobytes(),
+            logprobs=array("f", [-0.5] * width * count).tobytes(),
+        ),
+    )
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
