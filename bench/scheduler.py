@@ -1,8 +1,9 @@
-"""Milliseconds of the scheduler where much waits: many tenants, a long cached prompt, a long queue.
+"""The scheduler where much waits: its time per step, and what its policy gives in virtual time.
 
     python bench/scheduler.py
 
-Ranks are not simulated: each plan gets its output at once.
+For its own time, ranks are not simulated: each plan gets its output at once. For the policy, steps
+take the time that `bench/virtual_time.py` gives them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.virtual_cases import (
+    FLOODS,
+    FULL_STEP_S,
+    first_token_times,
+    throughput_of_pool,
+    wait_behind_large,
+)
+from cluster.scheduling.fair_queue import FairQueue, Share
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
@@ -83,6 +93,7 @@ def main() -> int:
             (f"64 starts and ends, {number} tenants", _tenant_times(number))
             for number in (100, 1000, 10_000)
         ),
+        ("of which: 64 look-ups, removals, charges and insertions, 10000 tenants", _lookup_times()),
         ("a step while a cached prompt of 127 000 tokens waits", _waiting_times()),
         ("stats with 100 000 waiting requests", _stats_times()),
     ]
@@ -90,15 +101,50 @@ def main() -> int:
         median = statistics.median(times)
         print(f"| {case} | {median * 1e3:.3f} |")
         rows.append({"case": case, "median_ms": median * 1e3})
+    policy = _policy_results()
+    print("\n| policy, in virtual time | result |")
+    print("| --- | ---: |")
+    for case, result in policy.items():
+        print(f"| {case} | {result:.3f} |")
     if options.output:
         report = {
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "rows": rows,
+            "policy": policy,
         }
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def _policy_results() -> dict[str, float]:
+    """Return steps, ratios of throughputs and times to first token, by case."""
+    alone, _ = wait_behind_large(num_newcomers=0)
+    large, newcomers = wait_behind_large(num_newcomers=300)
+    results = {
+        "steps that newcomers wait behind a sequence that finds no room, at most": max(
+            float(call.num_steps_to_first_token) for call in newcomers
+        ),
+        "steps by which they delay it": float(large.start_step - alone.start_step),
+    }
+    for has_limit in (True, False):
+        fitting = throughput_of_pool(1.1, has_limit=has_limit)
+        name = "with" if has_limit else "without"
+        results[f"throughput of a pool 10 % too small, {name} max_tokens"] = (
+            throughput_of_pool(0.9, has_limit=has_limit) / fitting
+        )
+    none_s = _p99(first_token_times("none", duration_s=100.0))
+    results["a light tenant's p99 of time to first token, alone, s"] = none_s
+    results["its bound beside a flood, s"] = 1.5 * none_s + 2 * FULL_STEP_S
+    for flood in FLOODS:
+        results[f"beside a flood: {flood}, s"] = _p99(first_token_times(flood, duration_s=100.0))
+    return results
+
+
+def _p99(times: list[float]) -> float:
+    """Return the 99th percentile of sorted times."""
+    return times[len(times) * 99 // 100]
 
 
 def _tenant_times(num_tenants: int) -> list[float]:
@@ -116,6 +162,32 @@ def _tenant_times(num_tenants: int) -> list[float]:
         assert steps.scheduler.num_running == 0
         for _ in range(NUM_ROWS):
             steps.add(prompt, tenant=next(tenants))
+    return times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """An item of a fair queue."""
+
+    order: tuple[int, ...]
+    share: Share[_Item]
+
+
+def _lookup_times() -> list[float]:
+    """Return the times of 64 turns of a fair queue of 10 000 tenants."""
+    queue = FairQueue[_Item]()
+    for number in range(10_000):
+        queue.insert(_Item((number,), queue.open_share(f"tenant {number}")))
+    times = []
+    numbers = itertools.count(10_000)
+    for _ in range(NUM_STEPS):
+        began_s = time.perf_counter()
+        for _ in range(NUM_ROWS):
+            item = queue.first
+            queue.remove(item)
+            queue.charge(item.share, 17)
+            queue.insert(_Item((next(numbers),), item.share))
+        times.append(time.perf_counter() - began_s)
     return times
 
 

@@ -66,6 +66,10 @@ class BlockPool:
         """Return whether a block is free with its content kept."""
         return block in self._idle
 
+    def is_shared(self, block: int) -> bool:
+        """Return whether several sequences own a block."""
+        return self._num_references[block] > 1
+
     def allocate(self) -> int:
         """Return a free block, owned once; the least recently used idle one if all are idle."""
         if self._free:

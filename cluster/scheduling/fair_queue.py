@@ -39,14 +39,18 @@ Item = TypeVar("Item", bound=_Queueable)
 class Share(Generic[Item]):
     """One tenant's part of a queue."""
 
-    __slots__ = ("num_open", "tenant", "time", "waiting")
+    __slots__ = ("last_charge", "num_open", "num_rows", "tenant", "time", "waiting")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.time = 0.0
         """Its virtual clock: served cost over weight."""
+        self.last_charge = 0
+        """Charges of the queue up to the last one to it, which orders equal clocks."""
         self.num_open = 0
         """Requests that have not ended."""
+        self.num_rows = 0
+        """Rows that its sequences have."""
         self.waiting: list[Item] = []
         """Waiting items, sorted by `order`."""
 
@@ -54,7 +58,7 @@ class Share(Generic[Item]):
 class FairQueue(Generic[Item]):
     """The waiting items of all tenants; the least served tenant's come first."""
 
-    __slots__ = ("_backlogged", "_idle", "_num_items", "_open", "_shares")
+    __slots__ = ("_backlogged", "_idle", "_num_charges", "_num_items", "_open", "_shares")
 
     def __init__(self) -> None:
         self._shares: dict[str, Share[Item]] = {}
@@ -65,6 +69,7 @@ class FairQueue(Generic[Item]):
         self._idle = LeastFirst[Share[Item]](_clock)
         """The others, which were served more than the least served one of those."""
         self._num_items = 0
+        self._num_charges = 0
 
     def __len__(self) -> int:
         return self._num_items
@@ -80,6 +85,11 @@ class FairQueue(Generic[Item]):
     def num_shares(self) -> int:
         """Tenants with a clock."""
         return len(self._shares)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether there is an item that is not hidden."""
+        return bool(self._backlogged)
 
     @property
     def first(self) -> Item:
@@ -115,11 +125,14 @@ class FairQueue(Generic[Item]):
     def charge(self, share: Share[Item], cost: float) -> None:
         """Advance the clock of a tenant by the cost of what was served, over its weight."""
         share.time += cost
+        self._num_charges += 1
+        share.last_charge = self._num_charges
 
     def clear(self) -> None:
-        """Remove all items; the clocks remain."""
+        """Remove all items and take all rows; the clocks remain."""
         for share in self._shares.values():
             share.waiting.clear()
+            share.num_rows = 0
         self._backlogged.clear()
         self._num_items = 0
 
@@ -129,6 +142,10 @@ class FairQueue(Generic[Item]):
         self._num_items += 1
         if share.waiting[0] is item:
             self._backlogged.add(share)
+
+    def hide_share(self, share: Share[Item]) -> None:
+        """Have `first` find no item of a tenant until one is inserted that is its first."""
+        self._backlogged.discard(share)
 
     def remove(self, item: Item) -> None:
         share = item.share
@@ -142,7 +159,7 @@ class FairQueue(Generic[Item]):
 
 # Any: shares of queues of any item.
 def _turn(share: Share[Any]) -> tuple[Any, ...]:
-    return (share.time, *share.waiting[0].order)
+    return (share.time, share.last_charge, *share.waiting[0].order)
 
 
 def _clock(share: Share[Any]) -> tuple[float]:

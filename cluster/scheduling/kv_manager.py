@@ -5,6 +5,7 @@ preempted is the scheduler's concern.
 """
 
 import sys
+from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
@@ -31,9 +32,9 @@ class KvManager:
     """Owns both pools and the prefix cache."""
 
     __slots__ = (
-        "_block_size",
         "_on_evict",
         "_swaps",
+        "block_size",
         "cpu_pool",
         "num_hit_tokens",
         "num_queried_tokens",
@@ -49,7 +50,8 @@ class KvManager:
         num_cpu_blocks: int,
         prefix_cache: PrefixCache | None,
     ) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block."""
         self._swaps: deque[_Swap] = deque()
         self.prefix_cache = prefix_cache
         self._on_evict = None if prefix_cache is None else prefix_cache.forget_block
@@ -68,7 +70,7 @@ class KvManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens`."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.
@@ -88,7 +90,7 @@ class KvManager:
         for block in hits:
             self.pool.share(block)
         sequence.block_ids = hits
-        sequence.num_slots = len(hits) * self._block_size
+        sequence.num_slots = len(hits) * self.block_size
         sequence.num_computed = sequence.num_slots
         sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
         if self.prefix_cache is not None:
@@ -107,7 +109,7 @@ class KvManager:
         that token is the first in it.
         """
         last_position = sequence.num_prompt_tokens - 1
-        num_shared = last_position // self._block_size
+        num_shared = last_position // self.block_size
         num_missing = self.blocks_for(num_tokens) - num_shared
         if num_missing + num_spare > self.pool.num_free:
             return None
@@ -117,13 +119,13 @@ class KvManager:
         sequence.reserved_block_ids = [self.pool.allocate() for _ in range(num_missing)]
         target = sequence.reserved_block_ids.pop()
         sequence.block_ids = [*shared, target]
-        sequence.num_slots = len(sequence.block_ids) * self._block_size
+        sequence.num_slots = len(sequence.block_ids) * self.block_size
         sequence.num_computed = last_position
         sequence.keys = donor.keys[:num_shared]
         sequence.keys_revision = donor.keys_revision
         sequence.num_proven = min(donor.num_proven, num_shared)
         self._set_registered(sequence, num_shared)
-        if last_position % self._block_size == 0:
+        if last_position % self.block_size == 0:
             return []
         return [BlockCopy(donor.block_ids[num_shared], target)]
 
@@ -136,7 +138,7 @@ class KvManager:
         else:
             return None
         sequence.block_ids.append(block)
-        sequence.num_slots += self._block_size
+        sequence.num_slots += self.block_size
         return block
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int]:
@@ -144,7 +146,7 @@ class KvManager:
         num_added = self.blocks_for(num_tokens) - len(sequence.block_ids)
         added = [sequence.reserved_block_ids.pop() for _ in range(num_added)]
         sequence.block_ids += added
-        sequence.num_slots = len(sequence.block_ids) * self._block_size
+        sequence.num_slots = len(sequence.block_ids) * self.block_size
         return added
 
     def register(self, sequence: Sequence) -> None:
@@ -152,7 +154,7 @@ class KvManager:
         if self.prefix_cache is None:
             return
         num_tokens = min(len(sequence.token_ids), sequence.num_computed)
-        num_full = num_tokens // self._block_size
+        num_full = num_tokens // self.block_size
         for index in range(sequence.num_registered, num_full):
             self._hash_up_to(sequence, index, self.prefix_cache)
             block = sequence.block_ids[index]
@@ -168,7 +170,7 @@ class KvManager:
         Its block must not have been shared since it was computed, and is not shared until then.
         """
         sequence.num_computed -= 1
-        index = sequence.num_computed // self._block_size
+        index = sequence.num_computed // self.block_size
         if self.prefix_cache is None or index >= sequence.num_registered:
             return
         block = sequence.block_ids[index]
@@ -181,7 +183,7 @@ class KvManager:
         """Record that the logits that gave a sequence its last token were finite."""
         if self.prefix_cache is None or sequence.num_proven >= sequence.num_registered:
             return
-        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
         num_proven = min(num_full, sequence.num_registered)
         for block in sequence.block_ids[sequence.num_proven : num_proven]:
             self.prefix_cache.prove_block(block)
@@ -259,12 +261,28 @@ class KvManager:
         self._swaps.append(_Swap(step, list(targets), sources))
         self.release(sequence)
         sequence.block_ids = targets
-        sequence.num_slots = len(targets) * self._block_size
+        sequence.num_slots = len(targets) * self.block_size
         sequence.reserved_block_ids = [
             self.pool.allocate() for _ in range(num_blocks - len(targets))
         ]
         self._set_registered(sequence, 0)
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+
+    def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:
+        """Return the blocks that a refused sequence lacks beyond those free or in transit."""
+        num_needed = self.blocks_for(num_tokens) + num_spare
+        if sequence.refusal is not None:
+            num_needed -= sequence.refusal.num_shared
+        return num_needed - self.pool.num_free - self.pool.num_in_transit
+
+    def num_owned_alone(self, sequence: Sequence) -> int:
+        """Return the blocks of a running sequence that no other owns, in O(log n).
+
+        An estimate: it holds if those behind the first such block are such blocks too.
+        """
+        blocks, is_shared = sequence.block_ids, self.pool.is_shared
+        num_shared = bisect_left(blocks, True, key=lambda block: not is_shared(block))
+        return len(blocks) - num_shared + len(sequence.reserved_block_ids)
 
     def acknowledge(self, step: int) -> None:
         """Unpin the blocks of copies up to `step`, which every rank has finished."""
@@ -325,7 +343,7 @@ class KvManager:
         """
         if sequence.index == 0 and sequence.active.prompt_logprobs is not None:
             return 0
-        return (len(sequence.token_ids) - 1) // self._block_size
+        return (len(sequence.token_ids) - 1) // self.block_size
 
     def _hash_up_to(self, sequence: Sequence, index: int, cache: PrefixCache) -> None:
         """Compute the key of block `index`, whose predecessors have theirs."""
@@ -334,8 +352,8 @@ class KvManager:
             return
         assert index == len(keys)
         parent = self._parent(sequence, index, cache)
-        first = index * self._block_size
-        keys.append(cache.key_after(parent, sequence.token_ids[first : first + self._block_size]))
+        first = index * self.block_size
+        keys.append(cache.key_after(parent, sequence.token_ids[first : first + self.block_size]))
 
     def _parent(self, sequence: Sequence, index: int, cache: PrefixCache) -> bytes:
         """Return the digest before that of block `index`."""
@@ -359,4 +377,4 @@ class KvManager:
             # The next token proves some.
             sequence.next_full = 0
         else:
-            sequence.next_full = (num_blocks + 1) * self._block_size
+            sequence.next_full = (num_blocks + 1) * self.block_size

@@ -1,7 +1,14 @@
 """A step plan while it is being made."""
 
-from cluster.scheduling.sequence import Sequence
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
+
+if TYPE_CHECKING:
+    from cluster.scheduling.fair_queue import Share
+    from cluster.scheduling.sequence import Sequence
 
 __all__ = ["PlanDraft"]
 
@@ -14,6 +21,9 @@ class PlanDraft:
         "chunk_samples",
         "chunks",
         "copies",
+        "first_share",
+        "is_held",
+        "num_other_tokens",
         "num_stalled",
         "prefilled",
         "single_samples",
@@ -38,6 +48,12 @@ class PlanDraft:
         self.single_samples: list[Sequence] = []
         self.prefilled: list[Sequence] = []
         """Sequences that compute known tokens."""
+        self.first_share: Share[Sequence] | None = None
+        """The tenant whose prompt ends in this step first."""
+        self.num_other_tokens = 0
+        """Tokens of prompts of other tenants since then."""
+        self.is_held = False
+        """Whether nothing else may start, since a sequence is to get the blocks in transit."""
         self.num_stalled = 0
         """Running sequences that wait a step for a block."""
 

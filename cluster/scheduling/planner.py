@@ -1,13 +1,19 @@
 """Distributes the token budget, rows and blocks of a step.
 
-Running sequences come first, then swapped ones, then waiting ones. Blocks are only taken from
-sequences behind the one that needs them; it waits a step if there are none. Hence the first
-running sequence always progresses, and eventually all do.
+Running sequences come first, then swapped ones, then prompts, those of the least served tenant
+first. A running sequence takes blocks only from those behind it; it waits a step if there are none.
+Hence the first running sequence always progresses, and eventually all do. `passing` decides what
+may pass a sequence that finds too few blocks, and `preemptor` who loses its row for whom.
 """
 
+from collections import deque
+
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.passed_items import PassedItems
+from cluster.scheduling.passing import MAX_PASSED
 from cluster.scheduling.plan_draft import PlanDraft
-from cluster.scheduling.policy import choose_victim, is_spared
+from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.swap_costs import SwapCosts
@@ -15,6 +21,9 @@ from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig
 
 __all__ = ["Planner"]
+
+_MAX_FEW = 8
+"""Waiting sequences of a tenant whose prompts are to end in short steps."""
 
 
 class Planner:
@@ -31,18 +40,37 @@ class Planner:
         self._kv = kv
         self._table = sequence_table
         self._config = config
-        self._swap_costs = swap_costs
-        self.num_swap_preemptions = 0
-        self.num_recompute_preemptions = 0
+        self._room = RoomRule(kv, sequence_table)
+        self._preemptor = Preemptor(
+            kv, sequence_table, self._room, preemption=config.preemption, swap_costs=swap_costs
+        )
+
+    @property
+    def num_swap_preemptions(self) -> int:
+        return self._preemptor.num_swap_preemptions
+
+    @property
+    def num_recompute_preemptions(self) -> int:
+        return self._preemptor.num_recompute_preemptions
 
     def draft_plan(self, step: int, *, acknowledged_step: int) -> PlanDraft:
         """Return the draft of `step`, which may be empty."""
         draft = PlanDraft(step, budget=self._config.max_num_batched_tokens)
-        for sequence in self._plan_decodes(draft):
-            if draft.budget:
-                self._plan_chunk(sequence, draft)
-        if self._bring_back(draft, acknowledged_step):
-            self._start_waiting(draft)
+        table = self._table
+        entitled: list[Sequence] = []
+        if table.passing.claimant is not None:
+            self._preemptor.reclaim(draft)
+        if table.waiting:
+            entitled = self._make_way(draft)
+        prefills = self._plan_decodes(draft)
+        # A token each was set aside.
+        draft.budget += len(entitled)
+        for num_left, sequence in zip(range(len(entitled))[::-1], entitled, strict=True):
+            self._start(sequence, draft, budget=draft.budget - num_left)
+        if table.swapped and not draft.is_held:
+            self._bring_back(draft, acknowledged_step)
+        if prefills or table.waiting:
+            self._plan_prompts(prefills, draft)
         self._register(draft)
         return draft
 
@@ -67,7 +95,7 @@ class Planner:
             if position < sequence.num_slots:
                 plan = SequencePlan(sequence.row, position, 1, True)
             else:
-                block = self._make_room(sequence, draft)
+                block = self._preemptor.make_room(sequence, draft)
                 if block is None:
                     continue
                 plan = SequencePlan(sequence.row, position, 1, True, [block])
@@ -79,96 +107,161 @@ class Planner:
         draft.budget = budget
         return prefills
 
-    def _plan_chunk(self, sequence: Sequence, draft: PlanDraft) -> None:
-        """Plan as many of a sequence's known tokens as the budget allows."""
-        num_tokens = min(draft.budget, sequence.length - sequence.num_computed)
+    def _plan_prompts(self, prefills: list[Sequence], draft: PlanDraft) -> None:
+        """Compute prompts and start waiting sequences, those of the least served tenant first."""
+        if len(prefills) > 1:
+            prefills.sort(key=lambda sequence: sequence.share.time)
+        left = deque(prefills)
+        passed = PassedItems(self._table.waiting)
+        while draft.budget:
+            head = self._next_waiting(draft, passed)
+            if head is not None and not (left and _is_before(left[0], head)):
+                if not self._start_if_room(head, draft):
+                    passed.pass_item(head)
+            elif left:
+                sequence = left.popleft()
+                if budget := self._budget_for(sequence, draft):
+                    self._plan_chunk(sequence, draft, budget=budget)
+            else:
+                break
+        passed.put_back()
+
+    def _next_waiting(self, draft: PlanDraft, passed: PassedItems) -> Sequence | None:
+        """Return the next waiting sequence that might start, or None."""
+        table = self._table
+        if not table.waiting.has_first or draft.is_held or passed.is_full:
+            return None
+        # Each needs a row, and one block at least.
+        if not (table.has_free_row and self._kv.pool.num_free):
+            return None
+        if not table.passing.is_due:
+            return table.waiting.first
+        claimant = table.passing.claimant
+        if claimant is None or claimant.state is not SequenceState.WAITING or passed.are_any:
+            return None
+        return claimant
+
+    def _budget_for(self, sequence: Sequence, draft: PlanDraft) -> int:
+        """Return how many tokens a prompt may take.
+
+        A step in which the prompt of a less served tenant ends is kept short: prompts of others
+        take at most a quarter of the budget. If many of that tenant wait, what counts is
+        throughput.
+        """
+        first = draft.first_share
+        if first is None or first is sequence.share or len(first.waiting) > _MAX_FEW:
+            return draft.budget
+        num_most = max(self._config.max_num_batched_tokens // 4, 1)
+        return min(draft.budget, max(num_most - draft.num_other_tokens, 0))
+
+    def _start_if_room(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Start a waiting sequence, or return False if it must wait."""
+        budget = self._budget_for(sequence, draft)
+        if sequence.num_pending or not budget:
+            return False
+        if not self._admit(sequence, draft):
+            self._table.passing.note_refusal(sequence)
+            return False
+        self._start(sequence, draft, budget=budget)
+        return True
+
+    def _start(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
+        """Start a waiting sequence that has its blocks."""
+        # What was computed before, or is cached, costs its tenant nothing.
+        sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
+        if sequence is self._preemptor.entitled:
+            self._preemptor.entitled = None
+        self._table.start_sequence(sequence, SequenceState.RUNNING)
+        draft.add_start(sequence)
+        self._plan_chunk(sequence, draft, budget=budget)
+
+    def _plan_chunk(self, sequence: Sequence, draft: PlanDraft, *, budget: int) -> None:
+        """Plan as many of a sequence's known tokens as `budget` allows."""
+        share = sequence.share
+        num_tokens = min(budget, sequence.length - sequence.num_computed)
         num_computed = sequence.num_computed + num_tokens
         draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
         sequence.num_computed = num_computed
+        num_charged = min(num_computed, sequence.num_initial_tokens)
+        if num_charged > sequence.num_charged:
+            cost = (num_charged - sequence.num_charged) * sequence.active.token_cost
+            self._table.waiting.charge(share, cost)
+            sequence.num_charged = num_charged
+        if draft.first_share not in (None, share):
+            draft.num_other_tokens += num_tokens
         if num_computed == sequence.length:
             sequence.is_prefill = False
             sequence.length += 1
+            draft.first_share = draft.first_share or share
         if sequence.prompt_step is None and num_computed >= sequence.num_prompt_tokens:
             sequence.prompt_step = draft.step
 
-    def _make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
-        """Add a block to a running sequence and return it, or None if it waits a step."""
-        while (block := self._kv.append(sequence)) is None:
-            # Blocks being swapped out may suffice for the stalled sequences and this one.
-            if self._kv.pool.num_in_transit > draft.num_stalled:
+    def _make_way(self, draft: PlanDraft) -> list[Sequence]:
+        """Give blocks to waiting sequences that may take the rows of others, and return them.
+
+        They are the first of the least served tenant. They start once the decodes are planned,
+        which must not include those that lose their rows.
+        """
+        table, entitled = self._table, list[Sequence]()
+        num_most = min(MAX_PASSED, draft.budget)
+        while table.waiting and len(entitled) < num_most:
+            head = table.waiting.first
+            if not self._preemptor.is_entitled(head, entitled):
                 break
-            victim = choose_victim(self._table.running, sequence)
-            if victim is None:
+            if table.num_free_rows == len(entitled) and not self._preemptor.displace(
+                head, entitled, draft
+            ):
                 break
-            self._preempt(victim, draft)
-        else:
-            return block
-        draft.num_stalled += 1
-        return None
+            while not (is_admitted := self._admit(head, draft)):
+                if not self._preemptor.lacks_blocks(head) or not self._preemptor.displace(
+                    head, entitled, draft
+                ):
+                    break
+            if not is_admitted:
+                # Others must not take the blocks in transit.
+                draft.is_held = (
+                    head is self._preemptor.entitled and self._kv.pool.num_in_transit > 0
+                )
+                break
+            table.waiting.remove(head)
+            entitled.append(head)
+        for sequence in entitled:
+            table.waiting.insert(sequence)
+        # A token each is set aside.
+        draft.budget -= len(entitled)
+        return entitled
 
-    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
-        """Take the row and blocks of a running sequence."""
-        sequence.num_preemptions += 1
-        if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
-            draft.swap_outs += self._kv.swap_out(sequence, draft.step)
-            sequence.ready_step = draft.step
-            self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
-            self.num_swap_preemptions += 1
-        else:
-            self._kv.release(sequence)
-            sequence.forget_computed()
-            self._table.preempt_sequence(sequence, SequenceState.WAITING)
-            self.num_recompute_preemptions += 1
-
-    def _is_to_swap(self, sequence: Sequence) -> bool:
-        """Return whether to swap a sequence out, given room in the CPU pool."""
-        if self._config.preemption != "auto":
-            return self._config.preemption == "swap"
-        return self._swap_costs.choose_swap(
-            num_blocks=len(sequence.block_ids), num_tokens=sequence.num_computed
-        )
-
-    def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> bool:
-        """Swap sequences in while there is room, and return whether none is left."""
-        swapped = self._table.swapped
-        while swapped and self._table.has_free_row:
-            sequence = swapped[0]
+    def _bring_back(self, draft: PlanDraft, acknowledged_step: int) -> None:
+        """Swap sequences in while there is room; those behind may pass the first few."""
+        num_passed = 0
+        passing = self._table.passing
+        for sequence in [*self._table.swapped]:
+            if passing.is_due and sequence is not passing.claimant:
+                continue
+            if num_passed == MAX_PASSED or not self._table.has_free_row:
+                return
             if sequence.ready_step > acknowledged_step or sequence.num_pending:
-                break
+                num_passed += 1
+                continue
             copies = self._kv.swap_in(
                 sequence,
                 draft.step,
-                num_tokens=self._num_tokens_to_hold(sequence),
-                num_spare=self._num_spare_blocks(),
+                num_tokens=self._room.num_tokens_to_hold(sequence),
+                num_spare=self._room.num_spare_blocks(sequence),
             )
             if copies is None:
-                break
+                passing.note_refusal(sequence)
+                num_passed += 1
+                continue
             draft.swap_ins += copies
             sequence.ready_step = draft.step
             self._table.start_sequence(sequence, SequenceState.ARRIVING)
             draft.add_start(sequence)
-        return not swapped
-
-    def _start_waiting(self, draft: PlanDraft) -> None:
-        """Start waiting sequences while there are budget, rows and blocks."""
-        waiting = self._table.waiting
-        while waiting and draft.budget and self._table.has_free_row:
-            sequence = waiting.first
-            if sequence.num_pending or not self._admit(sequence, draft):
-                return
-            if not sequence.is_charged:
-                # Its tenant does not pay for recomputation after preemption or a death of ranks.
-                sequence.is_charged = True
-                num_tokens = sequence.length - sequence.num_computed
-                waiting.charge(sequence.share, num_tokens * sequence.active.token_cost)
-            self._table.start_sequence(sequence, SequenceState.RUNNING)
-            draft.add_start(sequence)
-            self._plan_chunk(sequence, draft)
 
     def _admit(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Give a waiting sequence its blocks, or return False if there is no room."""
-        num_tokens = self._num_tokens_to_hold(sequence)
-        num_spare = self._num_spare_blocks()
+        num_tokens = self._room.num_tokens_to_hold(sequence)
+        num_spare = self._room.num_spare_blocks(sequence)
         donor = self._donor_for(sequence, draft.step)
         if donor is not None:
             copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
@@ -192,15 +285,6 @@ class Planner:
                 return sibling
         return None
 
-    def _num_tokens_to_hold(self, sequence: Sequence) -> int:
-        """Return the number of tokens that a sequence gets blocks for when it starts."""
-        # The last token is never computed.
-        return sequence.max_length - 1 if is_spared(sequence) else sequence.length
-
-    def _num_spare_blocks(self) -> int:
-        """Return the blocks to leave free, so that a new sequence is not preempted at once."""
-        return len(self._table.running) + len(self._table.arriving)
-
     def _register(self, draft: PlanDraft) -> None:
         """Register the blocks that the plan fills, for sequences of later plans."""
         # After all starts: a step cannot read blocks that it computes itself.
@@ -208,3 +292,8 @@ class Planner:
             self._kv.register(sequence)
             if sequence.prompt_step == draft.step:
                 self._table.release_siblings(sequence)
+
+
+def _is_before(prefill: Sequence, head: Sequence) -> bool:
+    """Return whether the rest of a prompt comes before a waiting sequence."""
+    return head.share is prefill.share or head.share.time > prefill.share.time

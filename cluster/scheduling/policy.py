@@ -1,74 +1,54 @@
-"""The order of sequences, and the choice of a preemption victim.
+"""The choice of the sequence that loses its row or blocks.
 
-Sequences are ordered by priority, arrival and index; waiting ones are also shared out among
-tenants, by `fair_queue`. The victim is the last sequence of the most served tenant. A sequence
-that was preempted `MAX_PREEMPTIONS` times is spared afterwards: it restarts only with all the
-blocks that it can ever need, so that it always finishes.
+Sequences are ordered by priority, arrival and index. One that needs a block takes those of a
+sequence behind it: the last one of the most served tenant. A sequence that was preempted
+`MAX_PREEMPTIONS` times is protected: it is only chosen if all others behind are protected too.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from operator import attrgetter
-
 from cluster.scheduling.sequence import Sequence
+from cluster.scheduling.sequence_queue import SequenceQueue
 
-__all__ = [
-    "MAX_PREEMPTIONS",
-    "SequenceQueue",
-    "choose_victim",
-    "is_spared",
-]
+__all__ = ["MAX_PREEMPTIONS", "choose_displaced", "choose_victim"]
 
 MAX_PREEMPTIONS = 3
-_order = attrgetter("order")
-
-
-class SequenceQueue:
-    """Sequences sorted by `order`."""
-
-    __slots__ = ("_sequences",)
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(self._sequences)
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
-
-    def clear(self) -> None:
-        self._sequences.clear()
-
-    def insert(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_order)
-
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._sequences, sequence.order, key=_order)
-        assert self._sequences[index] is sequence
-        del self._sequences[index]
-
-
-def is_spared(sequence: Sequence) -> bool:
-    """Return whether a sequence may not be preempted again."""
-    return sequence.num_preemptions >= MAX_PREEMPTIONS
+"""Preemptions after which a sequence is protected."""
 
 
 def choose_victim(running: SequenceQueue, needy: Sequence) -> Sequence | None:
-    """Return the sequence to preempt for `needy`, or None if all behind it are spared."""
+    """Return the sequence to preempt for `needy`, or None if there is none behind it."""
     victim: Sequence | None = None
+    last_protected: Sequence | None = None
     for sequence in reversed(running):
         if sequence is needy:
             break
         # A sequence whose last token is in flight frees its blocks anyway.
-        if is_spared(sequence) or sequence.length == sequence.max_length:
+        if sequence.length == sequence.max_length:
             continue
-        if victim is None or sequence.share.time > victim.share.time:
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
+            last_protected = last_protected or sequence
+        elif victim is None or sequence.share.time > victim.share.time:
+            victim = sequence
+    return victim or last_protected
+
+
+def choose_displaced(running: SequenceQueue, head: Sequence, *, num_own: int) -> Sequence | None:
+    """Return the sequence whose row a waiting one may take, or None.
+
+    It is one of its own tenant with lower priority that is not protected, or the last one of the
+    most served tenant that has at least two rows more than the `num_own` of the waiting one's
+    tenant. Hence the first sequence of a tenant keeps its row.
+    """
+    share, victim = head.share, None
+    for sequence in reversed(running):
+        if sequence.length == sequence.max_length:
+            continue
+        if sequence.share is share:
+            if sequence.priority > head.priority and sequence.num_preemptions < MAX_PREEMPTIONS:
+                return sequence
+        elif (
+            sequence.share.num_rows >= num_own + 2
+            and sequence.share.time > share.time
+            and (victim is None or sequence.share.time > victim.share.time)
+        ):
             victim = sequence
     return victim

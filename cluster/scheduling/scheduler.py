@@ -276,8 +276,11 @@ class Scheduler:
         """Take back the plans of sequences whose masks are late, and end what has no mask."""
         for sequence in made.late:
             self._in_flight[0].late.append(sequence)
-            if sequence.state is not SequenceState.FINISHED:
-                sequence.length -= 1
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            sequence.length -= 1
+            # One that was barred meanwhile has no blocks.
+            if sequence.row >= 0:
                 self._kv.take_back(sequence)
         self._deferred += [one for one in made.deferred if one not in self._deferred]
         return [

@@ -101,7 +101,6 @@ class Sequence:
         "cpu_block_ids",
         "has_mask",
         "index",
-        "is_charged",
         "is_prefill",
         "keys",
         "keys_revision",
@@ -110,8 +109,10 @@ class Sequence:
         "max_length",
         "min_length",
         "next_full",
+        "num_charged",
         "num_computed",
         "num_deferred",
+        "num_initial_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_proven",
@@ -121,9 +122,11 @@ class Sequence:
         "prompt_step",
         "ready_step",
         "refusal",
+        "refusal_number",
         "request_id",
         "reserved_block_ids",
         "row",
+        "start_number",
         "state",
         "stop_token_ids",
         "token_ids",
@@ -166,8 +169,14 @@ class Sequence:
         self.ready_step = -1
         """The step whose copies must be acknowledged before the next transition."""
         self.num_preemptions = 0
-        self.is_charged = False
-        """Whether its tenant has been charged for the tokens with which it started."""
+        self.start_number = 0
+        """Starts of sequences up to its own."""
+        self.refusal_number = -1
+        """Starts of sequences when it first found no room; -1 if it has not, or has run since."""
+        self.num_initial_tokens = self.length
+        """Tokens that it came with."""
+        self.num_charged = 0
+        """Tokens of these that its tenant has been charged for, or that were cached."""
         self.matcher: Matcher | None = None
         """Its state in the grammar, from its first sampled token on."""
         self.num_deferred = 0
@@ -204,6 +213,11 @@ class Sequence:
         # other token.
         is_end_of_grammar = request.grammar is not None and token_id in request.eos_token_ids
         return len(self.token_ids) > self.min_length or is_end_of_grammar
+
+    @property
+    def priority(self) -> int:
+        """Lower ones are served first."""
+        return self.order[0]
 
     @property
     def share(self) -> "Share[Sequence]":

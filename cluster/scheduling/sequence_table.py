@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.policy import SequenceQueue
+from cluster.scheduling.passing import Passing
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
+from cluster.scheduling.sequence_queue import SequenceQueue
 
 __all__ = ["SequenceTable"]
 
@@ -23,6 +24,7 @@ class SequenceTable:
         "backlog",
         "barred",
         "num_held",
+        "passing",
         "requests",
         "running",
         "swapped",
@@ -39,6 +41,8 @@ class SequenceTable:
         self.swapped = SequenceQueue()
         self.arriving = SequenceQueue()
         self.barred = SequenceQueue()
+        self.passing = Passing(self.running)
+        """What happens while a sequence finds too few blocks."""
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._started: list[ActiveRequest] = []
@@ -48,6 +52,14 @@ class SequenceTable:
     @property
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def num_taken_rows(self) -> int:
+        return self._num_rows - len(self._free_rows)
 
     def unfinished(self, request_id: str) -> Iterator[Sequence]:
         """Yield the sequences of a request that have not ended."""
@@ -96,8 +108,10 @@ class SequenceTable:
         """Give a waiting or swapped sequence a row."""
         self._queue_of(sequence).remove(sequence)
         sequence.row = self._free_rows.pop()
+        sequence.share.num_rows += 1
         sequence.state = state
         self._queue_of(sequence).insert(sequence)
+        self.passing.note_start(sequence)
         if sequence.active.is_queued:
             sequence.active.is_queued = False
             self.backlog.start_request(sequence.active.request.tenant, sequence.num_prompt_tokens)
@@ -159,6 +173,7 @@ class SequenceTable:
     def reset_sequences(self) -> None:
         """Make every sequence waiting with the tokens it has, and every row and block free."""
         self._kv.clear()
+        self.passing.clear()
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
         for queue in (self.waiting, self.running, self.swapped, self.arriving, self.barred):
             queue.clear()
@@ -174,6 +189,7 @@ class SequenceTable:
         sequence.length = len(sequence.token_ids)
         sequence.row = -1
         sequence.ready_step = -1
+        sequence.refusal_number = -1
         if sequence.state is not SequenceState.HELD:
             self._queue_sequence(sequence)
 
@@ -186,6 +202,7 @@ class SequenceTable:
     def _end_row(self, sequence: Sequence) -> None:
         self._free_rows.append(sequence.row)
         sequence.row = -1
+        sequence.share.num_rows -= 1
 
     def _queue_of(self, sequence: Sequence) -> SequenceQueue | FairQueue[Sequence]:
         match sequence.state:

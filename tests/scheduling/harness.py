@@ -77,7 +77,8 @@ class Harness:
         """The last step whose masks were made."""
         self._num_planned_tokens = 0
         self._was_restricted = False
-        self._first_starts: dict[int, int] = {}
+        self._started: set[int] = set()
+        """Seeds of the requests that have started."""
         self._expected_content: dict[bytes, list[int]] = {}
 
     def add(
@@ -335,7 +336,6 @@ class Harness:
         self._check_stats()
         owners: dict[int, set[str]] = {}
         for sequence in holders:
-            assert sequence.num_preemptions <= MAX_PREEMPTIONS
             if sequence.state is SequenceState.RUNNING:
                 assert sequence.num_computed <= sequence.num_slots
             assert sequence.num_slots == len(sequence.block_ids) * self.block_size
@@ -458,19 +458,22 @@ class Harness:
         assert len({sequence.row for sequence in plan.sequences}) == len(sizes)
         assert [size > 1 for size in sizes] == sorted((size > 1 for size in sizes), reverse=True)
         assert sizes or plan.starts or plan.swap_outs
-        # Requests of equal priority and tenant start in order of arrival.
+        # Requests of equal priority and tenant start in order of arrival, but for those that have
+        # found too few blocks.
+        by_seed = {request.seed: request for request in self.requests.values()}
+        self._started |= {start.seed for start in plan.starts}
+        if self._was_restricted:
+            return
         for start in plan.starts:
-            request = next(r for r in self.requests.values() if r.seed == start.seed)
-            is_first = start.index == 0 and request.seed not in self._first_starts
-            if is_first and not self._was_restricted:
-                earlier = [
-                    seed
-                    for seed in self._first_starts
-                    if (one := self.requests[f"request-{seed}"]).priority == request.priority
-                    and one.tenant == request.tenant
-                ]
-                assert all(seed < request.seed for seed in earlier)
-                self._first_starts[request.seed] = plan.step
+            request = by_seed[start.seed]
+            for active in self.scheduler._table.requests.values():
+                other = active.request
+                is_passed = other.seed < request.seed and other.seed not in self._started
+                if is_passed and (other.tenant, other.priority) == (
+                    request.tenant,
+                    request.priority,
+                ):
+                    assert any(sequence.refusal_number >= 0 for sequence in active.sequences)
 
     def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:

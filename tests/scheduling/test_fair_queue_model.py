@@ -20,6 +20,8 @@ class PlainQueue:
 
     def __init__(self) -> None:
         self.clocks: dict[str, float] = {}
+        self.num_charges = 0
+        self.last_charges: dict[str, int] = {}
         self.num_open: dict[str, int] = {}
         self.waiting: dict[str, list[Item]] = {}
 
@@ -41,11 +43,22 @@ class PlainQueue:
         for one in [one for one, number in self.num_open.items() if not number]:
             if not clocks or self.clocks[one] <= min(clocks):
                 del self.num_open[one], self.clocks[one], self.waiting[one]
+                self.last_charges.pop(one, None)
+
+    def charge(self, tenant: str, cost: int) -> None:
+        self.clocks[tenant] += cost
+        self.num_charges += 1
+        self.last_charges[tenant] = self.num_charges
 
     @property
     def first(self) -> Item:
-        items = [items[0] for items in self.waiting.values() if items]
-        return min(items, key=lambda item: (self.clocks[item.share.tenant], item.order))
+        tenants = [tenant for tenant, items in self.waiting.items() if items]
+        tenant = min(tenants, key=self._turn)
+        return self.waiting[tenant][0]
+
+    def _turn(self, tenant: str) -> tuple[float, int, tuple[int, ...]]:
+        order = self.waiting[tenant][0].order
+        return self.clocks[tenant], self.last_charges.get(tenant, 0), order
 
 
 class QueuePair:
@@ -71,7 +84,7 @@ class QueuePair:
         assert item is self.plain.first
         self.remove(item)
         self.queue.charge(item.share, item.cost)
-        self.plain.clocks[item.share.tenant] += item.cost
+        self.plain.charge(item.share.tenant, item.cost)
         self.served.append(item)
 
     def run(self, cost: int) -> None:

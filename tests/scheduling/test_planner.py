@@ -2,7 +2,6 @@
 
 import pytest
 
-from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.sequence import SequenceState
 from pagedray.batch import BlockCopy, StepPlan
 from pagedray.config import Preemption
@@ -215,14 +214,17 @@ def test_sequence_in_transit_can_be_aborted_either_way() -> None:
         harness.drain()
 
 
-def test_sequence_preempted_often_enough_starts_with_all_it_can_need() -> None:
+@pytest.mark.parametrize(("num_preemptions", "num_blocks"), [(0, 2), (1, 4), (3, 6)])
+def test_preempted_sequence_starts_with_room_for_some_tokens(
+    num_preemptions: int, num_blocks: int
+) -> None:
     harness = Harness(block_size=4, num_blocks=8)
     harness.add([1] * 6, max_tokens=16)
     (sequence,) = harness.sequences
-    sequence.num_preemptions = MAX_PREEMPTIONS
+    sequence.num_preemptions = num_preemptions
     harness.schedule()
-    # The last of 22 tokens is never computed.
-    assert len(sequence.block_ids) + len(sequence.reserved_block_ids) == 6
+    # Never more than it can need: the last of 22 tokens is not computed.
+    assert len(sequence.block_ids) + len(sequence.reserved_block_ids) == num_blocks
     harness.drain()
 
 

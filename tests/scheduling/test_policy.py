@@ -1,9 +1,9 @@
 from cluster.scheduling.policy import (
     MAX_PREEMPTIONS,
-    SequenceQueue,
     choose_victim,
 )
 from cluster.scheduling.sequence import ActiveRequest, Sequence
+from cluster.scheduling.sequence_queue import SequenceQueue
 from pagedray.request import Request, SamplingParams
 
 
@@ -48,10 +48,16 @@ def test_no_sequence_makes_room_for_one_behind_it() -> None:
     assert choose_victim(make_queue(first, last), last) is None
 
 
-def test_sequence_that_made_room_often_enough_is_spared() -> None:
+def test_sequence_that_made_room_often_enough_is_protected() -> None:
     first, second, last = (make_sequence(arrival=arrival) for arrival in range(3))
     last.num_preemptions = MAX_PREEMPTIONS
     assert choose_victim(make_queue(first, second, last), first) is second
+
+
+def test_last_makes_room_if_all_others_are_protected_too() -> None:
+    first, second, last = (make_sequence(arrival=arrival) for arrival in range(3))
+    second.num_preemptions = last.num_preemptions = MAX_PREEMPTIONS
+    assert choose_victim(make_queue(first, second, last), first) is last
 
 
 def test_sequence_whose_last_token_is_being_sampled_is_spared() -> None:

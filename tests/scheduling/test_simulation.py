@@ -138,7 +138,7 @@ def test_equal_runs_give_equal_plans() -> None:
 
 
 def test_random_runs_cover_every_case() -> None:
-    harnesses = [live(seed) for seed in range(20)]
+    harnesses = [live(seed) for seed in range(40)]
     stats = [harness.scheduler.stats() for harness in harnesses]
     assert sum(one.num_swap_preemptions for one in stats) > 20
     assert sum(one.num_recompute_preemptions for one in stats) > 20

@@ -1,0 +1,147 @@
+"""What the scheduler's policy promises, as workloads in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from bench.virtual_time import StepCost, VirtualCall, VirtualReplica, distinct_prompt
+
+if TYPE_CHECKING:
+    from pagedray.config import Preemption
+
+__all__ = [
+    "FLOODS",
+    "FULL_STEP_S",
+    "Flood",
+    "first_token_times",
+    "throughput_of_pool",
+    "wait_behind_large",
+]
+
+BUDGET = 2048
+FULL_STEP_S = StepCost().step_s + BUDGET * StepCost().token_s
+"""Duration of a step that uses its whole budget."""
+NUM_ROWS = 64
+
+Flood = Literal["none", "prompts of 500", "prompts of 32 000", "outputs of 4 000", "full pool"]
+FLOODS: tuple[Flood, ...] = (
+    "prompts of 500",
+    "prompts of 32 000",
+    "outputs of 4 000",
+    "full pool",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FloodShape:
+    num_requests: int = 0
+    num_prompt_tokens: int = 1
+    num_output_tokens: int = 1
+    num_blocks: int = 40_000
+
+
+_SHAPES: dict[Flood, _FloodShape] = {
+    "none": _FloodShape(),
+    "prompts of 500": _FloodShape(num_requests=4000, num_prompt_tokens=500, num_output_tokens=20),
+    "prompts of 32 000": _FloodShape(
+        num_requests=100, num_prompt_tokens=32_000, num_output_tokens=20
+    ),
+    "outputs of 4 000": _FloodShape(
+        num_requests=300, num_prompt_tokens=100, num_output_tokens=4000
+    ),
+    # About 30 of its sequences fit.
+    "full pool": _FloodShape(
+        num_requests=200, num_prompt_tokens=2000, num_output_tokens=4000, num_blocks=5000
+    ),
+}
+
+
+def wait_behind_large(*, num_newcomers: int) -> tuple[VirtualCall, list[VirtualCall]]:
+    """Return a request that is too large for the free half of the blocks, and newcomers behind it.
+
+    The other half is held for 2 000 steps. Newcomers arrive every 10 ms.
+    """
+    replica = VirtualReplica(num_blocks=1000, max_model_len=16_000)
+    replica.submit(distinct_prompt(0, 7984), num_output_tokens=2000, tenant="first")
+    large = replica.submit(
+        distinct_prompt(1, 12_000), num_output_tokens=10, tenant="large", arrival_s=0.3
+    )
+    newcomers = [
+        replica.submit(
+            distinct_prompt(2 + number, 20),
+            num_output_tokens=20,
+            tenant=f"newcomer {number % 3}",
+            arrival_s=0.5 + number / 100,
+        )
+        for number in range(num_newcomers)
+    ]
+    replica.run()
+    return large, newcomers
+
+
+def throughput_of_pool(part: float, *, has_limit: bool, preemption: Preemption = "auto") -> float:
+    """Return the generated tokens per second with a part of the pool that 64 rows need.
+
+    Unless it `has_limit`, a sequence may grow up to the model's length.
+    """
+    rng = random.Random(1)
+    shapes = [(rng.randint(20, 100), rng.randint(300, 2000)) for _ in range(192)]
+    # What 64 rows held at most with a pool of any size.
+    num_blocks = 3705
+    replica = VirtualReplica(
+        num_blocks=int(part * num_blocks),
+        num_cpu_blocks=num_blocks,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=32_768,
+        preemption=preemption,
+    )
+    for number, (num_prompt_tokens, num_output_tokens) in enumerate(shapes):
+        replica.submit(
+            distinct_prompt(number, num_prompt_tokens),
+            num_output_tokens=num_output_tokens,
+            has_limit=has_limit,
+        )
+    replica.run()
+    return replica.num_generated_tokens / replica.now_s
+
+
+def first_token_times(flood: Flood, *, duration_s: float) -> list[float]:
+    """Return the times to first token of a light tenant beside a flood of another, sorted.
+
+    It sends prompts of 100 tokens, two in a second on average, from second 2 on.
+    """
+    shape, rng = _SHAPES[flood], random.Random(3)
+    replica = VirtualReplica(
+        num_blocks=shape.num_blocks,
+        num_cpu_blocks=8000,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=33_000,
+    )
+    for number in range(shape.num_requests):
+        replica.submit(
+            distinct_prompt(number, shape.num_prompt_tokens),
+            num_output_tokens=shape.num_output_tokens,
+            tenant="flood",
+        )
+    light: list[VirtualCall] = []
+    arrival_s = 2.0
+    while arrival_s < 2.0 + duration_s:
+        light.append(
+            replica.submit(
+                distinct_prompt(10**6 + len(light), 100),
+                num_output_tokens=20,
+                tenant="light",
+                arrival_s=arrival_s,
+            )
+        )
+        arrival_s += rng.expovariate(2)
+    # One that has no token then waited for 100 s.
+    replica.run(until_s=102.0 + duration_s, num_steps=int(duration_s * 90) + 400)
+    return sorted(
+        102.0 if call.first_token_s is None else call.first_token_s - call.arrival_s
+        for call in light
+    )

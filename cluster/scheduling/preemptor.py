@@ -1,0 +1,148 @@
+"""Takes rows and blocks from running sequences, for others.
+
+A running sequence that needs a block takes those of one behind it. A waiting sequence may take a
+row, and blocks, of a tenant that has more rows than its own, and of a lower priority within its
+tenant. A sequence that others passed takes back what they borrowed, as `passing` says.
+"""
+
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.plan_draft import PlanDraft
+from cluster.scheduling.policy import choose_displaced, choose_victim
+from cluster.scheduling.room_rule import RoomRule
+from cluster.scheduling.sequence import Sequence, SequenceState
+from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.swap_costs import SwapCosts
+from pagedray.config import Preemption
+
+__all__ = ["Preemptor"]
+
+_STEPS_PER_CHECK = 4
+"""Steps between two looks at the blocks of sequences that passed another one."""
+
+
+class Preemptor:
+    """Chooses sequences to preempt, and how."""
+
+    def __init__(
+        self,
+        kv: KvManager,
+        sequence_table: SequenceTable,
+        room: RoomRule,
+        *,
+        preemption: Preemption,
+        swap_costs: SwapCosts,
+    ) -> None:
+        self._kv = kv
+        self._table = sequence_table
+        self._room = room
+        self._preemption = preemption
+        self._swap_costs = swap_costs
+        self.entitled: Sequence | None = None
+        """The waiting sequence for which others were preempted, until it starts."""
+        self.num_swap_preemptions = 0
+        self.num_recompute_preemptions = 0
+
+    def make_room(self, sequence: Sequence, draft: PlanDraft) -> int | None:
+        """Add a block to a running sequence and return it, or None if it waits a step."""
+        while (block := self._kv.append(sequence)) is None:
+            # Blocks being swapped out may suffice for the stalled sequences and this one.
+            if self._kv.pool.num_in_transit > draft.num_stalled:
+                break
+            victim = choose_victim(self._table.running, sequence)
+            if victim is None:
+                break
+            victim.num_preemptions += 1
+            self._preempt(victim, draft)
+        else:
+            return block
+        draft.num_stalled += 1
+        return None
+
+    def reclaim(self, draft: PlanDraft) -> None:
+        """Take back the room of sequences that passed the claimant, once it is due."""
+        passing = self._table.passing
+        claimant = passing.find_claimant()
+        if claimant is None or draft.step % _STEPS_PER_CHECK:
+            return
+        borrowers = passing.borrowers(claimant)
+        num_lacking = self._room.num_lacking(claimant)
+        # Each also has a block left free for it.
+        numbers = [self._kv.num_owned_alone(sequence) + 1 for sequence in borrowers]
+        if not passing.note_due(draft.step, is_due=num_lacking <= sum(numbers)):
+            return
+        lacks_row = not self._table.has_free_row
+        for sequence, number in zip(borrowers, numbers, strict=True):
+            if num_lacking <= 0 and not lacks_row:
+                return
+            num_lacking -= number
+            lacks_row = False
+            sequence.num_preemptions += 1
+            self._preempt(sequence, draft)
+
+    def is_entitled(self, head: Sequence, entitled: list[Sequence]) -> bool:
+        """Return whether a waiting sequence may take the row of another one."""
+        if head.num_pending:
+            return False
+        if head is self.entitled:
+            return True
+        for swapped in self._table.swapped:
+            if swapped.share is head.share:
+                is_behind = swapped.priority <= head.priority
+            else:
+                is_behind = swapped.share.time <= head.share.time
+            if is_behind:
+                return False
+            break
+        return self._displaced_by(head, entitled) is not None
+
+    def displace(self, head: Sequence, entitled: list[Sequence], draft: PlanDraft) -> bool:
+        """Preempt a sequence for a waiting one; return False if there is none."""
+        victim = self._displaced_by(head, entitled)
+        if victim is None:
+            return False
+        # Those of other tenants are protected by the rows that their tenants keep.
+        victim.num_preemptions += victim.share is head.share
+        self.entitled = head
+        self._preempt(victim, draft)
+        return True
+
+    def lacks_blocks(self, head: Sequence) -> bool:
+        """Return whether a waiting sequence lacks blocks of which its tenant may have so many."""
+        num_needed = self._kv.blocks_for(self._room.num_tokens_to_hold(head))
+        num_tenants = len({sequence.share for sequence in self._table.running} | {head.share})
+        if num_needed > self._kv.pool.num_blocks // num_tenants:
+            return False
+        return self._room.num_lacking(head) > 0
+
+    def _displaced_by(self, head: Sequence, entitled: list[Sequence]) -> Sequence | None:
+        """Return the sequence whose row a waiting one may take, or None."""
+        table = self._table
+        if not table.running:
+            return None
+        num_own = head.share.num_rows
+        # In O(1) if all rows are its own tenant's, which is the rule.
+        if num_own == table.num_taken_rows and table.running[-1].priority <= head.priority:
+            return None
+        num_own += sum(sequence.share is head.share for sequence in entitled)
+        return choose_displaced(table.running, head, num_own=num_own)
+
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Take the row and blocks of a running sequence."""
+        if self._kv.can_swap_out(sequence) and self._is_to_swap(sequence):
+            draft.swap_outs += self._kv.swap_out(sequence, draft.step)
+            sequence.ready_step = draft.step
+            self._table.preempt_sequence(sequence, SequenceState.SWAPPED)
+            self.num_swap_preemptions += 1
+        else:
+            self._kv.release(sequence)
+            sequence.forget_computed()
+            self._table.preempt_sequence(sequence, SequenceState.WAITING)
+            self.num_recompute_preemptions += 1
+
+    def _is_to_swap(self, sequence: Sequence) -> bool:
+        """Return whether to swap a sequence out, given room in the CPU pool."""
+        if self._preemption != "auto":
+            return self._preemption == "swap"
+        return self._swap_costs.choose_swap(
+            num_blocks=len(sequence.block_ids), num_tokens=sequence.num_computed
+        )

@@ -1,0 +1,85 @@
+"""Tenants that were served least, and requests of high priority, start soon beside any flood."""
+
+import pytest
+
+from bench.virtual_cases import FLOODS, FULL_STEP_S, Flood, first_token_times
+from tests.scheduling.harness import Harness
+
+
+@pytest.fixture(scope="module")
+def alone_s() -> float:
+    """The longest time to first token without a flood."""
+    return first_token_times("none", duration_s=8.0)[-1]
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_light_tenant_starts_soon_beside_a_flood(flood: Flood, alone_s: float) -> None:
+    times = first_token_times(flood, duration_s=8.0)
+    assert times[-1] <= 1.5 * alone_s + 2 * FULL_STEP_S
+
+
+def make_crowd(*, tenant: str = "", priority: int = 0, num_blocks: int = 64) -> Harness:
+    """Return a harness whose rows are all taken for long."""
+    harness = Harness(
+        block_size=4, num_blocks=num_blocks, num_cpu_blocks=32, max_num_seqs=4, max_model_len=60
+    )
+    for number in range(6):
+        harness.add([number] * 6, tenant=tenant, priority=priority, max_tokens=40)
+    harness.step()
+    harness.step()
+    return harness
+
+
+def test_a_request_of_higher_priority_takes_the_row_of_a_lower_one() -> None:
+    harness = make_crowd(priority=1)
+    urgent = harness.add([9] * 6, priority=0, max_tokens=4)
+    harness.step()
+    assert harness.tokens[urgent, 0]
+    # The last one that runs is preempted.
+    assert [s.num_preemptions for s in harness.sequences[:6]] == [0, 0, 0, 1, 0, 0]
+    harness.drain()
+
+
+def test_a_request_of_higher_priority_gets_blocks_of_a_lower_one() -> None:
+    harness = make_crowd(priority=1, num_blocks=16)
+    urgent = harness.add([9] * 20, priority=0, max_tokens=4)
+    for _ in range(4):
+        harness.step()
+    assert harness.tokens[urgent, 0]
+    harness.drain()
+
+
+def test_priority_preempts_a_sequence_three_times_at_most() -> None:
+    harness = make_crowd(priority=1)
+    for number in range(30):
+        harness.add([10 + number] * 6, priority=0, max_tokens=4)
+        for _ in range(6):
+            harness.step()
+    assert all(s.num_preemptions <= 3 for s in harness.sequences)
+    # A protected one keeps its row.
+    assert any(s.num_preemptions == 3 for s in harness.sequences)
+    harness.drain()
+
+
+def test_priority_takes_no_row_of_another_tenant() -> None:
+    harness = make_crowd(tenant="one", priority=1)
+    harness.scheduler._table.running[0].share.time = 0.0
+    urgent = harness.add([9] * 6, tenant="two", priority=0, max_tokens=4)
+    two = harness.sequences[-1].share
+    two.time = 1000.0
+    harness.step()
+    assert not harness.tokens[urgent, 0]
+    harness.drain()
+
+
+def test_a_tenant_takes_rows_only_up_to_as_many_as_another_keeps() -> None:
+    harness = make_crowd(tenant="many")
+    for number in range(4):
+        harness.add([10 + number] * 6, tenant="one", max_tokens=40)
+    for _ in range(3):
+        harness.step()
+    rows = [s.share.tenant for s in harness.scheduler._table.running]
+    assert sorted(rows) == ["many", "many", "one", "one"]
+    # The displaced ones do not lose their protection.
+    assert all(s.num_preemptions == 0 for s in harness.sequences)
+    harness.drain()

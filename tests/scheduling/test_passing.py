@@ -1,0 +1,69 @@
+"""A sequence that finds too few blocks is passed, but not forever."""
+
+import random
+
+import pytest
+
+from bench.virtual_cases import wait_behind_large
+from bench.virtual_time import VirtualCall, VirtualReplica, distinct_prompt
+from cluster.scheduling.passing import GRACE_STEPS
+from pagedray.config import Preemption
+
+BOUND = GRACE_STEPS + 10
+"""Steps for which those that pass may delay a sequence: until it is found due, their grace, and
+until their blocks are swapped out."""
+
+
+def test_newcomers_do_not_wait_for_a_sequence_that_finds_no_room() -> None:
+    alone, _ = wait_behind_large(num_newcomers=0)
+    large, newcomers = wait_behind_large(num_newcomers=300)
+    assert max(call.num_steps_to_first_token for call in newcomers) <= 10
+    assert large.start_step <= alone.start_step + BOUND
+
+
+def run_beside_newcomers(seed: int, *, newcomers: bool, preemption: Preemption) -> VirtualCall:
+    """Return a large request that arrives among some others, perhaps with many behind it."""
+    rng = random.Random(seed)
+    num_blocks = rng.randint(100, 300)
+    replica = VirtualReplica(
+        num_blocks=num_blocks,
+        num_cpu_blocks=rng.choice((0, 400)),
+        max_num_seqs=rng.choice((8, 32)),
+        max_num_batched_tokens=512,
+        max_model_len=num_blocks * 16,
+        preemption=preemption,
+    )
+    tenants = ("one", "two") if seed % 2 else ("one",)
+    for number in range(rng.randint(1, 4)):
+        replica.submit(
+            distinct_prompt(number, rng.randint(100, num_blocks * 4)),
+            num_output_tokens=rng.randint(50, 150),
+            tenant=rng.choice(tenants),
+        )
+    large = replica.submit(
+        distinct_prompt(99, num_blocks * rng.randint(8, 13)),
+        num_output_tokens=20,
+        tenant="one",
+        arrival_s=0.3,
+    )
+    for number in range(100, 400 if newcomers else 100):
+        replica.submit(
+            distinct_prompt(number, rng.randint(1, 60)),
+            num_output_tokens=rng.randint(1, 300),
+            tenant=rng.choice(tenants),
+            # Another tenant's may start first if that tenant was served less.
+            arrival_s=0.5 + (number - 100) / 100,
+        )
+    replica.run()
+    assert all(call.end_s is not None for call in replica.calls.values())
+    return large
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_large_sequence_starts_in_bounded_time_whatever_arrives_later(
+    preemption: Preemption,
+) -> None:
+    for seed in range(12):
+        alone = run_beside_newcomers(seed, newcomers=False, preemption=preemption)
+        large = run_beside_newcomers(seed, newcomers=True, preemption=preemption)
+        assert large.start_step <= alone.start_step + BOUND, seed
