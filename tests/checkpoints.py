@@ -35,10 +35,9 @@ class Case:
 
     name: str
     family: str
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    hidden_size: int
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    hidden_size: int = 48
     has_tied_embeddings: bool = False
     # A small scale makes the model repeat its input less often.
     embedding_scale: float = 1.0
@@ -68,18 +67,13 @@ CASES = (
     Case(
         name="llama-mqa",
         family="Llama",
-        num_heads=6,
         num_kv_heads=1,
-        head_size=8,
-        hidden_size=48,
         has_tied_embeddings=True,
     ),
     Case(
         name="llama-llama3-rope",
         family="Llama",
         num_heads=12,
-        num_kv_heads=2,
-        head_size=8,
         hidden_size=96,
         more={"rope_parameters": LLAMA3_ROPE},
     ),
@@ -87,44 +81,30 @@ CASES = (
         name="llama-linear-rope",
         family="Llama",
         num_heads=10,
-        num_kv_heads=2,
-        head_size=16,
         hidden_size=80,
         more={"rope_parameters": LINEAR_ROPE, "head_dim": 16},
     ),
     Case(
         name="mistral-window",
         family="Mistral",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"sliding_window": 11},
     ),
     Case(
         name="qwen2-tied",
         family="Qwen2",
         num_heads=14,
-        num_kv_heads=2,
-        head_size=8,
         hidden_size=112,
         has_tied_embeddings=True,
     ),
     Case(
         name="qwen3-wide-heads",
         family="Qwen3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=16,
         hidden_size=60,
         more={"head_dim": 16},
     ),
     Case(
         name="gemma2-window-of-blocks",
         family="Gemma2",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=16,
         hidden_size=60,
         has_tied_embeddings=True,
         embedding_scale=0.1,
@@ -141,8 +121,6 @@ CASES = (
         family="Gemma3",
         num_heads=4,
         num_kv_heads=1,
-        head_size=8,
-        hidden_size=48,
         has_tied_embeddings=True,
         embedding_scale=0.1,
         more={
@@ -159,10 +137,7 @@ CASES = (
     Case(
         name="bloom-6-heads",
         family="Bloom",
-        num_heads=6,
         num_kv_heads=6,
-        head_size=8,
-        hidden_size=48,
         has_tied_embeddings=True,
         embedding_scale=0.1,
     ),
@@ -171,7 +146,6 @@ CASES = (
         family="Mpt",
         num_heads=4,
         num_kv_heads=4,
-        head_size=8,
         hidden_size=32,
         has_tied_embeddings=True,
         embedding_scale=0.2,
@@ -180,10 +154,6 @@ CASES = (
     Case(
         name="phi3-longrope-window",
         family="Phi3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             "sliding_window": 17,
             "original_max_position_embeddings": 128,

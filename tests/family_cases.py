@@ -18,10 +18,6 @@ _MORE_CASES = (
     Case(
         name="granite-multipliers",
         family="Granite",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.25,
@@ -32,18 +28,10 @@ _MORE_CASES = (
     Case(
         name="olmo2-whole-norms",
         family="Olmo2",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
     ),
     Case(
         name="olmo3-two-ropes",
         family="Olmo3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             "sliding_window": 11,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -56,19 +44,11 @@ _MORE_CASES = (
     Case(
         name="ministral3-growing-queries",
         family="Ministral3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.4}},
     ),
     Case(
         name="mistral3-text",
         family="Mistral3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"model_type": "mistral", "head_dim": 8, "sliding_window": 13},
     ),
     Case(
@@ -76,8 +56,6 @@ _MORE_CASES = (
         family="Gemma3",
         num_heads=4,
         num_kv_heads=1,
-        head_size=16,
-        hidden_size=48,
         has_tied_embeddings=True,
         embedding_scale=0.1,
         more={
@@ -91,10 +69,6 @@ _MORE_CASES = (
     Case(
         name="qwen2_5_vl-text",
         family="Qwen2_5_VL",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             "model_type": "qwen2_5_vl_text",
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
@@ -103,10 +77,6 @@ _MORE_CASES = (
     Case(
         name="qwen3_vl-text",
         family="Qwen3VL",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=16,
-        hidden_size=48,
         has_tied_embeddings=True,
         more={
             "model_type": "qwen3_vl_text",
@@ -121,19 +91,11 @@ _MORE_CASES = (
     Case(
         name="smollm3-windows",
         family="SmolLM3",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9},
     ),
     Case(
         name="ministral-two-kinds",
         family="Ministral",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             # Transformers has no default.
             "head_dim": 8,
@@ -144,10 +106,6 @@ _MORE_CASES = (
     Case(
         name="cohere2-parallel",
         family="Cohere2",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={
             "sliding_window": 10,
             "logit_scale": 0.5,
@@ -157,10 +115,6 @@ _MORE_CASES = (
     Case(
         name="glm-half-heads",
         family="Glm",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"head_dim": 8},
     ),
     Case(
@@ -168,35 +122,21 @@ _MORE_CASES = (
         family="Glm4",
         num_heads=4,
         num_kv_heads=1,
-        head_size=16,
-        hidden_size=48,
         more={"head_dim": 16},
     ),
     Case(
         name="starcoder2-window",
         family="Starcoder2",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"sliding_window": 12},
     ),
     Case(
         name="seed-oss",
         family="SeedOss",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=16,
-        hidden_size=48,
         more={"head_dim": 16},
     ),
     Case(
         name="ernie-neighbours",
         family="Ernie4_5",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=16,
-        hidden_size=48,
         more={"head_dim": 16},
     ),
     Case(
@@ -204,8 +144,6 @@ _MORE_CASES = (
         family="Gemma",
         num_heads=4,
         num_kv_heads=1,
-        head_size=16,
-        hidden_size=48,
         has_tied_embeddings=True,
         embedding_scale=0.1,
         more={"head_dim": 16},
@@ -213,10 +151,6 @@ _MORE_CASES = (
     Case(
         name="llama-yarn",
         family="Llama",
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=8,
-        hidden_size=48,
         more={"rope_parameters": YARN},
     ),
 )

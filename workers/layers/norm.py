@@ -22,17 +22,21 @@ __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 class ResidualNorm(Layer):
     """A norm of the residual stream, fused with the addition before it where a kernel can."""
 
+    _is_centred: ClassVar[bool] = False
+    """Whether the mean is subtracted."""
+    _weight_dtype: ClassVar[torch.dtype | None] = None
+    """The dtype of the weight; None is that of the stream."""
     _dummy_weight: ClassVar[float] = 1.0
 
     def __init__(
         self,
         name: str,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        size: int,
         eps: float,
         *,
-        is_centred: bool,
+        has_bias: bool = False,
         dtype: torch.dtype,
+        device: torch.device,
         sums_over: ParallelGroup | None = None,
         overlaps: bool = False,
     ) -> None:
@@ -42,14 +46,18 @@ class ResidualNorm(Layer):
         With `overlaps`, no kernel of NCCL comes right before this.
         """
         self._name = name
-        self._weight = weight
-        self._bias = bias
+        self._weight = torch.empty(size, dtype=self._weight_dtype or dtype, device=device)
+        self._bias = torch.empty_like(self._weight) if has_bias else None
         self._eps = eps
         self._dtype = dtype
-        self._is_centred = is_centred
         self._sums_over = sums_over
         self._kernel = add_norm_kernel(
-            weight, bias, eps, is_centred=is_centred, overlaps=overlaps, dtype=dtype
+            self._weight,
+            self._bias,
+            eps,
+            is_centred=self._is_centred,
+            overlaps=overlaps,
+            dtype=dtype,
         )
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,29 +96,6 @@ class ResidualNorm(Layer):
 class RMSNorm(ResidualNorm):
     """Root mean square layer normalization (Zhang and Sennrich 2019)."""
 
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        sums_over: ParallelGroup | None = None,
-        overlaps: bool = False,
-    ) -> None:
-        weight = torch.empty(size, dtype=dtype, device=device)
-        super().__init__(
-            name,
-            weight,
-            None,
-            eps,
-            is_centred=False,
-            dtype=dtype,
-            sums_over=sums_over,
-            overlaps=overlaps,
-        )
-
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(stream, self._weight.shape, self._weight, self._eps)
 
@@ -118,31 +103,9 @@ class RMSNorm(ResidualNorm):
 class OffsetRMSNorm(ResidualNorm):
     """Gemma's RMSNorm: scaled by one plus the weight, in float32 until the result is rounded."""
 
+    # In bfloat16, one plus a small weight would lose most of the weight's digits.
+    _weight_dtype = torch.float32
     _dummy_weight = 0.0
-
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        sums_over: ParallelGroup | None = None,
-        overlaps: bool = False,
-    ) -> None:
-        # In bfloat16, one plus a small weight would lose most of the weight's digits.
-        weight = torch.empty(size, dtype=torch.float32, device=device)
-        super().__init__(
-            name,
-            weight,
-            None,
-            eps,
-            is_centred=False,
-            dtype=dtype,
-            sums_over=sums_over,
-            overlaps=overlaps,
-        )
 
     def finalize(self) -> None:
         self._weight.add_(1.0)
@@ -155,30 +118,7 @@ class OffsetRMSNorm(ResidualNorm):
 class LayerNorm(ResidualNorm):
     """Layer normalization (Ba, Kiros and Hinton 2016), with or without a bias."""
 
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        eps: float,
-        *,
-        has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        sums_over: ParallelGroup | None = None,
-        overlaps: bool = False,
-    ) -> None:
-        weight = torch.empty(size, dtype=dtype, device=device)
-        bias = torch.empty_like(weight) if has_bias else None
-        super().__init__(
-            name,
-            weight,
-            bias,
-            eps,
-            is_centred=True,
-            dtype=dtype,
-            sums_over=sums_over,
-            overlaps=overlaps,
-        )
+    _is_centred = True
 
     def _normed(self, stream: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(

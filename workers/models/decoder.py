@@ -12,7 +12,7 @@ import torch
 from pagedray.rank_progress import Phase
 from workers.layers.embedding import ParallelHead, VocabEmbedding
 from workers.layers.weight import CompositeLayer
-from workers.models.decoder_layer import make_decoder_layer, summed_by_norm
+from workers.models.decoder_layer import decoder_layer_class, summed_by_norm
 from workers.models.norm_factory import make_norm
 from workers.models.rotations import LayerRotations
 from workers.models.step_attention import CachedAttention
@@ -66,8 +66,9 @@ class Decoder(CompositeLayer):
         self._rotations = LayerRotations(
             config, num_query_heads=config.num_heads // group.size, dtype=dtype, device=device
         )
+        layer_class = decoder_layer_class(config)
         self._layers = [
-            make_decoder_layer(config, index, group, backend=backend, dtype=dtype, device=device)
+            layer_class(config, index, group, backend=backend, dtype=dtype, device=device)
             for index in range(config.num_layers)
         ]
         self._norm = make_norm(

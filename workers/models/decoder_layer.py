@@ -24,21 +24,12 @@ if TYPE_CHECKING:
     from workers.models.step_attention import StepAttention
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["DecoderLayer", "make_decoder_layer", "summed_by_norm"]
+__all__ = ["DecoderLayer", "decoder_layer_class", "summed_by_norm"]
 
 
-def make_decoder_layer(
-    config: ModelConfig,
-    index: int,
-    group: ParallelGroup,
-    *,
-    backend: type[AttentionBackend],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DecoderLayer:
-    """Return one layer of a model."""
-    kind = ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
-    return kind(config, index, group, backend=backend, dtype=dtype, device=device)
+def decoder_layer_class(config: ModelConfig) -> type[DecoderLayer]:
+    """Return the class of a model's layers."""
+    return ParallelDecoderLayer if config.has_parallel_mlp else DecoderLayer
 
 
 def summed_by_norm(config: ModelConfig, group: ParallelGroup) -> ParallelGroup | None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.norm import LayerNorm, OffsetRMSNorm, RMSNorm
+from workers.layers.norm import LayerNorm, OffsetRMSNorm, ResidualNorm, RMSNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
-    from pagedray.config import ModelConfig
-    from workers.layers.norm import ResidualNorm
+    from pagedray.config import ModelConfig, NormKind
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["make_norm"]
+
+_KINDS: Mapping[NormKind, type[ResidualNorm]] = {
+    "rms": RMSNorm,
+    "offset_rms": OffsetRMSNorm,
+    "layer": LayerNorm,
+}
 
 
 def make_norm(
@@ -30,26 +37,13 @@ def make_norm(
     `sums_over` is the group whose partial outputs it adds to the stream, as in `ResidualNorm`. An
     all-reduce of `group` may come right before it.
     """
-    size, eps, overlaps = config.hidden_size, config.norm_eps, group.size == 1
-    match config.norm_kind:
-        case "rms" | "offset_rms" as kind:
-            return (RMSNorm if kind == "rms" else OffsetRMSNorm)(
-                name,
-                size,
-                eps,
-                dtype=dtype,
-                device=device,
-                sums_over=sums_over,
-                overlaps=overlaps,
-            )
-        case "layer":
-            return LayerNorm(
-                name,
-                size,
-                eps,
-                has_bias=config.has_norm_bias,
-                dtype=dtype,
-                device=device,
-                sums_over=sums_over,
-                overlaps=overlaps,
-            )
+    return _KINDS[config.norm_kind](
+        name,
+        config.hidden_size,
+        config.norm_eps,
+        has_bias=config.has_norm_bias,
+        dtype=dtype,
+        device=device,
+        sums_over=sums_over,
+        overlaps=group.size == 1,
+    )
