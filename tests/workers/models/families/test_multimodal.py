@@ -212,6 +212,8 @@ def test_the_top_level_ties_embeddings(base: dict[str, Any], is_tied: bool, tmp_
         ({"text_config": 5}, "text_config must be an object, not 5"),
         ({"text_config": TEXT | {"model_type": "mamba"}}, "text_config.model_type must be one of"),
         ({"text_config": TEXT | {"score_offset": 2}}, "text_config.score_offset is not a field of"),
+        ({"text_config": TEXT | {"is_causal": False}}, "text_config.is_causal must be true"),
+        ({"is_causal": False}, "config.json: is_causal must be true"),
         ({"hidden_size": 64}, "hidden_size is not a field of"),
         ({"audio_config": {"depth": 3}}, "audio_config is not a field of"),
         ({"text_config": TEXT | {"rope_scaling": {"type": "axial"}}}, "text_config.rope_scaling"),
@@ -225,6 +227,17 @@ def test_what_is_not_supported_is_named(
         part = "config.json: hidden_size is missing"
     with pytest.raises(CheckpointError, match=re.escape(part)):
         read_model_config(tmp_path)
+
+
+def test_a_soft_cap_of_logits_is_refused_beside_vision(tmp_path: Path) -> None:
+    written(tmp_path, GEMMA3, text_config=TEXT | {"final_logit_softcapping": 30.0})
+    with pytest.raises(CheckpointError, match=r"final_logit_softcapping must be null, not 30\.0"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("base", [GEMMA3, MISTRAL3])
+def test_null_unties_embeddings(base: dict[str, Any], tmp_path: Path) -> None:
+    assert not read_config(tmp_path, base, tie_word_embeddings=None).has_tied_embeddings
 
 
 def test_another_head_size_of_qwen2_5_vl_is_refused(tmp_path: Path) -> None:

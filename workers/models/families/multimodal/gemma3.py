@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 from workers.models.config_json.family import Family
 from workers.models.families.gemma3 import read_gemma3
-from workers.models.families.multimodal.text_part import TEXT_SECTION, as_text_part
+from workers.models.families.multimodal.text_part import (
+    TEXT_SECTION,
+    as_text_part,
+    is_tied_by_default,
+)
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -24,12 +28,14 @@ _DEFAULTS = {
 
 def _read(file: ConfigFile) -> ModelConfig:
     text = file.section(TEXT_SECTION, _DEFAULTS)
+    # Transformers reads this soft cap, but applies it to models without vision only.
+    text.refuse_unless("final_logit_softcapping", None)
     return as_text_part(
         read_gemma3(text),
         file,
         text,
         architecture=GEMMA3_MULTIMODAL.architecture,
-        is_tied=file.flag("tie_word_embeddings", True),
+        is_tied=is_tied_by_default(file),
         model_types=("gemma3_text",),
     )
 

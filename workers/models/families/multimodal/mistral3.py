@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from workers.models.config_json.family import Family
 from workers.models.families.ministral3 import read_ministral3
 from workers.models.families.mistral import read_mistral
-from workers.models.families.multimodal.text_part import TEXT_SECTION, as_text_part
+from workers.models.families.multimodal.text_part import (
+    TEXT_SECTION,
+    as_text_part,
+    is_tied_by_default,
+)
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -26,7 +30,7 @@ def _read(file: ConfigFile) -> ModelConfig:
         file,
         text,
         architecture=MISTRAL3.architecture,
-        is_tied=file.flag("tie_word_embeddings", True),
+        is_tied=is_tied_by_default(file),
         model_types=_READERS,
     )
 

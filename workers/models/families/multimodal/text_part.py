@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.config import TextTensors
-from workers.models.config_json.family import eos_token_ids, model_dtype
+from workers.models.config_json.family import check_causal, eos_token_ids, model_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["TEXT_SECTION", "as_text_part"]
+__all__ = ["TEXT_SECTION", "as_text_part", "is_tied_by_default"]
 
 TEXT_SECTION = "text_config"
 _HEAD_PREFIX = ("language_model.lm_head.", "lm_head.")
@@ -40,6 +40,11 @@ _VISION_FIELDS = (
 )
 
 
+def is_tied_by_default(file: ConfigFile) -> bool:
+    """Return whether the head is the embedding, as it is if the field is missing, but not null."""
+    return not file.has_null("tie_word_embeddings") and file.flag("tie_word_embeddings", True)
+
+
 def as_text_part(
     config: ModelConfig,
     file: ConfigFile,
@@ -53,6 +58,7 @@ def as_text_part(
 
     `model_types` are the values of `model_type` in `text`, the first of which is the default.
     """
+    check_causal(file)
     file.note_read(*_VISION_FIELDS)
     if text is not file:
         words = tuple(model_types)
