@@ -14,14 +14,20 @@ def main(url: str, folder: str) -> None:
         result = Path(output) / "benchmarks.json"
         command = [
             str(Path(sys.executable).with_name("guidellm")),
-            "benchmark",
-            f"--target={url}",
-            "--model=tiny-llama",
-            f"--processor={folder}",
-            "--data=prompt_tokens=32,output_tokens=8",
-            "--profile=synchronous",
-            f"--max-requests={NUM_REQUESTS}",
-            f"--output-path={result}",
+            "run",
+            "--backend",
+            f"kind=openai_http,target={url},model=tiny-llama",
+            "--profile",
+            "kind=synchronous",
+            "--constraint",
+            f"kind=max_requests,count={NUM_REQUESTS}",
+            "--tokenizer",
+            f"kind=hf_auto,model={folder}",
+            "--data",
+            "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+            "--output",
+            f"kind=json,path={result}",
+            "--disable-console",
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
         (benchmark,) = json.loads(result.read_text())["benchmarks"]

@@ -9,7 +9,7 @@ import requests
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-PAIRS = [("def first(items): ", "return items[0]"), ("class Empty:", " pass"), ("import ", "os")]
+PAIRS = [("def first(items):", " return items[0]"), ("class Empty:", " pass"), ("import", " os")]
 
 
 def main(url: str, folder: str) -> None:
