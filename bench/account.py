@@ -217,7 +217,7 @@ def measure_case(name: str, llm: LLM, clock: StepClock, *, device: str) -> Measu
 
     def generate() -> None:
         try:
-            llm.generate(prompts, sampling, show_progress=False)
+            llm.generate(prompts, sampling, use_tqdm=False)
         except BaseException as error:
             errors.append(error)
             raise

@@ -83,7 +83,7 @@ class PagedRay(Engine):
             folder,
             executor="local",
             device="cpu",
-            dtype=dtype,
+            dtype=dtype,  # type: ignore[arg-type]  # one of its values
             num_threads=threads,
             enable_prefix_cache=False,
             show_progress=False,
@@ -97,9 +97,9 @@ class PagedRay(Engine):
             SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
             for length in lengths
         ]
-        generations = self._llm.generate(prompts, params, show_progress=False)
+        generations = self._llm.generate(prompts, params, use_tqdm=False)
         for generation, length in zip(generations, lengths, strict=True):
-            assert len(generation.completions[0].token_ids) == length
+            assert len(generation.outputs[0].token_ids) == length
 
 
 class Transformers(Engine):

@@ -212,7 +212,7 @@ def _run(
         started_s = time.perf_counter()
         with LLM(
             folder,
-            executor=executor,
+            executor=executor,  # type: ignore[arg-type]  # one of its values
             load_format="dummy",
             attention_backend=backend,
             tensor_parallel_size=options.num_ranks,
@@ -255,9 +255,9 @@ def _seconds(llm: LLM, workload: Workload, max_new_tokens: int | None = None) ->
     sizes = [min(size, max_new_tokens or size) for _, size in lengths]
     sampling = [SamplingParams(max_tokens=size, temperature=0.0, ignore_eos=True) for size in sizes]
     started_s = time.perf_counter()
-    generations = llm.generate(prompts, sampling, show_progress=False)
+    generations = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started_s
-    assert [len(one.completions[0].token_ids) for one in generations] == sizes
+    assert [len(one.outputs[0].token_ids) for one in generations] == sizes
     return seconds
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.sampling_params import SamplingParams as TextParams
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
-from pagedray.batch import PromptToken, TokenLogprobs
+from pagedray.batch import PromptToken
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -15,9 +17,21 @@ if TYPE_CHECKING:
 
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.tokenizer import Tokenizer
-    from pagedray.request import Request
+    from pagedray.batch import PromptLogprobs, TokenLogprobs
+    from pagedray.request import Request, SamplingParams
 
-__all__ = ["Collector", "Completion", "Generation"]
+__all__ = ["Collector", "Completion", "Generation", "Logprob"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of a token at one position, before temperature and penalties."""
+
+    logprob: float
+    rank: int | None
+    """1 for the likeliest token; None for a sampled one that is not among the likeliest asked
+    for."""
+    decoded_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,35 +45,71 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """Empty, or one for each token."""
+    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
+    """For each token, its own and those of the likeliest tokens there; None if not asked for."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None if they were not asked for."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(found[token_id].logprob for token_id, found in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A prompt and its completions."""
 
+    request_id: str
+    prompt: str | None
+    """The text of the prompt; None if it was given as token ids or as a conversation."""
     prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
+    outputs: tuple[Completion, ...]
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
-    prompt_logprobs: tuple[PromptToken | None, ...] = ()
-    """Empty, or one for each token of the prompt; the first has none, since nothing precedes it."""
+    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
+    """For each token of the prompt, as in a completion, but None for the first one, which nothing
+    precedes; None if not asked for."""
+
+    @property
+    def finished(self) -> bool:
+        """True: `generate` returns when all completions have ended."""
+        return True
 
 
 class Collector:
     """Collects the completions of one request."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
+        """`params` decide what becomes of the text; None is their default."""
         self._request = request
+        self._token_text = tokenizer.token_bytes.text_of
+        self._prompt = prompt
+        text = params if isinstance(params, TextParams) else TextParams()
+        self._has_text = text.detokenize
         stops = StopStrings(request.sampling.stop)
         self._streams = [
-            TextStream(request, index, tokenizer.token_bytes, stops=stops)
+            TextStream(
+                request,
+                index,
+                tokenizer.token_bytes,
+                stops=stops,
+                skips_special_tokens=text.skip_special_tokens,
+                includes_stop=text.include_stop_str_in_output,
+            )
             for index in range(request.sampling.n)
         ]
         self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
         self._num_cached_tokens = 0
-        self._prompt_logprobs: list[PromptToken | None] = []
+        self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
 
     @property
     def is_finished(self) -> bool:
@@ -71,33 +121,57 @@ class Collector:
         if stream.is_finished:
             return SequenceOutput(index=event.index, text="", token_ids=())
         self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
-        if event.prompt_logprobs:
-            self._prompt_logprobs.append(None)
-            for part in event.prompt_logprobs:
-                self._prompt_logprobs += part.tokens()
+        for part in event.prompt_logprobs:
+            self._prompt_logprobs += map(self._described, part.tokens(), self._prompt_ids(part))
         output = stream.add_events([event])
         self._outputs[event.index].append(output)
         return output
 
     def generation(self) -> Generation:
         return Generation(
+            request_id=self._request.id,
+            prompt=self._prompt,
             prompt_token_ids=self._request.prompt_token_ids,
-            completions=tuple(
-                _completion(index, outputs) for index, outputs in enumerate(self._outputs)
+            outputs=tuple(
+                self._completion(index, outputs) for index, outputs in enumerate(self._outputs)
             ),
             num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=tuple(self._prompt_logprobs),
+            prompt_logprobs=(
+                None
+                if self._request.sampling.prompt_logprobs is None
+                else (None, *self._prompt_logprobs)
+            ),
         )
 
+    def _completion(self, index: int, outputs: Sequence[SequenceOutput]) -> Completion:
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        token_ids = tuple(token for output in outputs for token in output.token_ids)
+        entries = [entry for output in outputs for entry in output.logprobs]
+        return Completion(
+            index=index,
+            text="".join(output.text for output in outputs) if self._has_text else "",
+            token_ids=token_ids,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=(
+                None
+                if self._request.sampling.logprobs is None
+                else tuple(map(self._described, entries, token_ids))
+            ),
+        )
 
-def _completion(index: int, outputs: Sequence[SequenceOutput]) -> Completion:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    return Completion(
-        index=index,
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
-    )
+    def _prompt_ids(self, part: PromptLogprobs) -> tuple[int, ...]:
+        return self._request.prompt_token_ids[part.first_position : part.end]
+
+    def _described(self, found: TokenLogprobs | PromptToken, token_id: int) -> dict[int, Logprob]:
+        """Return the log-probabilities at one position, by token; the likeliest come first."""
+        pairs = zip(found.token_ids, found.logprobs, strict=True)
+        described = {
+            other: Logprob(logprob, rank, self._token_text(other))
+            for rank, (other, logprob) in enumerate(pairs, 1)
+        }
+        if token_id not in described:
+            rank = found.rank if isinstance(found, PromptToken) else None
+            described[token_id] = Logprob(found.chosen, rank, self._token_text(token_id))
+        return described

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import operator
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-import msgspec
 from tqdm import tqdm
 
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.event_buffers import EventBuffer, EventDispatcher
 from cluster.engine.open_engine import open_engine
-from cluster.engine.options import EngineOptions, engine_config, refuse_remote_code
+from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.progress import ProgressLine
+from cluster.engine.vllm_options import own_options
 from cluster.generation import Collector, Completion, Generation
+from cluster.llm_prompts import (
+    Conversation,
+    GivenPrompt,
+    SaltedPrompt,
+    read_conversations,
+    read_prompts,
+    read_stream_prompt,
+)
+from cluster.sampling_params import engine_fields
 from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
-from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput, Prompt, ScoreInput
+from cluster.serving.inputs import EmbeddingInput, GenerationInput, ScoreInput
 from cluster.serving.score_validator import MAX_PAIRS, ScoreValidator
-from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Iterable, Sequence
+    from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from cluster.engine.embedding_job import EmbeddingRequest
     from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
+    from cluster.llm_options import LLMOptions
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling
@@ -60,24 +69,27 @@ Result = TypeVar("Result")
 class LLM:
     """A model and its engine, in this process or on Ray actors.
 
-    `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. `options` are the
-    fields of `cluster.engine.options.EngineOptions`, such as `tensor_parallel_size`, `executor`,
-    `num_blocks` and `dtype`. Raises StartupError.
+    `model` is a folder, or a Hub id such as `org/name` or `org/name@revision`. `LLMOptions` lists
+    the options, such as `tensor_parallel_size`, `executor`, `num_blocks` and `dtype`; vLLM's names
+    and values are taken for the same. Requests whose parameters have no seed take theirs from
+    `seed`, if it is set. Raises StartupError for an option that is not supported, with what to use
+    instead.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
+        seed: int | None = None,
         show_progress: bool = True,
-        # Any: EngineOptions states the type of each option.
-        **options: Any,
+        **options: Unpack[LLMOptions],
     ) -> None:
-        refuse_remote_code(options)
+        own: dict[str, Any] = own_options(options)  # Any: fields of all types
+        self._seeds = None if seed is None else random.Random(seed)
         line = ProgressLine()
         report = line.report if show_progress else _ignore_progress
         try:
-            self._open(engine_config(model, EngineOptions(**options), report), report)
+            self._open(engine_config(model, EngineOptions(**own), report), report)
         finally:
             line.close()
 
@@ -90,41 +102,58 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        show_progress: bool = True,
+        use_tqdm: bool = True,
     ) -> list[Generation]:
-        """Return the completions of each prompt, which is a text or its token ids, in order.
+        """Return the completions of each prompt, in order.
 
-        `params` applies to all prompts, or is a list of one per prompt. Raises InvalidRequestError
-        for an invalid prompt or parameter, and EngineError if the engine fails; all requests of
-        the call are aborted then.
+        A prompt is a text, its token ids, or a dictionary with `prompt` or `prompt_token_ids`, and
+        optionally `cache_salt`. `sampling_params` applies to all prompts, or is a list of one per
+        prompt. Raises InvalidRequestError for an invalid prompt or parameter, and EngineError if
+        the engine fails; all requests of the call are aborted then.
         """
-        given: list[Prompt] = [
-            prompt if isinstance(prompt, str) else tuple(prompt)
-            for prompt in ([prompts] if isinstance(prompts, str) else prompts)
-        ]
-        return self._run(given, params, show_progress)
+        return self._run(read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[dict[str, str]],
-        params: SamplingParams | None = None,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        show_progress: bool = False,
-    ) -> Generation:
-        """Return the assistant's reply to a conversation of messages with `role` and `content`."""
-        return self._run([_conversation(messages)], params, show_progress)[0]
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[Generation]:
+        """Return the assistant's reply to each conversation, which is a list of messages.
+
+        Messages and `tools` are those of OpenAI's API; calls are in the text, as the model writes
+        them. `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
+        """
+        given = read_conversations(
+            messages,
+            tools=tools,
+            adds_generation_prompt=add_generation_prompt,
+            continues_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self._run(given, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer, which has `encode` and `decode`."""
+        return self._tokenizer
 
     def stream(
-        self, prompt: str | Sequence[int] | Sequence[dict[str, str]], params: SamplingParams
+        self, prompt: GivenPrompt | Conversation, sampling_params: SamplingParams
     ) -> Generator[str]:
-        """Yield the text of one completion as it is generated; `params.n` must be 1."""
+        """Yield the text of one completion as it is generated; `sampling_params.n` must be 1."""
+        params = sampling_params
         if params.n != 1:
             raise InvalidRequestError(f"n must be 1 for streaming, not {params.n}.", param="n")
-        (request,) = self._validated([_as_prompt(prompt)], [params])
-        collector = Collector(request, self._tokenizer)
+        (request,) = self._validated([read_stream_prompt(prompt)], [params])
+        collector = Collector(request, self._tokenizer, params=params)
         buffer = self._sink.open_buffer([request], is_watched=True)
         try:
             self._controller.submit_request(request)
@@ -228,7 +257,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[SaltedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
     ) -> list[Generation]:
@@ -236,10 +265,20 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"params must have one entry per prompt, {len(prompts)}, not {len(params)}."
+                f"sampling_params must have one entry per prompt, {len(prompts)}, not "
+                f"{len(params)}.",
+                param="sampling_params",
             )
         requests = self._validated(prompts, params)
-        collectors = {request.id: Collector(request, self._tokenizer) for request in requests}
+        collectors = {
+            request.id: Collector(
+                request,
+                self._tokenizer,
+                prompt=prompt.value if isinstance(prompt.value, str) else None,
+                params=one,
+            )
+            for request, prompt, one in zip(requests, prompts, params, strict=True)
+        }
         # Stop strings must be looked for as tokens arrive.
         is_watched = any(request.sampling.stop for request in requests)
         buffer = self._sink.open_buffer(requests, is_watched=is_watched)
@@ -254,7 +293,7 @@ class LLM:
         return [collectors[request.id].generation() for request in requests]
 
     def _validated(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
         validator = self._validator
         if not isinstance(validator, Validator):
@@ -263,8 +302,11 @@ class LLM:
         async def validate() -> list[Request]:
             requests: list[Request] = []
             for prompt, sampling in zip(prompts, params, strict=True):
+                fields = engine_fields(sampling)
+                if self._seeds is not None and sampling.seed is None:
+                    fields["seed"] = self._seeds.randrange(2**63)
                 given = GenerationInput(
-                    prompts=(prompt,), sampling=msgspec.structs.asdict(sampling)
+                    prompts=(prompt.value,), sampling=fields, cache_salt=prompt.salt
                 )
                 requests += await validator.validate(given)
             return requests
@@ -332,24 +374,3 @@ def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[
             return embedder.submit_request(request)
         except OverloadedError:
             time.sleep(_HELD_POLL_S)
-
-
-def _as_prompt(prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> Prompt:
-    if isinstance(prompt, str):
-        return prompt
-    # Any: the type of the first item tells the two apart.
-    items: list[Any] = list(prompt)
-    if items and isinstance(items[0], dict):
-        return _conversation(items)
-    return tuple(operator.index(item) for item in items)
-
-
-def _conversation(messages: Sequence[dict[str, str]]) -> ChatPrompt:
-    for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise InvalidRequestError(
-                f"A message must have role and content, not {message!r:.60}.", param="messages"
-            )
-    return ChatPrompt(
-        tuple(ChatMessage(message["role"], message["content"]) for message in messages)
-    )

@@ -14,10 +14,11 @@ from pagedray.version import __version__
 
 if TYPE_CHECKING:
     from cluster.llm import LLM, Completion, Generation
+    from cluster.sampling_params import SamplingParams
     from cluster.serving.ray_serve.deployment import build_app
     from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
-    from pagedray.request import FinishReason, SamplingParams, Structure
+    from pagedray.request import FinishReason, Structure
 
 __all__ = [
     "LLM",
@@ -38,7 +39,7 @@ _HOMES = {
     "Generation": "cluster.llm",
     "FinishReason": "pagedray.request",
     "PagedRayError": "pagedray.errors",
-    "SamplingParams": "pagedray.request",
+    "SamplingParams": "cluster.sampling_params",
     "Structure": "pagedray.request",
     "PagedRayLLM": "cluster.serving.ray_serve.llm",
     "build_app": "cluster.serving.ray_serve.deployment",
@@ -50,6 +51,10 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _check_neighbours() -> None:

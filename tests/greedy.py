@@ -68,17 +68,20 @@ def truth_of(case: Case, folder: Path) -> Truth:
 def generated(llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Return the engine's greedy continuation of each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    generations = llm.generate(prompts, params, show_progress=False)
-    return [list(generation.completions[0].token_ids) for generation in generations]
+    generations = llm.generate(prompts, params, use_tqdm=False)
+    return [list(generation.outputs[0].token_ids) for generation in generations]
 
 
 def check_logprobs(llm: LLM, truth: Truth) -> None:
     """Check the logprobs of greedy continuations."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-    generations = llm.generate(truth.prompts, params, show_progress=False)
-    logprobs = [
-        [entry.chosen for entry in generation.completions[0].logprobs] for generation in generations
-    ]
+    generations = llm.generate(truth.prompts, params, use_tqdm=False)
+    logprobs = []
+    for generation in generations:
+        (output,) = generation.outputs
+        assert output.logprobs is not None
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        logprobs.append([found[token_id].logprob for token_id, found in pairs])
     assert logprobs == [pytest.approx(expected, rel=0, abs=1e-4) for expected in truth.logprobs]
 
 

@@ -25,8 +25,8 @@ def generate(
     with _loaded(model, options) as llm:
         if is_json:
             started_s = time.perf_counter()
-            (generation,) = llm.generate(text, sampling, show_progress=False)
-            (completion,) = generation.completions
+            (generation,) = llm.generate(text, sampling, use_tqdm=False)
+            (completion,) = generation.outputs
             report = {
                 "prompt": text,
                 "text": completion.text,

@@ -123,4 +123,4 @@ def test_trust_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixt
         parsed("serve", "folder", "--trust-remote-code")
     assert "code from a checkpoint is never run, because" in capsys.readouterr().err
     with pytest.raises(StartupError, match="code from a checkpoint is never run"):
-        LLM("folder", trust_remote_code=True)
+        LLM("folder", trust_remote_code=True)  # type: ignore[arg-type]  # what is refused

@@ -100,8 +100,8 @@ def disturb(folder: str, fault: Callable[[LLM], None]) -> None:
 
         def generate() -> tuple[tuple[int, ...], float]:
             started_s = time.monotonic()
-            (generation,) = llm.generate("import os", params, show_progress=False)
-            return generation.completions[0].token_ids, time.monotonic() - started_s
+            (generation,) = llm.generate("import os", params, use_tqdm=False)
+            return generation.outputs[0].token_ids, time.monotonic() - started_s
 
         undisturbed, undisturbed_s = generate()
         disturbed = threads.submit(generate)
@@ -119,14 +119,14 @@ def generate(folder: str, *, num_ranks: int, placement_strategy: str = "STRICT_P
     """Generate a few tokens."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     with open_llm(folder, num_ranks=num_ranks, placement_strategy=placement_strategy) as llm:
-        (generation,) = llm.generate("import os", params, show_progress=False)
+        (generation,) = llm.generate("import os", params, use_tqdm=False)
         # On one machine a Unix socket would also work.
         ranks = ranks_of(llm)
         families = {channel._socket.family.name for channel in ranks._channels._channels}
         report = {
             "families": sorted(families),
             "hosts": ranks.places.hosts,
-            "token_ids": generation.completions[0].token_ids,
+            "token_ids": generation.outputs[0].token_ids,
         }
         print(json.dumps(report))
 
@@ -139,7 +139,7 @@ def open_llm(folder: str, *, num_ranks: int, placement_strategy: str) -> LLM:
         dtype="float32",
         num_threads=1,
         tensor_parallel_size=num_ranks,
-        placement_strategy=placement_strategy,
+        placement_strategy=placement_strategy,  # type: ignore[arg-type]  # one of its values
         show_progress=False,
     )
 

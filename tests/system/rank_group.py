@@ -33,8 +33,8 @@ def open_group(folder: Path, *, num_ranks: int = 2, **options: Any) -> LLM:
 
 def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
     """Return the tokens of three requests, which run together."""
-    generations = llm.generate(_PROMPTS, _PARAMS, show_progress=False)
-    return [generation.completions[0].token_ids for generation in generations]
+    generations = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    return [generation.outputs[0].token_ids for generation in generations]
 
 
 def kill_when_running(llm: LLM, num_tokens: int, victim: psutil.Process) -> int:

@@ -308,8 +308,8 @@ def run_heavy(llm: LLM) -> None:
     params = SamplingParams(
         top_p=0.9, repetition_penalty=1.1, logprobs=20, max_tokens=12, ignore_eos=True
     )
-    generations = llm.generate(prompts, params, show_progress=False)
-    assert all(len(generation.completions[0].token_ids) == 12 for generation in generations)
+    generations = llm.generate(prompts, params, use_tqdm=False)
+    assert all(len(generation.outputs[0].token_ids) == 12 for generation in generations)
 
 
 def measured_rate(llm: LLM, num_prompts: int) -> float:
@@ -322,8 +322,8 @@ def measured_rate(llm: LLM, num_prompts: int) -> float:
         started_s = time.perf_counter()
         tokens = [
             token
-            for generation in llm.generate(prompts, params, show_progress=False)
-            for token in generation.completions[0].token_ids
+            for generation in llm.generate(prompts, params, use_tqdm=False)
+            for token in generation.outputs[0].token_ids
         ]
         rates.append(len(tokens) / (time.perf_counter() - started_s))
         assert len(tokens) == 64 * num_prompts

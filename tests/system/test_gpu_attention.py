@@ -88,7 +88,7 @@ def test_closed_engine_releases_its_memory(folder: Path, backend: str) -> None:
     before = torch.cuda.memory_reserved()
     for _ in range(2):
         llm = opened(folder, load_format="dummy", attention_backend=backend, max_num_seqs=8)
-        llm.generate([[7] * 100, [9] * 30], params, show_progress=False)
+        llm.generate([[7] * 100, [9] * 30], params, use_tqdm=False)
         assert torch.cuda.memory_reserved() - before > 2 << 30
         llm.close()
         # `llm` still refers to the closed engine.

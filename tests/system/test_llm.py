@@ -33,8 +33,8 @@ def llm() -> Iterator[LLM]:
 
 
 def tokens(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[int, ...]]:
-    generations = llm.generate(prompts, params, show_progress=False)
-    return [generation.completions[0].token_ids for generation in generations]
+    generations = llm.generate(prompts, params, use_tqdm=False)
+    return [generation.outputs[0].token_ids for generation in generations]
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(llm: LLM) -> None:
@@ -47,32 +47,32 @@ def test_sampled_tokens_do_not_depend_on_the_batch(llm: LLM) -> None:
 
 def test_more_prompts_than_the_queue_holds_are_all_served(llm: LLM) -> None:
     prompts = [f"x{index} = " for index in range(15)]
-    generations = llm.generate(prompts, SAMPLED, show_progress=False)
-    assert [len(generation.completions[0].token_ids) for generation in generations] == [24] * 15
+    generations = llm.generate(prompts, SAMPLED, use_tqdm=False)
+    assert [len(generation.outputs[0].token_ids) for generation in generations] == [24] * 15
 
 
 def test_continuations_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
-    first, again = (llm.generate("import ", params, show_progress=False)[0] for _ in range(2))
-    assert first.completions == again.completions
-    assert len({completion.token_ids for completion in first.completions}) == 3
-    assert [completion.index for completion in first.completions] == [0, 1, 2]
+    first, again = (llm.generate("import ", params, use_tqdm=False)[0] for _ in range(2))
+    assert first.outputs == again.outputs
+    assert len({completion.token_ids for completion in first.outputs}) == 3
+    assert [completion.index for completion in first.outputs] == [0, 1, 2]
 
 
 def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, stop=["\n"])
-    (generation,) = llm.generate("def parse(text): return text", params, show_progress=False)
-    (completion,) = generation.completions
+    (generation,) = llm.generate("def parse(text): return text", params, use_tqdm=False)
+    (completion,) = generation.outputs
     assert "\n" not in completion.text
     assert completion.finish_reason is FinishReason.STOP
     assert completion.stop_reason == "\n"
 
 
 def test_stream_gives_the_text_of_generate(llm: LLM) -> None:
-    (generation,) = llm.generate("class Queue:\n", SAMPLED, show_progress=False)
+    (generation,) = llm.generate("class Queue:\n", SAMPLED, use_tqdm=False)
     pieces = list(llm.stream("class Queue:\n", SAMPLED))
     assert len(pieces) > 3
-    assert "".join(pieces) == generation.completions[0].text
+    assert "".join(pieces) == generation.outputs[0].text
 
 
 def test_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
@@ -98,15 +98,15 @@ def test_calls_do_not_take_each_others_tokens(llm: LLM) -> None:
 
 def test_chat_follows_the_template_and_stops(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What does Queue.put do?"}]
-    generation = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200))
-    assert generation.completions[0].finish_reason is FinishReason.STOP
-    assert "<|" not in generation.completions[0].text
+    (generation,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=200))
+    assert generation.outputs[0].finish_reason is FinishReason.STOP
+    assert "<|" not in generation.outputs[0].text
 
 
 def test_bad_prompt_among_good_ones_starts_nothing(llm: LLM) -> None:
     before = llm.stats().num_prompt_tokens
     with pytest.raises(InvalidRequestError, match="empty"):
-        llm.generate(["import os", ""], SAMPLED, show_progress=False)
+        llm.generate(["import os", ""], SAMPLED, use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="context"):
-        llm.generate([[5] * 1024], SAMPLED, show_progress=False)
+        llm.generate([[5] * 1024], SAMPLED, use_tqdm=False)
     assert llm.stats().num_prompt_tokens == before

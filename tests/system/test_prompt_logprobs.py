@@ -33,20 +33,29 @@ def truth() -> list[torch.Tensor]:
 
 def check(found: list[Generation], truth: list[torch.Tensor]) -> None:
     for generation, prompt, expected in zip(found, PROMPTS, truth, strict=True):
+        assert generation.prompt_logprobs is not None
         first, *others = generation.prompt_logprobs
         assert first is None
         assert len(others) == len(prompt) - 1
         for token, entry, row in zip(prompt[1:], others, expected, strict=False):
             assert entry is not None
-            assert entry.chosen == pytest.approx(row[token].item(), abs=2e-4)
-            assert entry.rank == 1 + int((row > row[token]).sum())
+            own = entry[token]
+            assert own.logprob == pytest.approx(row[token].item(), abs=2e-4)
+            assert own.rank == 1 + int((row > row[token]).sum())
             likeliest = row.topk(NUM_LIKELIEST)
-            assert entry.logprobs == pytest.approx(likeliest.values.tolist(), abs=2e-4)
-            assert entry.token_ids == likeliest.indices.tolist()
+            listed = list(entry.items())[:NUM_LIKELIEST]
+            assert [other for other, _ in listed] == likeliest.indices.tolist()
+            logprobs = [one.logprob for _, one in listed]
+            assert logprobs == pytest.approx(likeliest.values.tolist(), abs=2e-4)
 
 
 def llm(**options: Any) -> LLM:  # Any: engine options
-    given = {"executor": "local", "device": "cpu", "dtype": "float32", "num_threads": 1}
+    given: dict[str, Any] = {
+        "executor": "local",
+        "device": "cpu",
+        "dtype": "float32",
+        "num_threads": 1,
+    }
     return LLM(TINY_LLAMA, show_progress=False, **(given | options))
 
 
@@ -69,11 +78,11 @@ def test_they_equal_those_of_transformers(
     params = msgspec.structs.replace(PARAMS, max_tokens=30)
     with llm(**options) as model:
         # A cached prefix must not leave out what was asked for.
-        model.generate(PROMPTS, SamplingParams(max_tokens=1), show_progress=False)
+        model.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
         for _ in range(2):
-            check(model.generate(PROMPTS, params, show_progress=False), truth)
-        plain = model.generate(PROMPTS, SamplingParams(max_tokens=1), show_progress=False)
-        assert all(one.prompt_logprobs == () for one in plain)
+            check(model.generate(PROMPTS, params, use_tqdm=False), truth)
+        plain = model.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert all(one.prompt_logprobs is None for one in plain)
         if "preemption" in options:
             assert model.stats().scheduler.num_recompute_preemptions > 0
         else:
@@ -83,4 +92,4 @@ def test_they_equal_those_of_transformers(
 def test_sequences_of_a_prompt_share_them(truth: list[torch.Tensor]) -> None:
     params = SamplingParams(n=3, max_tokens=2, seed=1, prompt_logprobs=NUM_LIKELIEST)
     with llm() as model:
-        check(model.generate(PROMPTS, params, show_progress=False), truth)
+        check(model.generate(PROMPTS, params, use_tqdm=False), truth)

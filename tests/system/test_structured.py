@@ -93,7 +93,7 @@ def llm() -> Iterator[LLM]:
 
 
 def completions(generations: list[Generation]) -> list[Completion]:
-    return [completion for one in generations for completion in one.completions]
+    return [completion for one in generations for completion in one.outputs]
 
 
 def check(structure: Structure, completion: Completion) -> bool:
@@ -109,11 +109,11 @@ def check_all(llm: LLM, **changes: Any) -> list[Completion]:  # Any: any samplin
     """Generate for all structures and one request without; return the completions."""
     given = [*STRUCTURES, None]
     generations = llm.generate(
-        [PROMPT] * len(given), [params_of(s, **changes) for s in given], show_progress=False
+        [PROMPT] * len(given), [params_of(s, **changes) for s in given], use_tqdm=False
     )
     num_ended = 0
     for structure, generation in zip(given, generations, strict=True):
-        for completion in generation.completions:
+        for completion in generation.outputs:
             if structure is not None:
                 num_ended += check(structure, completion)
     assert num_ended >= 3
@@ -140,34 +140,33 @@ def test_masks_override_penalties_bias_and_logprobs(llm: LLM) -> None:
         logprobs=2,
         top_p=0.9,
     )
-    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    (completion,) = completions(llm.generate([PROMPT], params, use_tqdm=False))
     assert check(STRUCTURES[1], completion)
+    assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
 def test_a_grammar_may_end_before_min_tokens(llm: LLM) -> None:
     params = params_of(STRUCTURES[2], min_tokens=50)
-    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    (completion,) = completions(llm.generate([PROMPT], params, use_tqdm=False))
     assert check(STRUCTURES[2], completion)
     # It continues where the grammar allows it.
     params = params_of(Structure(kind="regex", text="(?:ab)*"), min_tokens=50)
-    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    (completion,) = completions(llm.generate([PROMPT], params, use_tqdm=False))
     assert len(completion.token_ids) > 50
 
 
 def test_a_finished_grammar_ends_a_sequence_with_ignore_eos(llm: LLM) -> None:
     params = params_of(Structure(kind="regex", text="a{7}"), ignore_eos=True)
-    (completion,) = completions(llm.generate([PROMPT], params, show_progress=False))
+    (completion,) = completions(llm.generate([PROMPT], params, use_tqdm=False))
     assert completion.text == "aaaaaaa"
     assert completion.finish_reason is FinishReason.STOP
 
 
 def test_masks_do_not_change_the_tokens_of_other_sequences(llm: LLM) -> None:
     plain = [params_of(None, seed=seed, temperature=t) for seed, t in [(1, 0.0), (2, 1.5)]]
-    alone = llm.generate([PROMPT] * 2, plain, show_progress=False)
-    mixed = llm.generate([PROMPT] * 7, [*map(params_of, STRUCTURES), *plain], show_progress=False)[
-        5:
-    ]
+    alone = llm.generate([PROMPT] * 2, plain, use_tqdm=False)
+    mixed = llm.generate([PROMPT] * 7, [*map(params_of, STRUCTURES), *plain], use_tqdm=False)[5:]
     assert [c.token_ids for c in completions(mixed)] == [c.token_ids for c in completions(alone)]
 
 
@@ -201,7 +200,7 @@ def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> Non
         enable_prefix_cache=False,
         **OPTIONS,
     ) as llm:
-        undisturbed = completions(llm.generate(prompts, params, show_progress=False))
+        undisturbed = completions(llm.generate(prompts, params, use_tqdm=False))
         for structure, completion in zip(structures, undisturbed, strict=True):
             check(structure, completion)
         before = llm.stats().num_generated_tokens
@@ -218,7 +217,7 @@ def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> Non
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            disturbed = completions(llm.generate(prompts, params, show_progress=False))
+            disturbed = completions(llm.generate(prompts, params, use_tqdm=False))
         finally:
             is_over.set()
             killer.join()
@@ -240,5 +239,5 @@ def test_two_ranks_and_the_death_of_one_change_nothing(ray_cluster: None) -> Non
 )
 def test_an_invalid_structure_is_rejected(llm: LLM, structure: Structure) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        llm.generate([PROMPT], params_of(structure), show_progress=False)
+        llm.generate([PROMPT], params_of(structure), use_tqdm=False)
     assert caught.value.param == "structure"

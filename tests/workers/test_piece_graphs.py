@@ -122,9 +122,9 @@ def test_graphs_of_two_ranks_give_the_tokens_of_eager_steps(
             max_graph_tokens=max_graph_tokens,
             show_progress=False,
         ) as llm:
-            one_by_one = [llm.generate([one], sampling, show_progress=False)[0] for one in prompts]
-            together = llm.generate(prompts, sampling, show_progress=False)
-        tokens.append([one.completions[0].token_ids for one in (*one_by_one, *together)])
+            one_by_one = [llm.generate([one], sampling, use_tqdm=False)[0] for one in prompts]
+            together = llm.generate(prompts, sampling, use_tqdm=False)
+        tokens.append([one.outputs[0].token_ids for one in (*one_by_one, *together)])
     assert tokens[0] == tokens[1]
 
 

@@ -1,0 +1,136 @@
+"""The prompts of the Python API: texts, token ids, dictionaries and conversations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from cluster.serving.http.schema import read_part
+from cluster.serving.inputs import ChatPrompt, Prompt
+from cluster.serving.intake.steps import finish
+from cluster.serving.openai.messages import Message, read_messages, read_tools
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.serving.text.chat_template import ChatMessage
+
+__all__ = [
+    "Conversation",
+    "GivenPrompt",
+    "SaltedPrompt",
+    "read_conversations",
+    "read_prompts",
+    "read_stream_prompt",
+]
+
+GivenPrompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
+"""A text, its token ids, or a dictionary with `prompt` or `prompt_token_ids`."""
+Conversation: TypeAlias = Sequence[Mapping[str, object]]
+"""Messages with `role` and `content`."""
+
+_NAMES = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class SaltedPrompt:
+    """A prompt, whose prefixes are shared only with others of the same salt."""
+
+    value: Prompt
+    salt: str = ""
+
+
+def read_prompts(given: GivenPrompt | Sequence[GivenPrompt]) -> list[SaltedPrompt]:
+    """Return the prompts of a call. Raises InvalidRequestError."""
+    if isinstance(given, str | Mapping):
+        return [_read_prompt(given)]
+    items = list(given)
+    if items and all(isinstance(one, int) for one in items):
+        return [_read_prompt(cast("Sequence[int]", items))]
+    return [_read_prompt(cast("GivenPrompt", one)) for one in items]
+
+
+def read_conversations(
+    given: Conversation | Sequence[Conversation],
+    *,
+    tools: Sequence[Mapping[str, object]] | None,
+    adds_generation_prompt: bool,
+    continues_final_message: bool,
+    variables: Mapping[str, object] | None,
+) -> list[SaltedPrompt]:
+    """Return the conversations of a call, of which there may be one. Raises InvalidRequestError."""
+    items = list(given)
+    conversations = [items] if not items or isinstance(items[0], Mapping) else items
+    written = tuple(
+        tool.for_template()
+        for tool in finish(read_tools(None if tools is None else [dict(tool) for tool in tools]))
+    )
+    return [
+        SaltedPrompt(
+            ChatPrompt(
+                _messages(cast("Conversation", conversation)),
+                written,
+                adds_generation_prompt,
+                continues_final_message,
+                dict(variables or {}),
+            )
+        )
+        for conversation in conversations
+    ]
+
+
+def read_stream_prompt(given: GivenPrompt | Conversation) -> SaltedPrompt:
+    """Return a prompt, or a conversation. Raises InvalidRequestError."""
+    if not isinstance(given, str | Mapping):
+        items = list(given)
+        if items and isinstance(items[0], Mapping):
+            return SaltedPrompt(ChatPrompt(_messages(cast("Conversation", items))))
+    return _read_prompt(cast("GivenPrompt", given))
+
+
+def _read_prompt(given: GivenPrompt) -> SaltedPrompt:
+    if isinstance(given, str):
+        return SaltedPrompt(given)
+    if isinstance(given, Mapping):
+        return _read_dictionary(given)
+    return SaltedPrompt(_token_ids(given, "prompts"))
+
+
+def _read_dictionary(given: Mapping[str, object]) -> SaltedPrompt:
+    present = {name: value for name, value in given.items() if value is not None}
+    for name in present:
+        if name not in _NAMES:
+            raise InvalidRequestError(
+                f"{name!r:.80} is not supported in a prompt, which may have {', '.join(_NAMES)}.",
+                param=str(name)[:80],
+            )
+    salt, token_ids = present.get("cache_salt", ""), present.get("prompt_token_ids")
+    if not isinstance(salt, str):
+        raise InvalidRequestError("cache_salt must be a string.", param="cache_salt")
+    if token_ids is not None:
+        return SaltedPrompt(_token_ids(token_ids, "prompt_token_ids"), salt)
+    text = present.get("prompt")
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            "A prompt must have a string as prompt, or prompt_token_ids.", param="prompt"
+        )
+    return SaltedPrompt(text, salt)
+
+
+def _token_ids(given: object, param: str) -> tuple[int, ...]:
+    if isinstance(given, Sequence) or hasattr(given, "__iter__"):
+        try:
+            # Arrays of other libraries hold their own integers.
+            return tuple(operator.index(one) for one in given)
+        except TypeError:
+            pass
+    raise InvalidRequestError(f"{param} must be texts or lists of token ids.", param=param)
+
+
+def _messages(given: Conversation) -> tuple[ChatMessage, ...]:
+    messages = [
+        read_part(Message, dict(one) if isinstance(one, Mapping) else one, f"messages.{index}")
+        for index, one in enumerate(given)
+    ]
+    return finish(read_messages(messages))

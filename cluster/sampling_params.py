@@ -1,0 +1,50 @@
+"""The sampling parameters of the Python API, which take the forms that vLLM's take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pagedray import request
+from pagedray.request import MAX_COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["SamplingParams", "engine_fields"]
+
+_TEXT_FIELDS = frozenset(("detokenize", "skip_special_tokens", "include_stop_str_in_output"))
+
+
+class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are sampled, when generation stops, and what becomes of the text.
+
+    Raises InvalidRequestError, which names the field and its allowed values.
+    """
+
+    max_tokens: int | None = 16  # type: ignore[assignment]  # None only when it is made
+    """Maximum number of tokens per completion; None is as many as the context has room for."""
+    stop: str | Sequence[str] = ()
+    """A string, or strings, that end a completion; they are not part of it."""
+    detokenize: bool = True
+    """Whether completions have a text; stop strings need one."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    include_stop_str_in_output: bool = False
+    """Whether the text includes the stop string or token that ended it."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is None:
+            msgspec.structs.force_setattr(self, "max_tokens", MAX_COUNT)
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        super().__post_init__()
+
+
+def engine_fields(params: request.SamplingParams) -> dict[str, Any]:  # Any: fields of all types
+    """Return the fields that the engine knows; without `max_tokens` if it was None."""
+    given = msgspec.structs.asdict(params)
+    if given["max_tokens"] == MAX_COUNT:
+        del given["max_tokens"]
+    return {name: value for name, value in given.items() if name not in _TEXT_FIELDS}

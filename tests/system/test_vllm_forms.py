@@ -1,0 +1,171 @@
+"""Programs written for vLLM's Python API run with ours, or are told what to use instead."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pagedray
+from cluster.engine.options import EngineOptions
+from cluster.engine.vllm_options import context_length, own_options
+from cluster.llm_options import LLMOptions
+from pagedray import LLM, SamplingParams
+from pagedray.errors import InvalidRequestError, StartupError
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+TEXT = "class Queue:"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        str(TINY_LLAMA),
+        seed=7,
+        dtype="float",
+        distributed_executor_backend="mp",
+        device="cpu",
+        gpu_memory_utilization=0.5,
+        enable_prefix_caching=True,
+        max_model_len="0.5K",
+        swap_space=4,
+        trust_remote_code=False,
+        quantization=None,
+        load_format="safetensors",
+        disable_log_stats=True,
+        show_progress=False,
+    ) as engine:
+        yield engine
+
+
+def test_results_have_their_shape(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    (result,) = llm.generate([TEXT], sampling_params=params, use_tqdm=False)
+    assert result.prompt == TEXT
+    assert result.finished
+    assert list(result.prompt_token_ids) == llm.get_tokenizer().encode(TEXT)
+    (output,) = result.outputs
+    assert llm.get_tokenizer().decode(output.token_ids) == output.text
+    assert output.finish_reason == "length"
+    assert output.logprobs is not None
+    chosen = [
+        found[token_id].logprob
+        for token_id, found in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    assert output.cumulative_logprob == pytest.approx(sum(chosen))
+    assert [found[token_id].rank for token_id, found in zip(output.token_ids, output.logprobs,
+            strict=True)] == [1] * 4  # fmt: skip
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_prompts_take_every_form(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(TEXT)
+    forms: list[Any] = [
+        TEXT,
+        token_ids,
+        {"prompt": TEXT},
+        {"prompt_token_ids": token_ids},
+        {"prompt": TEXT, "cache_salt": "a"},
+    ]
+    texts = {one.outputs[0].text for one in llm.generate(forms, GREEDY, use_tqdm=False)}
+    assert len(texts) == 1
+    for form in forms:
+        (alone,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert {alone.outputs[0].text} == texts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ({"prompt": TEXT, "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
+        ({}, "must have a string as prompt"),
+        ({"prompt": 5}, "must have a string as prompt"),
+        ({"prompt_token_ids": "ab"}, "lists of token ids"),
+        ([["a"]], "lists of token ids"),
+        ([5.5], "lists of token ids"),
+    ],
+)
+def test_other_prompts_are_refused(llm: LLM, prompt: Any, text: str) -> None:  # Any: what is wrong
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
+    one: list[dict[str, object]] = [{"role": "user", "content": "What is deque?"}]
+    other: list[dict[str, object]] = [
+        {"role": "user", "content": [{"type": "text", "text": "What does put do?"}]}
+    ]
+    (alone,) = llm.chat(one, GREEDY, use_tqdm=False)
+    conversations = [one, other]
+    both = llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert len(both) == 2
+    assert both[0].outputs[0].text == alone.outputs[0].text
+    with pytest.raises(InvalidRequestError, match="role must be one of"):
+        llm.chat([{"role": "god", "content": "x"}], GREEDY, use_tqdm=False)
+
+
+def test_sampling_takes_their_forms(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, stop="\n", top_k=-1)
+    (result,) = llm.generate("def parse(text): return text", params, use_tqdm=False)
+    assert "\n" not in result.outputs[0].text
+    assert result.outputs[0].finish_reason == "stop"
+    kept = SamplingParams(
+        temperature=0, max_tokens=None, stop=["\n"], include_stop_str_in_output=True
+    )
+    (result,) = llm.generate("def parse(text): return text", kept, use_tqdm=False)
+    assert result.outputs[0].text.endswith("\n")
+    bare = SamplingParams(temperature=0, max_tokens=3, detokenize=False)
+    (result,) = llm.generate(TEXT, bare, use_tqdm=False)
+    assert (result.outputs[0].text, len(result.outputs[0].token_ids)) == ("", 3)
+
+
+def test_seed_makes_results_repeat() -> None:
+    def sampled(seed: int) -> list[str]:
+        with LLM(TINY_LLAMA, seed=seed, executor="local", device="cpu", show_progress=False) as llm:
+            results = llm.generate([TEXT] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
+            return [one.outputs[0].text for one in results]
+
+    first = sampled(1)
+    assert first == sampled(1)
+    assert first[0] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("quantization", "awq", "quantization = 'awq' is not supported: use weights in"),
+        ("pipeline_parallel_size", 2, "use tensor_parallel_size"),
+        ("tokenizer", "other", "the tokenizer is that of the model's folder"),
+        ("trust_remote_code", True, "code from a checkpoint is never run"),
+        ("tensor_paralel_size", 2, "did you mean tensor_parallel_size"),
+        ("max_model_len", "many", "such as 32768, 32K or auto, not 'many'"),
+    ],
+)
+def test_what_is_not_there_is_refused(name: str, value: object, text: str) -> None:
+    with pytest.raises(StartupError, match=text):
+        own_options({name: value})
+
+
+def test_values_are_translated() -> None:
+    given = {"dtype": "auto", "kv_cache_dtype": "fp8", "max_model_len": "32K"}
+    assert own_options(given) == {
+        "dtype": None,
+        "kv_cache_dtype": "fp8_e4m3",
+        "max_model_len": 32768,
+    }
+    assert [context_length(text) for text in ("1000", "1k", "auto")] == [1000, 1000, None]
+
+
+def test_editors_know_every_option() -> None:
+    assert {field.name for field in fields(EngineOptions)} <= LLMOptions.__annotations__.keys()
+
+
+def test_public_names_are_listed() -> None:
+    assert set(pagedray.__all__) <= set(dir(pagedray))
