@@ -22,8 +22,10 @@ from pathlib import Path
 from bench.virtual_cases import (
     FLOODS,
     FULL_STEP_S,
+    WORKLOADS,
     first_token_times,
     throughput_of_pool,
+    throughput_of_preemption,
     wait_behind_large,
 )
 from cluster.scheduling.fair_queue import FairQueue, Share
@@ -134,6 +136,14 @@ def _policy_results() -> dict[str, float]:
         results[f"throughput of a pool 10 % too small, {name} max_tokens"] = (
             throughput_of_pool(0.9, has_limit=has_limit) / fitting
         )
+    for workload in WORKLOADS:
+        swapped, recomputed, chosen = (
+            throughput_of_preemption(workload, preemption)
+            for preemption in ("swap", "recompute", "auto")
+        )
+        results[f"{workload}: recompute, tokens per second"] = recomputed
+        results[f"{workload}: swap relative to recompute"] = swapped / recomputed
+        results[f"{workload}: auto relative to the better one"] = chosen / max(swapped, recomputed)
     none_s = _p99(first_token_times("none", duration_s=100.0))
     results["a light tenant's p99 of time to first token, alone, s"] = none_s
     results["its bound beside a flood, s"] = 1.5 * none_s + 2 * FULL_STEP_S

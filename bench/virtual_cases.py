@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 __all__ = [
     "FLOODS",
     "FULL_STEP_S",
+    "WORKLOADS",
     "Flood",
+    "Workload",
     "first_token_times",
     "throughput_of_pool",
+    "throughput_of_preemption",
     "wait_behind_large",
 ]
 
@@ -54,6 +57,42 @@ _SHAPES: dict[Flood, _FloodShape] = {
     # About 30 of its sequences fit.
     "full pool": _FloodShape(
         num_requests=200, num_prompt_tokens=2000, num_output_tokens=4000, num_blocks=5000
+    ),
+}
+
+
+Workload = Literal["shared prefix", "long outputs", "long prompts", "forks", "slow copies"]
+WORKLOADS: tuple[Workload, ...] = (
+    "shared prefix",
+    "long outputs",
+    "long prompts",
+    "forks",
+    "slow copies",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PreemptionShape:
+    num_blocks: int
+    num_shared_tokens: int = 0
+    num_own_tokens: int
+    num_output_tokens: int
+    n: int = 1
+    block_s: float = 45e-6
+
+
+_WORKLOADS: dict[Workload, _PreemptionShape] = {
+    "shared prefix": _PreemptionShape(
+        num_blocks=2000, num_shared_tokens=12_800, num_own_tokens=50, num_output_tokens=900
+    ),
+    "long outputs": _PreemptionShape(num_blocks=3000, num_own_tokens=50, num_output_tokens=2000),
+    "long prompts": _PreemptionShape(num_blocks=6000, num_own_tokens=4000, num_output_tokens=1000),
+    "forks": _PreemptionShape(num_blocks=3000, num_own_tokens=1000, num_output_tokens=1500, n=8),
+    "slow copies": _PreemptionShape(
+        num_blocks=3000,
+        num_own_tokens=50,
+        num_output_tokens=2000,
+        block_s=600e-6,
     ),
 }
 
@@ -103,6 +142,33 @@ def throughput_of_pool(part: float, *, has_limit: bool, preemption: Preemption =
             distinct_prompt(number, num_prompt_tokens),
             num_output_tokens=num_output_tokens,
             has_limit=has_limit,
+        )
+    replica.run()
+    return replica.num_generated_tokens / replica.now_s
+
+
+def throughput_of_preemption(workload: Workload, preemption: Preemption) -> float:
+    """Return the generated tokens per second of 128 requests for which the pool is too small."""
+    rng = random.Random(2)
+    shape = _WORKLOADS[workload]
+    shared = distinct_prompt(10**6, shape.num_shared_tokens)
+    replica = VirtualReplica(
+        num_blocks=shape.num_blocks,
+        num_cpu_blocks=60_000,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=shape.num_blocks * 8,
+        preemption=preemption,
+        cost=StepCost(block_s=shape.block_s),
+    )
+    for number in range(128 // shape.n):
+        own = rng.randint(1, 2 * shape.num_own_tokens)
+        replica.submit(
+            shared + distinct_prompt(number, own),
+            num_output_tokens=rng.randint(shape.num_output_tokens // 2, shape.num_output_tokens),
+            # The first one has computed what is shared before the others arrive.
+            arrival_s=1.0 if number else 0.0,
+            n=shape.n,
         )
     replica.run()
     return replica.num_generated_tokens / replica.now_s

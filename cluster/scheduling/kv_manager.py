@@ -224,21 +224,38 @@ class KvManager:
         sequence.num_slots = 0
         sequence.reserved_block_ids = []
         sequence.cpu_block_ids = []
+        sequence.num_left_behind = 0
         sequence.refusal = None
 
+    def num_shared(self, sequence: Sequence) -> int:
+        """Return the leading blocks of a sequence that others own too, and that its keys find."""
+        cache = self.prefix_cache
+        if cache is None or sequence.keys_revision != cache.revision:
+            return 0
+        for index, (key, block) in enumerate(zip(sequence.keys, sequence.block_ids, strict=False)):
+            if not self.pool.is_shared(block) or cache.find_block(key) != block:
+                return index
+        return min(len(sequence.keys), len(sequence.block_ids))
+
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return whether the CPU pool has room for a sequence's blocks."""
-        return 0 < len(sequence.block_ids) <= self.cpu_pool.num_free
+        """Return whether there is something to swap out, and the CPU pool has room for it."""
+        num_blocks = len(sequence.block_ids) - self.num_shared(sequence)
+        return 0 < num_blocks <= self.cpu_pool.num_free
 
     def swap_out(self, sequence: Sequence, step: int) -> list[BlockCopy]:
-        """Move a sequence to the CPU pool, and return the copies for `step`."""
-        sources = sequence.block_ids
+        """Move the blocks that others do not share to the CPU pool; return the copies for `step`.
+
+        The others are looked up again when it is swapped in.
+        """
+        num_shared = self.num_shared(sequence)
+        sources = sequence.block_ids[num_shared:]
         targets = [self.cpu_pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.pool.pin(source)
             self.cpu_pool.pin(target)
         self._swaps.append(_Swap(step, sources, targets))
         self.release(sequence)
+        sequence.num_left_behind = num_shared
         sequence.cpu_block_ids = targets
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
@@ -247,25 +264,43 @@ class KvManager:
     ) -> list[BlockCopy] | None:
         """Move a sequence back with blocks for `num_tokens`, or return None without room.
 
-        The blocks are valid once `step` is acknowledged.
+        Blocks that are still cached are shared, and only the others copied; they are valid once
+        `step` is acknowledged. If a block that was not swapped out is no longer cached, the
+        sequence loses all others too and is to be recomputed.
         """
         num_blocks = self.blocks_for(num_tokens)
-        if num_blocks + num_spare > self.pool.num_free:
+        num_needed = num_blocks + num_spare
+        if self._is_still_refused(sequence, num_needed):
             return None
-        sources = sequence.cpu_block_ids
+        found = self._find_cached(sequence)
+        # It writes to no block of tokens that it has computed.
+        hits = found[: sequence.num_computed // self.block_size]
+        if len(hits) < sequence.num_left_behind:
+            self.release(sequence)
+            return None
+        num_shared = sum(not self.pool.is_idle(block) for block in hits)
+        if num_needed - num_shared > self.pool.num_free:
+            self._refuse(sequence, num_hits=len(found), num_shared=num_shared)
+            return None
+        for block in hits:
+            self.pool.share(block)
+        sources = sequence.cpu_block_ids[len(hits) - sequence.num_left_behind :]
         targets = [self.pool.allocate() for _ in sources]
         for source, target in zip(sources, targets, strict=True):
             self.cpu_pool.pin(source)
             self.pool.pin(target)
-        # A copy of the list, because the block table grows.
-        self._swaps.append(_Swap(step, list(targets), sources))
+        self._swaps.append(_Swap(step, targets, sources))
         self.release(sequence)
-        sequence.block_ids = targets
-        sequence.num_slots = len(targets) * self.block_size
+        sequence.block_ids = hits + targets
+        sequence.num_slots = len(sequence.block_ids) * self.block_size
         sequence.reserved_block_ids = [
-            self.pool.allocate() for _ in range(num_blocks - len(targets))
+            self.pool.allocate() for _ in range(num_blocks - len(sequence.block_ids))
         ]
-        self._set_registered(sequence, 0)
+        if self.prefix_cache is not None:
+            num_proven = self._num_proven(hits, self.prefix_cache)
+            if num_proven < len(hits):
+                sequence.num_proven = min(sequence.num_proven, num_proven)
+        self._set_registered(sequence, len(hits))
         return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
 
     def num_lacking(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> int:

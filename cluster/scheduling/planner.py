@@ -250,8 +250,11 @@ class Planner:
                 num_spare=self._room.num_spare_blocks(sequence),
             )
             if copies is None:
-                passing.note_refusal(sequence)
                 num_passed += 1
+                if sequence.cpu_block_ids:
+                    passing.note_refusal(sequence)
+                else:
+                    self._table.recompute_swapped(sequence)
                 continue
             draft.swap_ins += copies
             sequence.ready_step = draft.step

@@ -143,6 +143,10 @@ class Preemptor:
         """Return whether to swap a sequence out, given room in the CPU pool."""
         if self._preemption != "auto":
             return self._preemption == "swap"
+        num_shared = self._kv.num_shared(sequence)
+        first_position = num_shared * self._kv.block_size
         return self._swap_costs.choose_swap(
-            num_blocks=len(sequence.block_ids), num_tokens=sequence.num_computed
+            num_blocks=len(sequence.block_ids) - num_shared,
+            first_position=first_position,
+            num_tokens=sequence.num_computed - first_position,
         )

@@ -34,6 +34,7 @@ from pagedray.request import FinishReason, Request
 __all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
 
 MAX_PLANS_IN_FLIGHT = 2
+_STEPS_PER_MEASUREMENT = 32
 
 
 class _Flight(msgspec.Struct, frozen=True):
@@ -82,6 +83,7 @@ class Scheduler:
         self.recovery = FaultRecovery(self._table)
         """What may run after a fault."""
         self._swap_costs = SwapCosts()
+        self._measures_costs = num_cpu_blocks > 0 and config.preemption == "auto"
         self._planner = Planner(self._kv, self._table, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []
@@ -234,7 +236,8 @@ class Scheduler:
         """Apply the output of the oldest plan in flight and return its events."""
         self._check_output(output)
         flight = self._in_flight.popleft()
-        self._measure(flight.plan, output)
+        if self._measures_costs:
+            self._measure(flight.plan, output)
         sampled, late, finished = flight.sampled, flight.late, SequenceState.FINISHED
         num_sampled = len(sampled)
         logprobs: list[tuple[TokenLogprobs, ...]] = [()] * num_sampled
@@ -380,15 +383,22 @@ class Scheduler:
             )
 
     def _measure(self, plan: StepPlan, output: StepOutput) -> None:
-        """Record the costs of copies and known tokens."""
+        """Record how long copies and tokens took, if that decides how to preempt."""
         if plan.swap_outs or plan.swap_ins:
             num_blocks = len(plan.swap_outs) + len(plan.swap_ins)
             self._swap_costs.note_swaps(num_blocks, output.swap_s)
-        # Sequences of several tokens come first.
-        if plan.sequences and plan.sequences[0].num_tokens > 1:
-            num_tokens = plan.num_tokens
-            if num_tokens > 2 * len(plan.sequences):
-                self._swap_costs.note_prefill(num_tokens, output.forward_s)
+        # Sequences of several tokens come first. Steps without one are alike: a few are enough.
+        has_prompt = plan.sequences and plan.sequences[0].num_tokens > 1
+        if not output.forward_s or not (has_prompt or plan.step % _STEPS_PER_MEASUREMENT == 0):
+            return
+        num_tokens = num_pairs = 0
+        for sequence in plan.sequences:
+            number = sequence.num_tokens
+            num_tokens += number
+            num_pairs += number * sequence.first_position + number * (number + 1) // 2
+        self._swap_costs.note_step(
+            num_tokens=num_tokens, num_pairs=num_pairs, seconds=output.forward_s
+        )
 
     def _is_due(self, deadline_s: float, request_id: str) -> bool:
         active = self._table.requests.get(request_id)

@@ -113,6 +113,7 @@ class Sequence:
         "num_computed",
         "num_deferred",
         "num_initial_tokens",
+        "num_left_behind",
         "num_preemptions",
         "num_prompt_tokens",
         "num_proven",
@@ -191,6 +192,8 @@ class Sequence:
         self.reserved_block_ids: list[int] = []
         """Blocks allocated in advance; the last is used first."""
         self.cpu_block_ids: list[int] = []
+        self.num_left_behind = 0
+        """Blocks before these that were not swapped out, since others shared them."""
         self.keys = list[BlockKey]()
         """Keys of the leading full blocks, as far as hashed."""
         self.keys_revision = 0

@@ -139,6 +139,12 @@ class SequenceTable:
         self._queue_of(sequence).insert(sequence)
         self.release_siblings(sequence)
 
+    def recompute_swapped(self, sequence: Sequence) -> None:
+        """Make a swapped sequence waiting, since it has lost its blocks."""
+        self.swapped.remove(sequence)
+        sequence.forget_computed()
+        self._queue_sequence(sequence)
+
     def remove_sequence(self, sequence: Sequence) -> None:
         """Finish a sequence and release its row and blocks."""
         active = sequence.active

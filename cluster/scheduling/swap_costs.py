@@ -1,7 +1,9 @@
-"""The costs of swapping and of recomputing a sequence, by the durations that ranks report.
+"""The costs of swapping and of recomputing a sequence, by the durations that rank 0 reports.
 
 Blocks stand for bytes, since all have the same size.
 """
+
+from cluster.scheduling.step_times import StepTimes
 
 __all__ = ["SwapCosts"]
 
@@ -14,11 +16,11 @@ _MAX_UNMEASURED = 16
 class SwapCosts:
     """Chooses the cheaper way to preempt a sequence."""
 
-    __slots__ = ("_num_unmeasured", "_prefill", "_swap")
+    __slots__ = ("_num_unmeasured", "_step_times", "_swap")
 
     def __init__(self) -> None:
         self._swap = _MovingRate()
-        self._prefill = _MovingRate()
+        self._step_times = StepTimes()
         self._num_unmeasured = 0
 
     def note_swaps(self, num_blocks: int, seconds: float) -> None:
@@ -26,19 +28,24 @@ class SwapCosts:
         self._num_unmeasured = 0
         self._swap.add(num_blocks, seconds)
 
-    def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step of mostly known tokens."""
-        self._prefill.add(num_tokens, seconds)
+    def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """Record the duration of a step; `num_pairs` of its tokens and those they attend to."""
+        self._step_times.note_step(num_tokens=num_tokens, num_pairs=num_pairs, seconds=seconds)
 
-    def choose_swap(self, *, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to swap blocks out and in, rather than recompute the tokens."""
+    def choose_swap(self, *, num_blocks: int, first_position: int, num_tokens: int) -> bool:
+        """Return whether to swap blocks out and in, rather than recompute the tokens.
+
+        Tokens before `first_position` are in blocks that are shared, and found again either way.
+        """
         # Swapping is tried if there is no recent measurement: one slow copy must not rule it out.
-        if not (self._swap.per_s and self._prefill.per_s):
+        if not (self._swap.per_s and self._step_times.is_measured):
             return True
         if self._num_unmeasured >= _MAX_UNMEASURED:
             self._num_unmeasured = 0
             return True
-        is_swap = 2 * num_blocks / self._swap.per_s < num_tokens / self._prefill.per_s
+        num_pairs = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
+        recompute_s = self._step_times.marginal_s(num_tokens=num_tokens, num_pairs=num_pairs)
+        is_swap = 2 * num_blocks / self._swap.per_s < recompute_s
         self._num_unmeasured += not is_swap
         return is_swap
 

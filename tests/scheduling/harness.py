@@ -71,6 +71,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.acknowledged_step = -1
         self.masks = RandomMasks()
+        self.num_left_behind = 0
+        """Sequences seen that left shared blocks behind when they were swapped out."""
         self.num_late = 0
         """Times that a mask was late."""
         self._masked_step = -1
@@ -336,6 +338,8 @@ class Harness:
         self._check_stats()
         owners: dict[int, set[str]] = {}
         for sequence in holders:
+            assert not sequence.num_left_behind or sequence.state is SequenceState.SWAPPED
+            self.num_left_behind += sequence.num_left_behind > 0
             if sequence.state is SequenceState.RUNNING:
                 assert sequence.num_computed <= sequence.num_slots
             assert sequence.num_slots == len(sequence.block_ids) * self.block_size

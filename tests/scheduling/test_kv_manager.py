@@ -200,20 +200,64 @@ def test_swapped_out_blocks_are_free_once_the_step_is_acknowledged() -> None:
     assert (kv.pool.num_free, kv.pool.num_in_transit) == (8, 0)
 
 
-def test_swap_out_leaves_shared_blocks_to_their_other_owner() -> None:
+def test_swap_out_copies_only_blocks_without_another_owner() -> None:
+    kv = make_manager()
+    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    run_prompt(kv, first)
+    run_prompt(kv, second)
+    assert len(kv.swap_out(second, step=0)) == 1
+    kv.release(first)
+    assert kv.pool.num_in_transit == 1
+    kv.acknowledge(0)
+    assert kv.pool.num_free == 8
+
+
+def test_shared_blocks_are_found_again_when_a_sequence_returns() -> None:
+    kv = make_manager()
+    first, second = make_sequences(10)[0], make_sequences(10)[0]
+    run_prompt(kv, first)
+    run_prompt(kv, second)
+    outs = kv.swap_out(second, step=0)
+    kv.acknowledge(0)
+    ins = kv.swap_in(second, 1, num_tokens=10, num_spare=0)
+    assert ins is not None
+    assert [copy.source for copy in ins] == [copy.target for copy in outs]
+    assert second.block_ids == [*first.block_ids[:2], ins[0].target]
+    assert second.num_computed == 10
+
+
+def test_a_sequence_whose_shared_blocks_were_evicted_loses_the_others_too() -> None:
     kv = make_manager()
     first, second = make_sequences(10)[0], make_sequences(10)[0]
     run_prompt(kv, first)
     run_prompt(kv, second)
     kv.swap_out(second, step=0)
-    kv.release(first)
-    assert kv.pool.num_in_transit == 3
     kv.acknowledge(0)
-    assert kv.pool.num_free == 8
+    kv.release(first)
+    for block in [kv.pool.allocate() for _ in range(8)]:
+        kv.pool.release(block)
+    assert kv.swap_in(second, 1, num_tokens=10, num_spare=0) is None
+    assert second.cpu_block_ids == []
+    assert kv.cpu_pool.num_free == 8
+
+
+def test_blocks_that_are_still_cached_are_not_copied_back() -> None:
+    kv = make_manager()
+    (sequence,) = make_sequences(10)
+    run_prompt(kv, sequence)
+    blocks = sequence.block_ids
+    assert len(kv.swap_out(sequence, step=0)) == 3
+    kv.acknowledge(0)
+    ins = kv.swap_in(sequence, 1, num_tokens=10, num_spare=0)
+    assert ins is not None
+    assert len(ins) == 1
+    assert sequence.block_ids[:2] == blocks[:2]
+    # The blocks that were not needed are free at once.
+    assert kv.cpu_pool.num_free == 7
 
 
 def test_swapped_in_blocks_hold_what_was_swapped_out() -> None:
-    kv = make_manager()
+    kv = make_manager(enable_prefix_cache=False)
     (sequence,) = make_sequences(10)
     run_prompt(kv, sequence)
     outs = kv.swap_out(sequence, step=0)

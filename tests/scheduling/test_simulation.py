@@ -146,5 +146,6 @@ def test_random_runs_cover_every_case() -> None:
     plans = [plan for harness in harnesses for plan in harness.plans]
     assert sum(len(plan.copies) for plan in plans) > 20
     assert sum(len(plan.swap_ins) for plan in plans) > 20
+    assert sum(harness.num_left_behind for harness in harnesses) > 20
     reasons = {reason for harness in harnesses for reason in harness.reasons.values()}
     assert len(reasons) == 4

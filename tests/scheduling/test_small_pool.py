@@ -2,7 +2,12 @@
 
 import pytest
 
-from bench.virtual_cases import throughput_of_pool
+from bench.virtual_cases import (
+    WORKLOADS,
+    Workload,
+    throughput_of_pool,
+    throughput_of_preemption,
+)
 
 
 @pytest.mark.parametrize("has_limit", [True, False])
@@ -11,3 +16,12 @@ def test_a_pool_that_is_too_small_costs_little_throughput(has_limit: bool) -> No
     fitting = throughput_of_pool(1.1, has_limit=has_limit)
     small = throughput_of_pool(0.9, has_limit=has_limit)
     assert small > 0.95 * fitting
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_auto_is_as_good_as_the_better_of_swapping_and_recomputing(workload: Workload) -> None:
+    swapped, recomputed, chosen = (
+        throughput_of_preemption(workload, preemption)
+        for preemption in ("swap", "recompute", "auto")
+    )
+    assert chosen > 0.95 * max(swapped, recomputed)

@@ -1,0 +1,98 @@
+"""How long a step takes, fitted to the durations that rank 0 reports.
+
+A step takes a fixed time, a time for each token that it computes, and a time for each pair of a
+computed token and one that it attends to. The three are the non-negative least squares over recent
+steps, of which later ones count more.
+"""
+
+from itertools import combinations
+
+__all__ = ["StepTimes"]
+
+_KEPT = 0.98
+"""Weight of a step relative to the next one."""
+_TOKEN_UNIT = 1e-3
+_PAIR_UNIT = 1e-6
+"""The features are scaled to about 1, so that the equations are well conditioned."""
+_TOLERANCE = 1e-6
+"""The part of the squares by which a fit with more features must be better than one with fewer."""
+
+_Vector = list[float]
+# The time of a token comes first: a single step says nothing about the others.
+_SUBSETS = ((1,), (0,), (2,), *combinations(range(3), 2), (0, 1, 2))
+
+
+class StepTimes:
+    """A fit of step times that forgets old steps."""
+
+    __slots__ = ("_products", "_squares", "_targets")
+
+    def __init__(self) -> None:
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+        self._squares = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step was noted."""
+        return self._squares > 0.0
+
+    def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """Add a step."""
+        features = (1.0, num_tokens * _TOKEN_UNIT, num_pairs * _PAIR_UNIT)
+        self._squares = _KEPT * self._squares + seconds * seconds
+        for i, feature in enumerate(features):
+            self._targets[i] = _KEPT * self._targets[i] + feature * seconds
+            row = self._products[i]
+            for j, other in enumerate(features):
+                row[j] = _KEPT * row[j] + feature * other
+
+    def marginal_s(self, *, num_tokens: int, num_pairs: int) -> float:
+        """Return by how much tokens prolong the steps that compute them, without the fixed time."""
+        _, token_s, pair_s = self._fit()
+        return num_tokens * _TOKEN_UNIT * token_s + num_pairs * _PAIR_UNIT * pair_s
+
+    def _fit(self) -> _Vector:
+        """Return the weights of the features, none of which is negative."""
+        best, least = [0.0] * 3, self._squares
+        for subset in _SUBSETS:
+            found = self._fit_subset(subset)
+            if found is None:
+                continue
+            weights, error = found
+            if error < least - _TOLERANCE * self._squares:
+                best, least = weights, error
+        return best
+
+    def _fit_subset(self, subset: tuple[int, ...]) -> tuple[_Vector, float] | None:
+        """Return weights of some features and the sum of squared errors, or None if one is < 0."""
+        solution = _solve(
+            [[self._products[i][j] for j in subset] for i in subset],
+            [self._targets[i] for i in subset],
+        )
+        if solution is None or min(solution) < 0.0:
+            return None
+        weights = [0.0] * 3
+        for i, weight in zip(subset, solution, strict=True):
+            weights[i] = weight
+        # At the least squares, the products with the errors are 0.
+        explained = sum(w * target for w, target in zip(weights, self._targets, strict=True))
+        return weights, self._squares - explained
+
+
+def _solve(matrix: list[_Vector], right: _Vector) -> _Vector | None:
+    """Return the solution of a small positive definite system, or None if it is singular."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for i, row in enumerate(rows):
+        if row[i] <= 1e-9 * matrix[i][i]:
+            return None
+        for other in rows[i + 1 :]:
+            factor = other[i] / row[i]
+            for j in range(i, size + 1):
+                other[j] -= factor * row[j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution
