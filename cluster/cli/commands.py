@@ -63,6 +63,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.cli.server import Server
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import certificate_store
+    from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.memory.tenant_bytes import BufferLimits
@@ -80,7 +81,7 @@ def _serve(parsed: argparse.Namespace) -> int:
             host=parsed.host,
             grpc_port=parsed.grpc_port,
             http_port=parsed.http_port,
-            authenticator=Authenticator(parsed.api_keys),
+            authenticator=Authenticator(parsed.api_keys, keys=parsed.api_key or ()),
             certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
             tracer=otlp_tracer(parsed.otlp_endpoint),
             tool_format=parsed.tool_call_format,
@@ -100,6 +101,7 @@ def _serve(parsed: argparse.Namespace) -> int:
                 else parsed.max_request_kib * 2**10,
             ),
             strict_parameters=parsed.strict_parameters,
+            allowed_origins=AllowedOrigins(parsed.allowed_origins or ()),
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()

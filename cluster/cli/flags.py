@@ -3,10 +3,13 @@ those of sampling."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from cluster.engine.options import EngineOptions
+from cluster.engine.vllm_options import context_length, own_value
 from pagedray.config import (
     AllReduce,
     Device,
@@ -18,10 +21,8 @@ from pagedray.config import (
     Preemption,
     Task,
 )
+from pagedray.errors import StartupError
 from pagedray.request import SamplingParams
-
-if TYPE_CHECKING:
-    import argparse
 
 __all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_params"]
 
@@ -33,9 +34,18 @@ class _Flag:
     field: str
     help: str
     """Names the default only where the parser cannot: None, which selects one."""
-    kind: type | tuple[str, ...] = str
+    kind: type | tuple[str, ...] | Callable[[str], object] = str
     """The type of its value, or its allowed values."""
     metavar: str | None = "N"
+    aliases: tuple[str, ...] = ()
+    """Names of the same flag in vLLM."""
+
+
+def _length(text: str) -> int | None:
+    try:
+        return context_length(text)
+    except StartupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 _GROUPS = {
@@ -57,7 +67,11 @@ _GROUPS = {
             "text, parse as special tokens, which lets clients forge roles.",
             get_args(MessageSpecialTokens),
         ),
-        _Flag("max_model_len", "Context length in tokens. (default: the model's)", int),
+        _Flag(
+            "max_model_len",
+            "Context length in tokens, such as 32768 or 32K. (default: the model's)",
+            _length,
+        ),
         _Flag(
             "task",
             "generate; embed, which makes vectors of texts for Embed and /v1/embeddings; or score, "
@@ -75,7 +89,12 @@ _GROUPS = {
         ),
     ),
     "ranks": (
-        _Flag("tensor_parallel_size", "Ranks, one per device, that share the model.", int),
+        _Flag(
+            "tensor_parallel_size",
+            "Ranks, one per device, that share the model.",
+            int,
+            aliases=("-tp",),
+        ),
         _Flag(
             "device",
             "Device of the ranks. (default: cuda if there is an NVIDIA GPU, else cpu)",
@@ -121,6 +140,7 @@ _GROUPS = {
             "Fraction of device memory for weights, activations and KV cache.",
             float,
             "FRACTION",
+            ("--gpu-memory-utilization",),
         ),
         _Flag("enable_prefix_cache", "Disable prefix caching.", bool),
         _Flag(
@@ -202,7 +222,15 @@ def _add(group: argparse._ArgumentGroup, flag: _Flag, default: object) -> None:
     elif flag.kind is bool:
         more["action"] = "store_true"
     elif isinstance(flag.kind, tuple):
-        more |= {"choices": flag.kind, "default": default}
+        # Some of vLLM's values are None, the default.
+        choices = flag.kind if default is not None else (*flag.kind, None)
+        more |= {"choices": choices, "default": default, "type": _translation(flag.field)}
+        more["metavar"] = f"{{{','.join(flag.kind)}}}"
     else:
         more |= {"type": flag.kind, "default": default, "metavar": flag.metavar}
-    group.add_argument(name, **more)
+    group.add_argument(name, *flag.aliases, **more)
+
+
+def _translation(field: str) -> Callable[[str], object]:
+    """Return a converter of vLLM's values of a flag to ours."""
+    return lambda text: own_value(field, text)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options import REMOTE_CODE_REFUSAL
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
@@ -28,6 +29,7 @@ _FILES = {
     "--tls-client-ca": "CA certificates in PEM format; clients must present a certificate "
     "signed by one.",
 }
+_FILE_ALIASES = {"--tls-cert": ("--ssl-certfile",), "--tls-key": ("--ssl-keyfile",)}
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -88,6 +90,7 @@ def _add_serve(commands: _Commands) -> None:
     _add_model_names(group)
     _add_logging(serve.add_argument_group("logging and tracing"))
     add_engine_flags(serve, executor="ray")
+    add_vllm_flags(serve)
 
 
 def _add_ports(group: _Group) -> None:
@@ -95,9 +98,8 @@ def _add_ports(group: _Group) -> None:
     group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
     for name, port in (("gRPC", 9000), ("HTTP", 8000)):
         what = f"Port for {name}; 0 selects a free one."
-        group.add_argument(
-            f"--{name.lower()}-port", type=int, default=port, metavar="PORT", help=what
-        )
+        names = [f"--{name.lower()}-port", *(["--port"] if name == "HTTP" else [])]
+        group.add_argument(*names, type=int, default=port, metavar="PORT", help=what)
     group.add_argument(
         "--allowed-hosts",
         type=_names,
@@ -106,8 +108,23 @@ def _add_ports(group: _Group) -> None:
         "localhost and --host; * is all. Web pages of these hosts may use the server. (default: "
         "none)",
     )
+    group.add_argument(
+        "--allowed-origins",
+        type=_names,
+        metavar="ORIGIN,ORIGIN",
+        help="Origins such as https://example.com whose web pages may use HTTP from a browser; * "
+        "is all. (default: only the server's own page)",
+    )
     for flag, what in _FILES.items():
-        group.add_argument(flag, type=Path, metavar="FILE", help=what)
+        names = [flag, *_FILE_ALIASES.get(flag, ())]
+        group.add_argument(*names, type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help="API keys of a single tenant, in place of --api-keys. Other users of the machine can "
+        "see them in the list of processes.",
+    )
     group.add_argument(
         "--drain-s",
         type=_seconds(0.0, 86400.0),
@@ -196,6 +213,7 @@ def _add_model_names(group: _Group) -> None:
     )
     group.add_argument(
         "--tool-call-format",
+        "--tool-call-parser",
         choices=TOOL_CALL_FORMATS,
         help="Format of the model's tool calls. (default: detected from the chat template)",
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cluster.engine.step_loop import StepLoop
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
@@ -59,6 +60,7 @@ class Server:
         allowed_hosts: tuple[str, ...] = (),
         intake_limits: IntakeLimits,
         strict_parameters: bool,
+        allowed_origins: AllowedOrigins,
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -77,6 +79,7 @@ class Server:
         self._allowed_hosts = allowed_hosts
         self._intake_limits = intake_limits
         self._strict_parameters = strict_parameters
+        self._allowed_origins = allowed_origins
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -120,6 +123,7 @@ class Server:
             allowed_hosts=self._allowed_hosts,
             intake_limits=self._intake_limits,
             strict_parameters=self._strict_parameters,
+            allowed_origins=self._allowed_origins,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()

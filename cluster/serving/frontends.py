@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.authenticator import Authenticator
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.engine_client import EngineClient
+    from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.telemetry.tracing import Tracer
@@ -54,12 +55,13 @@ class Frontends:
         allowed_hosts: Iterable[str] = (),
         intake_limits: IntakeLimits | None = None,
         strict_parameters: bool = False,
+        allowed_origins: AllowedOrigins | None = None,
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
         Without certificates, TLS is disabled. Without keys, HTTP answers for `allowed_hosts`
         besides IP addresses, `localhost` and `host`. `strict_parameters` refuses parameters that
-        would be ignored.
+        would be ignored. Web pages of `allowed_origins` may use HTTP from a browser.
         """
         self.servicer = Servicer(
             client,
@@ -90,7 +92,11 @@ class Frontends:
             if http_port is None
             else HttpServer(
                 build_http_app(
-                    self.servicer, allowed_hosts=AllowedHosts(allowed_hosts, own_name=host)
+                    self.servicer,
+                    allowed_hosts=AllowedHosts(
+                        allowed_hosts, own_name=host, origins=allowed_origins
+                    ),
+                    allowed_origins=allowed_origins,
                 ),
                 host=host,
                 port=http_port,

@@ -11,6 +11,7 @@ from cluster.serving.openai.score_endpoints import score_endpoints
 
 if TYPE_CHECKING:
     from cluster.serving.http.allowed_hosts import AllowedHosts
+    from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.servicer import Servicer
 
 __all__ = ["build_http_app"]
@@ -21,11 +22,13 @@ def build_http_app(
     *,
     read_timeout_s: float | None = None,
     allowed_hosts: AllowedHosts | None = None,
+    allowed_origins: AllowedOrigins | None = None,
 ) -> HttpApp:
     """Return the ASGI application.
 
     A body must arrive within `read_timeout_s`; None takes the time of the servicer's intake.
-    `allowed_hosts` are checked if no keys are required; None allows all.
+    `allowed_hosts` are checked if no keys are required; None allows all. Web pages of
+    `allowed_origins` may use the server; None allows no others than its own.
     """
     endpoints = (
         *openai_endpoints(servicer),
@@ -34,4 +37,10 @@ def build_http_app(
     )
     if read_timeout_s is None:
         read_timeout_s = servicer.intake.read_timeout_s
-    return HttpApp(servicer, endpoints, read_timeout_s=read_timeout_s, allowed_hosts=allowed_hosts)
+    return HttpApp(
+        servicer,
+        endpoints,
+        read_timeout_s=read_timeout_s,
+        allowed_hosts=allowed_hosts,
+        allowed_origins=allowed_origins,
+    )

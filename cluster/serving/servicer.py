@@ -151,6 +151,10 @@ class Servicer:
         """Number of calls that have not ended."""
         return len(self._calls)
 
+    def num_calls_of(self, tenant: Tenant) -> int:
+        """Return the number of open calls of a tenant, or of all for an admin."""
+        return self._calls.count(tenant)
+
     def warm_up(self) -> None:
         """Start slow preparations that do not need the model, and return immediately."""
         if not self.config.model.pools:

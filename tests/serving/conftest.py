@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from cluster.serving.connections.tls import CertificateStore
+    from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.memory.reader_limits import ReaderLimits
     from pagedray.request import Request
 
@@ -65,6 +66,7 @@ class Server:
         certificates: CertificateStore | None = None,
         allowed_hosts: tuple[str, ...] = (),
         strict_parameters: bool = False,
+        allowed_origins: AllowedOrigins | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -82,6 +84,7 @@ class Server:
             certificates=certificates,
             allowed_hosts=allowed_hosts,
             strict_parameters=strict_parameters,
+            allowed_origins=allowed_origins,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

@@ -15,6 +15,7 @@ from cluster.serving.admin.web_page import page_routes
 from cluster.serving.http.endpoint import Access, Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
 from pagedray.errors import EngineError, InvalidRequestError
+from pagedray.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -34,6 +35,10 @@ def server_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
     return (
         Endpoint(method="GET", path="/health", handler=handlers.health, access=public),
         Endpoint(method="GET", path="/ready", handler=handlers.ready, access=public),
+        Endpoint(method="GET", path="/ping", handler=handlers.health, access=public),
+        Endpoint(method="POST", path="/ping", handler=handlers.health, access=public),
+        Endpoint(method="GET", path="/version", handler=handlers.version),
+        Endpoint(method="GET", path="/load", handler=handlers.load),
         Endpoint(method="GET", path="/metrics", handler=handlers.metrics, access=admins),
         Endpoint(method="GET", path="/loads", handler=handlers.loads),
         Endpoint(method="POST", path="/tokenize", handler=handlers.tokenize, is_counted=True),
@@ -68,6 +73,12 @@ class _ServerHandlers:
 
     async def loads(self, call: HttpCall) -> Response:
         return json_response(self._servicer.loads(call.tenant))
+
+    async def version(self, call: HttpCall) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(self, call: HttpCall) -> Response:
+        return json_response({"server_load": self._servicer.num_calls_of(call.tenant)})
 
     async def tokenize(self, call: HttpCall) -> Response:
         given = await call.body(TokenizeBody, lambda body, _: body.to_input())

@@ -191,6 +191,35 @@ OPERATIONS = (
         errors=(500, 503),
         is_public=True,
     ),
+    *(
+        ApiOperation(
+            id=f"{method.lower()}Ping",
+            method=method,
+            path="/ping",
+            summary="The same as /health, under the name that SageMaker uses.",
+            response_text="The server is alive.",
+            contents=((_JSON, "Status"),),
+            errors=(500, 503),
+            is_public=True,
+        )
+        for method in ("GET", "POST")
+    ),
+    ApiOperation(
+        id="getVersion",
+        path="/version",
+        summary="Return the version of the server.",
+        response_text="The version.",
+        contents=((_JSON, "Anything"),),
+    ),
+    ApiOperation(
+        id="getLoad",
+        path="/load",
+        summary="Return the number of running calls, as vLLM does: the tenant's, or all with the "
+        "API key of an admin.",
+        response_text="`server_load`, the number of running calls.",
+        contents=((_JSON, "Anything"),),
+        errors=(401, 403, 500, 503),
+    ),
     ApiOperation(
         id="getReady",
         path="/ready",

@@ -10,6 +10,7 @@ from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from pagedray.errors import AuthenticationError, StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["Authenticator"]
@@ -21,13 +22,20 @@ _MAX_LENGTH = 512
 
 
 class Authenticator:
-    """The keys of one file; without a file every call is of the tenant ANONYMOUS."""
+    """The keys of one file, or some keys; without any every call is of the tenant ANONYMOUS."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Raises StartupError if the file is missing or invalid."""
+    def __init__(self, path: Path | None = None, *, keys: Sequence[str] = ()) -> None:
+        """`keys` are those of one tenant, an admin, if there is no file.
+
+        Raises StartupError if the file is missing or invalid, or if a key is.
+        """
+        if path is not None and keys:
+            raise StartupError("--api-key and --api-keys cannot be used together.")
         self._path = path
         self._stamp = _stamp(path)
         self._keys = None if path is None else KeyFile.from_file(path)
+        if keys:
+            self._keys = KeyFile.of_one_tenant(keys)
 
     @property
     def requires_keys(self) -> bool:

@@ -20,7 +20,7 @@ from cluster.serving.auth.tenant import Tenant
 from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["KeyFile", "check_tenant_name", "digest_of", "new_key"]
@@ -31,6 +31,8 @@ _PREFIX = "pr-"
 _NUM_KEY_BYTES = 32
 _MAX_FILE_BYTES = 2**20
 _MAX_WEIGHT = 1000.0
+_MAX_KEY_LENGTH = 256
+_ONLY_TENANT = "default"
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
@@ -59,6 +61,17 @@ class KeyFile:
         """Tenants by name."""
         self.names = dict(names)
         """Names of tenants by the digests of their keys."""
+
+    @classmethod
+    def of_one_tenant(cls, keys: Sequence[str]) -> KeyFile:
+        """Return the keys of one tenant, an admin. Raises StartupError for an invalid key."""
+        for key in keys:
+            if not (8 <= len(key) <= _MAX_KEY_LENGTH and key.isascii() and key.isprintable()):
+                raise StartupError(
+                    f"--api-key must be 8 to {_MAX_KEY_LENGTH} printable ASCII characters."
+                )
+        tenant = Tenant(name=_ONLY_TENANT, is_admin=True)
+        return cls({tenant.name: tenant}, dict.fromkeys(map(digest_of, keys), tenant.name))
 
     @classmethod
     def from_file(cls, path: Path) -> KeyFile:

@@ -216,6 +216,12 @@ class OpenCalls:
         if len(aborted_s) > _MAX_ABORTS:
             del aborted_s[next(iter(aborted_s))]
 
+    def count(self, tenant: Tenant) -> int:
+        """Return the number of open calls of a tenant, or of all for an admin."""
+        if tenant.is_admin:
+            return len(self._open)
+        return sum(call.tenant.name == tenant.name for call in self._open)
+
     def infos(self, tenant: Tenant) -> tuple[CallInfo, ...]:
         """Return the open calls that a tenant may see, oldest first."""
         shown = (call for call in self._open if tenant.is_admin or call.tenant.name == tenant.name)

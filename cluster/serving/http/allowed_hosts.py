@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 
+from cluster.serving.http.allowed_origins import AllowedOrigins
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -29,11 +31,18 @@ _MAX_SHOWN = 80
 class AllowedHosts:
     """Checks which host a request is for, and from which site's page it comes."""
 
-    def __init__(self, names: Iterable[str] = (), *, own_name: str = "localhost") -> None:
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        *,
+        own_name: str = "localhost",
+        origins: AllowedOrigins | None = None,
+    ) -> None:
         """Besides IP addresses, `localhost` and its own name, a server answers for `names`.
 
-        Pages of these hosts may use it, too.
+        Pages of these hosts, and of `origins`, may use it, too.
         """
+        self._origins = AllowedOrigins() if origins is None else origins
         self._names = frozenset(map(_normalized, names))
         self._own_names = frozenset(("localhost", _normalized(own_name)))
 
@@ -50,11 +59,13 @@ class AllowedHosts:
                 "it answers for IP addresses, localhost and the names in --allowed-hosts.",
             )
         origin = headers.get("origin")
-        if origin is not None and not self._is_own(origin, authority):
+        if origin is None or self._origins.allows(origin):
+            return
+        if not self._is_own(origin, authority):
             raise HTTPException(
                 403,
                 f"A web page of {_shown(origin)} may not use this server. Without API keys only "
-                "its own page may, and those of the hosts in --allowed-hosts.",
+                "its own page may, and those of --allowed-hosts and --allowed-origins.",
             )
 
     def _is_allowed(self, authority: str) -> bool:

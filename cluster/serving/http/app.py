@@ -18,6 +18,7 @@ from starlette.responses import Response
 from cluster.serving.auth.tenant import ANONYMOUS, Tenant
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.continuation import CONTINUATION_KEY
+from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
 from cluster.serving.http.errors import error_body, refusal_body
@@ -68,11 +69,14 @@ class HttpApp:
         *,
         read_timeout_s: float,
         allowed_hosts: AllowedHosts | None = None,
+        allowed_origins: AllowedOrigins | None = None,
     ) -> None:
         """The head of a request, and then its body, must arrive within `read_timeout_s`.
 
-        `allowed_hosts` are checked if no keys are required; None allows all.
+        `allowed_hosts` are checked if no keys are required; None allows all. Web pages of other
+        origins than `allowed_origins` cannot read responses.
         """
+        self._origins = AllowedOrigins() if allowed_origins is None else allowed_origins
         self.endpoints = endpoints
         self.read_timeout_s = read_timeout_s
         self._servicer = servicer
@@ -99,7 +103,11 @@ class HttpApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        response = await self._respond_in_turn(Request(scope, receive))
+        request = Request(scope, receive)
+        response = await self._respond_in_turn(request)
+        origin = request.headers.get("origin")
+        if origin is not None and self._origins.allows(origin):
+            response.headers.update(self._origins.headers_for(origin))
         await response(scope, receive, send)
 
     async def _respond_in_turn(self, request: Request) -> Response:
@@ -145,6 +153,11 @@ class HttpApp:
         self._check_host(request)
         methods, rest = self._table.find(_path_of(request.scope))
         endpoint = methods.get(request.method)
+        if endpoint is None and methods and request.method == "OPTIONS":
+            # A browser sends no key with it.
+            preflight = self._origins.preflight(request.headers, methods)
+            if preflight is not None:
+                return preflight
         tenant = self._authorize(request, endpoint)
         if not methods:
             raise HTTPException(404, "Not found: no such endpoint.")

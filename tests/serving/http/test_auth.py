@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ALICE, BOB, ADMIN = new_key(), new_key(), new_key()
 SPECIFIC = "/v1/models"
-OPEN = {"/health", "/ready", *PAGE_PATHS}
+OPEN = {"/health", "/ping", "/ready", *PAGE_PATHS}
 
 
 @pytest.fixture(scope="module")

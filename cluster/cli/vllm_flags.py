@@ -1,0 +1,78 @@
+"""Flags of `vllm serve` that we do not have: those without effect, and those that are refused."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from cluster.engine.vllm_options import IGNORED, REFUSED, WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["add_vllm_flags"]
+
+_SWITCHES_IGNORED = (
+    "--disable-log-requests",
+    "--disable-log-stats",
+    "--enable-auto-tool-choice",
+    "--enable-chunked-prefill",
+    "--enable-log-requests",
+    "--enable-prefix-caching",
+)
+_REFUSED: Mapping[str, str] = {
+    "generation_config": "requests set their own temperature, top_p and top_k; vllm has no effect",
+    "override_generation_config": "requests set their own parameters",
+    "reasoning_parser": "reasoning is part of the content",
+    "seed": "requests set their own seed",
+}
+_VALUES = {"generation_config": ("vllm",)}
+_NOT_FLAGS = frozenset(("enable_chunked_prefill",))
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them, hidden from the help."""
+    hidden = argparse.SUPPRESS
+    for flag in _SWITCHES_IGNORED:
+        parser.add_argument(flag, action=_Ignore, nargs=0, help=hidden)
+    parser.add_argument(
+        "--no-enable-prefix-caching", action="store_false", dest="enable_prefix_cache", help=hidden
+    )
+    switches = {flag[2:].replace("-", "_") for flag in _SWITCHES_IGNORED}
+    for name in sorted(IGNORED.keys() - switches):
+        parser.add_argument(_flag(name), action=_Ignore, nargs="?", help=hidden)
+    for name, reason in sorted({**REFUSED, **_REFUSED}.items()):
+        if name not in _NOT_FLAGS:
+            values = (*WITHOUT_EFFECT.get(name, ()), *_VALUES.get(name, ()))
+            allowed = tuple(str(value) for value in values)
+            parser.add_argument(
+                _flag(name), action=_Refuse, reason=reason, allowed=allowed, help=hidden
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# Any: argparse's own arguments, in both.
+class _Ignore(argparse.Action):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS})
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+class _Refuse(argparse.Action):
+    def __init__(
+        self, *arguments: Any, reason: str, allowed: tuple[str, ...], **options: Any
+    ) -> None:
+        super().__init__(*arguments, **{**options, "dest": argparse.SUPPRESS, "nargs": "?"})
+        self._reason = reason
+        self._allowed = allowed
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: Any, value: Any, option: str | None = None
+    ) -> None:
+        if value is None or value not in self._allowed:
+            parser.error(f"{option} is not supported: {self._reason}")

@@ -1,0 +1,77 @@
+"""Commands written for `vllm serve`: their flags have the same effect, none, or a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.cli.flags import engine_options
+from cluster.cli.parser import make_parser
+from cluster.serving.auth.authenticator import Authenticator
+from pagedray.errors import AuthenticationError, StartupError
+
+GIVEN = (
+    "serve folder --port 8001 --gpu-memory-utilization 0.8 --enable-prefix-caching -tp 2 "
+    "--dtype half --kv-cache-dtype fp8 --max-model-len 32K --load-format safetensors "
+    "--tool-call-parser hermes --enable-auto-tool-choice --ssl-certfile c --ssl-keyfile k "
+    "--disable-log-requests --swap-space 4 --data-parallel-size 1 --generation-config vllm "
+    "--api-key sk-12345678 sk-87654321"
+)
+AUTOMATIC = "serve folder --dtype auto --max-model-len auto --no-enable-prefix-caching"
+
+
+def test_names_and_values_are_taken() -> None:
+    parsed = make_parser().parse_args(GIVEN.split())
+    options = engine_options(parsed)
+    assert (options.memory_fraction, options.tensor_parallel_size) == (0.8, 2)
+    assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
+    assert (options.max_model_len, options.load_format) == (32768, "auto")
+    assert options.enable_prefix_cache
+    assert (parsed.http_port, parsed.tool_call_format) == (8001, "hermes")
+    assert [str(parsed.tls_cert), str(parsed.tls_key)] == ["c", "k"]
+    assert parsed.api_key == ["sk-12345678", "sk-87654321"]
+
+
+def test_automatic_values_are_the_defaults() -> None:
+    options = engine_options(make_parser().parse_args(AUTOMATIC.split()))
+    assert (options.dtype, options.max_model_len) == (None, None)
+    assert not options.enable_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--quantization awq", "--quantization is not supported: use weights in bfloat16"),
+        ("--pipeline-parallel-size 2", "use tensor_parallel_size"),
+        ("--chat-template x.jinja", "write chat_template.jinja in the folder of the model"),
+        ("--enable-lora", "merge the adapter into the weights"),
+        ("--reasoning-parser qwen3", "reasoning is part of the content"),
+        ("--revision main", "name it in the model: ORG/NAME@REVISION"),
+        ("--seed 1", "requests set their own seed"),
+        ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),
+        ("--dtype int4", "invalid choice: 'int4'"),
+    ],
+)
+def test_others_are_refused_in_one_line(
+    flags: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        make_parser().parse_args(["serve", "folder", *flags.split()])
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_keys_are_those_of_one_tenant() -> None:
+    authenticator = Authenticator(keys=["sk-12345678"])
+    assert authenticator.authenticate("Bearer sk-12345678").is_admin
+    for wrong in (None, "Bearer sk-12345679"):
+        with pytest.raises(AuthenticationError):
+            authenticator.authenticate(wrong)
+    authenticator.reload_if_changed()
+    assert authenticator.requires_keys
+
+
+@pytest.mark.parametrize("key", ["", "short", "x" * 257, "with\nnewline", "\u00e9" * 9])
+def test_bad_keys_are_refused(key: str) -> None:
+    with pytest.raises(StartupError, match="--api-key must be"):
+        Authenticator(keys=[key])
