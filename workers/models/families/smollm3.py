@@ -49,6 +49,11 @@ def _windows(file: ConfigFile, rotated: tuple[bool, ...]) -> tuple[int | None, .
     """Return the windows, which by default layers without rope have."""
     file.note_read("sliding_window", "max_window_layers")
     has_window = has_window_by_layer(file, len(rotated))
+    if any(has_window) and not file.flag("use_sliding_window", False):
+        # Transformers masks by the window or not, depending on its implementation of attention.
+        raise file.refusal(
+            "layer_types", "must hold only full_attention unless use_sliding_window is true"
+        )
     if not file.flag("use_sliding_window", False) or "sliding_window" not in file:
         return ()
     window = file.integer("sliding_window", most=MAX_POSITIONS)

@@ -20,6 +20,7 @@ __all__ = [
     "MPT",
     "OLMO3",
     "PHI3",
+    "SMOLLM3",
     "read_config",
     "written",
 ]
@@ -34,6 +35,7 @@ _SHAPE: dict[str, Any] = {
 }
 GEMMA2 = _SHAPE | {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 3}
 GEMMA3 = _SHAPE | {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
+SMOLLM3 = _SHAPE | {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3}
 OLMO3 = _SHAPE | {"architectures": ["Olmo3ForCausalLM"]}
 MINISTRAL3 = _SHAPE | {
     "architectures": ["Ministral3ForCausalLM"],

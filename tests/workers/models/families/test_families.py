@@ -17,6 +17,7 @@ from tests.workers.models.families.config_json import (
     MPT,
     OLMO3,
     PHI3,
+    SMOLLM3,
     read_config,
     written,
 )
@@ -275,6 +276,11 @@ def test_values_that_no_gemma_supports_are_named(
         (MPT, {"attn_config": {"clip_qkv": -1}}, "attn_config.clip_qkv"),
         (MPT, {"attn_config": {"alibi_bias_max": 0}}, "attn_config.alibi_bias_max"),
         (OLMO3, {"rope_theta": 10000.0}, "rope_theta must be 500000.0, not 10000.0"),
+        (
+            SMOLLM3,
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
+            "layer_types must hold only full_attention unless use_sliding_window is true",
+        ),
         (OLMO3, {"sliding_window": None}, "sliding_window must be an integer"),
         (OLMO3, {"hidden_act": "gelu"}, "hidden_act"),
         (MINISTRAL3, {"rope_parameters": ...}, "rope_parameters.rope_type must be yarn"),
