@@ -161,4 +161,5 @@ def test_edited_fields_are_refused_or_read_as_transformers_reads_them(
         else:
             wrong.append((place, value))
     assert not wrong
-    assert num_equal > 1
+    # A few edits may all be refused.
+    assert num_edits is not None or num_equal > len(edits) / 10
