@@ -60,18 +60,25 @@ class Steps:
         )
         self._numbers = itertools.count()
 
-    def add(self, prompt: tuple[int, ...], *, tenant: str = "", max_tokens: int = 1) -> None:
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        tenant: str = "",
+        max_tokens: int = 1,
+        is_hashed: bool = False,
+    ) -> None:
         """Queue a request."""
         number = next(self._numbers)
-        self.scheduler.add_request(
-            Request(
-                id=f"{number:032x}",
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
-                seed=number,
-                tenant=tenant,
-            )
+        request = Request(
+            id=f"{number:032x}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            seed=number,
+            tenant=tenant,
         )
+        keys = self.scheduler.hash_prompt(request) if is_hashed else None
+        self.scheduler.add_request(request, keys=keys)
 
     def run(self) -> None:
         """Make a plan and apply its output."""
@@ -97,6 +104,8 @@ def main() -> int:
         ),
         ("of which: 64 look-ups, removals, charges and insertions, 10000 tenants", _lookup_times()),
         ("a step while a cached prompt of 127 000 tokens waits", _waiting_times()),
+        ("a step that begins a cached prompt of 127 000 tokens", _start_times(is_hashed=False)),
+        ("the same, hashed before without the lock", _start_times(is_hashed=True)),
         ("stats with 100 000 waiting requests", _stats_times()),
     ]
     for case, times in cases:
@@ -218,6 +227,22 @@ def _waiting_times() -> list[float]:
         steps.run()
         times.append(time.perf_counter() - began_s)
         assert steps.scheduler.num_waiting == 1
+    return times
+
+
+def _start_times(*, is_hashed: bool) -> list[float]:
+    """Return the times of steps that begin a long prompt, which is cached."""
+    times = []
+    for number in range(10):
+        steps = Steps(num_blocks=NUM_PROMPT_TOKENS // BLOCK_SIZE + 4)
+        prompt = tuple(range(number, number + NUM_PROMPT_TOKENS))
+        steps.add(prompt)
+        while steps.scheduler.num_open:
+            steps.run()
+        steps.add(prompt, is_hashed=is_hashed)
+        began_s = time.perf_counter()
+        steps.run()
+        times.append(time.perf_counter() - began_s)
     return times
 
 

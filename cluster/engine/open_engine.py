@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.controller import Controller
 from cluster.engine.embedder import Embedder
 from cluster.engine.local_executor import LocalExecutor
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.controller import EventSink
     from cluster.engine.executor import Executor, ReportProgress
-    from pagedray.config import EngineConfig
+    from pagedray.config import CacheSize, EngineConfig
 
     MakeExecutor = Callable[[EngineConfig, ReportProgress, PlacementGroup | None], Executor]
 
@@ -55,9 +56,26 @@ def open_engine(
         if config.model.pools:
             engine = Embedder(config, executor)
         else:
+            _check_context_fits(config, executor.cache_size)
             engine = Controller(config, executor, sink)
         engine.start_steps()
     except BaseException:
         executor.close()
         raise
     return engine
+
+
+def _check_context_fits(config: EngineConfig, cache: CacheSize) -> None:
+    """Raise StartupError if the device pool cannot hold one sequence of the maximum length."""
+    length, block_size = config.max_model_len, config.cache.block_size
+    num_needed = -(-length // block_size)
+    if num_needed <= cache.num_blocks:
+        return
+    remedy = "a higher --num-blocks"
+    if config.cache.num_blocks is None:
+        remedy = "a higher --memory-fraction, more ranks (--tensor-parallel-size)"
+    raise StartupError(
+        f"A context of {length} tokens needs {num_needed} KV blocks of {block_size} tokens, but "
+        f"the cache has only {cache.num_blocks}; use --max-model-len "
+        f"{cache.num_blocks * block_size} or less, or {remedy}."
+    )

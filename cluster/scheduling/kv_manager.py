@@ -10,14 +10,20 @@ from collections import deque
 from typing import NamedTuple
 
 from cluster.scheduling.block_pool import BlockPool
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.sequence import Refusal, Sequence
 from pagedray.batch import BlockCopy
+from pagedray.request import Request
 
 __all__ = ["KvManager"]
 
 _MAX_UNPROVEN = 8
 """Registered blocks of a running sequence that need not be proven yet, which costs time."""
+
+
+_MIN_HASHED_AHEAD = 4096
+"""Prompt tokens from which on keys are computed before a request is queued; kept, they take up
+more memory than the tokens."""
 
 
 class _Swap(NamedTuple):
@@ -71,6 +77,25 @@ class KvManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
+
+    def hash_prompt(self, request: Request) -> PromptKeys | None:
+        """Return the keys of a long prompt, which take milliseconds. May be called from any thread.
+
+        None if they are quickly computed when the request starts, or not valid.
+        """
+        token_ids = request.prompt_token_ids
+        if self.prefix_cache is None or len(token_ids) < _MIN_HASHED_AHEAD:
+            return None
+        try:
+            return self.prefix_cache.hash_prompt(
+                token_ids,
+                block_size=self.block_size,
+                tenant=request.tenant,
+                salt=request.cache_salt,
+            )
+        except OverflowError:
+            # It will be rejected.
+            return None
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.

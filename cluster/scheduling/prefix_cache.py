@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-__all__ = ["BlockKey", "PrefixCache"]
+__all__ = ["BlockKey", "PrefixCache", "PromptKeys"]
 
 _MAX_RENEWED = 4096
 _INT32 = "i"
@@ -31,6 +31,14 @@ class BlockKey(NamedTuple):
     """Digest over the tenant and all tokens up to the block's end."""
     token_bytes: bytes
     """The block's tokens as int32, compared on a hit."""
+
+
+class PromptKeys(NamedTuple):
+    """The keys of a prompt's full blocks."""
+
+    keys: list[BlockKey]
+    revision: int
+    """The prefix cache's when the first was hashed; they are valid as long as it is the same."""
 
 
 class PrefixCache:
@@ -73,6 +81,20 @@ class PrefixCache:
         if self._renewed:
             digest = self._renewed.get(digest, digest)
         return BlockKey(digest, token_bytes)
+
+    def hash_prompt(
+        self, token_ids: Sequence[int], *, block_size: int, tenant: str, salt: str
+    ) -> PromptKeys:
+        """Return the keys of a prompt's full blocks. May be called from any thread.
+
+        Raises OverflowError if a token id is not an int32.
+        """
+        revision, parent = self.revision, self.root(tenant, salt)
+        keys: list[BlockKey] = []
+        for first in range(0, len(token_ids) - block_size + 1, block_size):
+            keys.append(self.key_after(parent, token_ids[first : first + block_size]))
+            parent = keys[-1].digest
+        return PromptKeys(keys, revision)
 
     def renew_key(self, parent: bytes, key: BlockKey) -> None:
         """Give the tokens of a key that follows `parent`, and all that follow them, other keys.

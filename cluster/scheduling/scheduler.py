@@ -21,7 +21,7 @@ from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.planner import Planner
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
@@ -128,7 +128,14 @@ class Scheduler:
         """Sequences whose blocks are in the CPU pool, or on their way there or back."""
         return len(self._table.swapped) + len(self._table.arriving)
 
-    def add_request(self, request: Request) -> None:
+    def hash_prompt(self, request: Request) -> PromptKeys | None:
+        """Return what `add_request` takes to keep the lock for less time.
+
+        May be called from any thread.
+        """
+        return self._kv.hash_prompt(request)
+
+    def add_request(self, request: Request, *, keys: PromptKeys | None = None) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
         if request.id in self._table.requests:
             raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
@@ -137,6 +144,8 @@ class Scheduler:
             request, arrival=self._num_arrivals, max_model_len=self._max_model_len
         )
         self._num_arrivals += 1
+        if keys is not None:
+            active.sequences[0].keys, active.sequences[0].keys_revision = keys
         self.recovery.bar_new_request(active)
         self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.engine.open_engine import open_engine
 from cluster.engine.options import EngineOptions, engine_config
+from pagedray.errors import StartupError
 from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
 
@@ -44,3 +45,31 @@ def test_ranks_end_if_the_engine_cannot_be_made(
             make_executor=lambda config, report_progress, placement: executor,
         )
     assert executor.is_closed
+
+
+@pytest.mark.parametrize(("num_blocks", "remedy"), [(63, "--num-blocks"), (None, "--memory-frac")])
+def test_pool_that_holds_no_context_is_refused_with_the_numbers(
+    num_blocks: int | None, remedy: str
+) -> None:
+    options = EngineOptions(executor="local", device="cpu", num_blocks=num_blocks)
+    executor = _ClosableExecutor(num_blocks=63)
+    words = "1024 tokens needs 64 KV blocks of 16 .* only 63; use --max-model-len 1008 .*"
+    with pytest.raises(StartupError, match=words + remedy):
+        open_engine(
+            engine_config(TINY_LLAMA, options),
+            RecordingSink(),
+            lambda what, fraction: None,
+            make_executor=lambda config, report_progress, placement: executor,
+        )
+    assert executor.is_closed
+
+
+def test_pool_of_one_context_is_enough() -> None:
+    options = EngineOptions(executor="local", device="cpu", max_model_len=1008)
+    engine = open_engine(
+        engine_config(TINY_LLAMA, options),
+        RecordingSink(),
+        lambda what, fraction: None,
+        make_executor=lambda config, report_progress, placement: FakeExecutor(num_blocks=63),
+    )
+    engine.close()

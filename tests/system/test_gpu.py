@@ -215,6 +215,7 @@ def test_ray_rank_that_runs_one_plan_ahead_changes_nothing(truth: Truth, ray_clu
         executor="ray",
         block_size=4,
         num_blocks=-(-LONGEST // 4) + 5,
+        max_model_len=LONGEST,
         num_cpu_blocks=64,
         preemption="swap",
     ) as llm:
@@ -234,6 +235,7 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
         tensor_parallel_size=2,
         block_size=4,
         num_blocks=-(-LONGEST // 4) + 5,
+        max_model_len=LONGEST,
         num_cpu_blocks=64,
         max_num_batched_tokens=29,
         preemption="swap",

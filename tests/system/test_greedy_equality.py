@@ -105,6 +105,7 @@ def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
         truth.folder,
         block_size=4,
         num_blocks=-(-LONGEST // 4) + 5,
+        max_model_len=LONGEST,
         max_num_batched_tokens=11,
         max_num_seqs=5,
     ) as llm:
@@ -130,6 +131,7 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
         show_progress=False,
         block_size=4,
         num_blocks=-(-LONGEST // 4) + 5,
+        max_model_len=LONGEST,
         num_cpu_blocks=64,
         max_num_batched_tokens=29,
         preemption="swap",

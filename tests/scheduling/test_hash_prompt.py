@@ -1,0 +1,91 @@
+"""Keys of a long prompt that are computed before it is queued."""
+
+import pytest
+
+from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.scheduler import Scheduler
+from pagedray.batch import StepOutput
+from pagedray.config import SchedulerConfig
+from pagedray.request import Request, SamplingParams
+
+NUM_TOKENS = 6000
+
+
+def make_scheduler() -> Scheduler:
+    return Scheduler(
+        config=SchedulerConfig(max_num_batched_tokens=8192),
+        block_size=16,
+        num_blocks=1000,
+        num_cpu_blocks=0,
+        max_model_len=8192,
+        enable_prefix_cache=True,
+        hash_key=b"key",
+    )
+
+
+def make_request(name: str, *, token_id: int = 1) -> Request:
+    return Request(
+        id=name,
+        prompt_token_ids=(token_id,) * NUM_TOKENS,
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        tenant="one",
+        cache_salt="salt",
+    )
+
+
+def run(scheduler: Scheduler) -> int:
+    """Run one step and return its number of tokens."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.update(StepOutput(plan.step, [7]))
+    scheduler.acknowledge(plan.step)
+    return plan.num_tokens
+
+
+def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler()
+    requests = [make_request("first"), make_request("second")]
+    keys = [scheduler.hash_prompt(request) for request in requests]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a step hashes")
+
+    monkeypatch.setattr(PrefixCache, "key_after", fail)
+    scheduler.add_request(requests[0], keys=keys[0])
+    assert run(scheduler) == NUM_TOKENS
+    scheduler.add_request(requests[1], keys=keys[1])
+    # All full blocks but the one with the last token are found.
+    assert run(scheduler) == 16
+
+
+def test_keys_are_those_that_steps_compute() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("first"))
+    run(scheduler)
+    request = make_request("second")
+    scheduler.add_request(request, keys=scheduler.hash_prompt(request))
+    assert run(scheduler) == 16
+
+
+def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
+    scheduler = make_scheduler()
+    first, second = make_request("first"), make_request("second")
+    keys = scheduler.hash_prompt(second)
+    scheduler.add_request(first)
+    plan = scheduler.schedule()
+    assert plan is not None
+    # Its logits are not finite, so its blocks are found by nobody.
+    scheduler.update(StepOutput(plan.step, [-1]))
+    scheduler.acknowledge(plan.step)
+    scheduler.add_request(second, keys=keys)
+    assert run(scheduler) == NUM_TOKENS
+    again = make_request("again")
+    scheduler.add_request(again)
+    assert run(scheduler) == 16
+
+
+def test_prompt_with_an_invalid_token_is_left_to_admission() -> None:
+    assert make_scheduler().hash_prompt(make_request("bad", token_id=2**40)) is None
