@@ -11,7 +11,6 @@ import torch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from tests.workers.reference import (
-    CASES,
     CPU,
     NUM_TOKENS,
     loaded_model,
@@ -19,6 +18,7 @@ from tests.workers.reference import (
     run,
     save_checkpoint,
 )
+from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families, read_model_config

@@ -16,13 +16,8 @@ import pytest
 import torch
 
 from pagedray.errors import DeviceError
-from tests.workers.reference import (
-    CASES,
-    CPU,
-    TWO_RANK_CASES,
-    reference_logits,
-    save_checkpoint,
-)
+from tests.workers.reference import CPU, reference_logits, save_checkpoint
+from tests.workers.reference_cases import CASES, TWO_RANK_CASES
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
 from workers.parallel.open_group import make_group, open_group
 from workers.parallel.process_group import _choose_nccl_interface

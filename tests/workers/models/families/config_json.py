@@ -20,12 +20,13 @@ __all__ = [
     "MPT",
     "OLMO3",
     "PHI3",
+    "SHAPE",
     "SMOLLM3",
     "read_config",
     "written",
 ]
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 48,
     "intermediate_size": 96,
@@ -33,16 +34,16 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 6,
     "max_position_embeddings": 128,
 }
-GEMMA2 = _SHAPE | {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 3}
-GEMMA3 = _SHAPE | {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
-SMOLLM3 = _SHAPE | {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3}
-OLMO3 = _SHAPE | {"architectures": ["Olmo3ForCausalLM"]}
-MINISTRAL3 = _SHAPE | {
+GEMMA2 = SHAPE | {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 3}
+GEMMA3 = SHAPE | {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
+SMOLLM3 = SHAPE | {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3}
+OLMO3 = SHAPE | {"architectures": ["Olmo3ForCausalLM"]}
+MINISTRAL3 = SHAPE | {
     "architectures": ["Ministral3ForCausalLM"],
     "num_key_value_heads": 3,
     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1},
 }
-PHI3 = _SHAPE | {"architectures": ["Phi3ForCausalLM"]}
+PHI3 = SHAPE | {"architectures": ["Phi3ForCausalLM"]}
 BLOOM: dict[str, Any] = {
     "architectures": ["BloomForCausalLM"],
     "vocab_size": 100,

@@ -13,7 +13,8 @@ import torch
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
-from tests.workers.reference import CASES, CPU, NUM_TOKENS, reference_logits, run, save_checkpoint
+from tests.workers.reference import CPU, NUM_TOKENS, reference_logits, run, save_checkpoint
+from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup

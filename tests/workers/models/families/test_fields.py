@@ -11,7 +11,9 @@ from transformers import CONFIG_MAPPING, GenerationConfig
 
 from pagedray.errors import CheckpointError
 from tests.multimodal import TEXT_TYPES
-from tests.workers.reference import CASES, save_checkpoint
+from tests.workers.models.families.config_json import SHAPE
+from tests.workers.reference import save_checkpoint
+from tests.workers.reference_cases import CASES
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import IGNORED_FIELDS, reason_to_ignore
 from workers.models.families.registry import families, read_model_config
@@ -24,15 +26,7 @@ if TYPE_CHECKING:
 FAMILIES = {family.architecture: family for family in families()}
 # What the registry reads for every family.
 _COMMON = {"architectures", "model_type", "is_encoder_decoder"}
-_SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
-}
+_SHAPE = SHAPE | {"num_key_value_heads": 3}
 # Those that other families lack.
 _LACKS = {
     "BertModel": {"num_key_value_heads"},

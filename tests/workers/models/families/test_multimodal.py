@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedray.config import EngineConfig, RopeConfig
 from pagedray.errors import CheckpointError
-from tests.workers.models.families.config_json import read_config, written
+from tests.workers.models.families.config_json import SHAPE, read_config, written
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup
@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
-}
+TEXT = SHAPE | {"num_key_value_heads": 3}
 GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT}
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": TEXT}
 QWEN2_5_VL = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": TEXT}

@@ -10,7 +10,9 @@ import pytest
 
 from pagedray.config import ModelConfig, RopeConfig
 from pagedray.errors import CheckpointError, StartupError
-from tests.workers.reference import CASES, save_checkpoint
+from tests.workers.models.families.config_json import SHAPE
+from tests.workers.reference import save_checkpoint
+from tests.workers.reference_cases import CASES
 from workers.models.families.registry import (
     check_parallel,
     read_model_config,
@@ -18,15 +20,9 @@ from workers.models.families.registry import (
 )
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
-LLAMA: dict[str, Any] = {
+LLAMA = SHAPE | {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
     "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
