@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["MISSING", "ConfigFile"]
 
 _MAX_BYTES = 4 * 2**20
+_MAX_KEY = 100
+"""Characters of a key in a message."""
 _NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -78,7 +80,10 @@ class ConfigFile:
 
     def refusal(self, key: str, problem: str) -> CheckpointError:
         """Return an error that names the file, the key and the problem."""
-        return CheckpointError(f"{self._path}: {self._prefix}{key} {problem}.")
+        # A key that is not known may be any text; an error is one line.
+        is_plain = key.isprintable() and len(key) <= _MAX_KEY
+        shown = key if is_plain else f"{key!r:.{_MAX_KEY}}"
+        return CheckpointError(f"{self._path}: {self._prefix}{shown} {problem}.")
 
     def given_keys(self) -> tuple[str, ...]:
         """Return all keys, including those whose value is null."""

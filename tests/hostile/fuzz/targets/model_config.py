@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from pagedray.errors import CheckpointError
+from scripts.published_models import published_files
 from tests.hostile.fuzz.scratch import scratch_folder
 from tests.hostile.fuzz.target import Target, check_message
 from tests.system.server_process import TINY_LLAMA
@@ -40,10 +41,12 @@ TARGET = Target(
             for one in supported_architectures()
         ),
         *(json.dumps({**_TINY, "rope_scaling": one}).encode() for one in _ROPES),
+        *(json.dumps(file.config).encode() for file in published_files()),
     ),
     words=(
         *(b"1e308", b"1e999", b"-1", b"0", b"true", b"null", b"[]", b"{}", b"0.5", b"NaN"),
         *(b"9" * 30, b'"sliding_window":', b'"layer_types":', b'"rope_scaling":', b'"head_dim":'),
         *(b'"num_key_value_heads":', b'"torch_dtype":', b'"eos_token_id":', b'"hidden_act":'),
+        *(b'"text_config":', b'"is_causal":', b'"llama_4_scaling_beta":', b'"mrope_section":'),
     ),
 )

@@ -122,6 +122,19 @@ def test_an_unknown_field_is_refused_by_its_name(
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "shown"),
+    [("a\nb", "'a\\\\nb' is"), ("x" * 200, "'" + "x" * 99 + " is"), ("", " is not")],
+)
+def test_any_unknown_field_is_shown_in_one_line(field: str, shown: str, tmp_path: Path) -> None:
+    values = _SHAPE | {"architectures": ["LlamaForCausalLM"], field: 1}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=shown) as caught:
+        read_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 def test_an_unknown_field_that_is_off_is_accepted(value: object, tmp_path: Path) -> None:
     values = _SHAPE | {"architectures": ["LlamaForCausalLM"], "score_offset": value}
