@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.admin.endpoints import server_endpoints
+from cluster.serving.anthropic.endpoints import anthropic_endpoints
 from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 from cluster.serving.openai.score_endpoints import score_endpoints
@@ -33,6 +34,7 @@ def build_http_app(
     endpoints = (
         *openai_endpoints(servicer),
         *score_endpoints(servicer),
+        *anthropic_endpoints(servicer),
         *server_endpoints(servicer),
     )
     if read_timeout_s is None:

@@ -17,6 +17,7 @@ class Program:
 
 
 PROGRAMS = (
+    Program("anthropic_messages", ("anthropic",)),
     Program("guidellm_benchmark", ("guidellm",)),
     Program("lm_eval_tasks", ("lm-eval[api]", "transformers")),
 )

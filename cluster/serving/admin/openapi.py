@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Any
 from cluster.serving.admin.openapi_operations import OPERATIONS, ApiOperation
 from cluster.serving.admin.openapi_responses import RESPONSE_SCHEMAS
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
+from cluster.serving.anthropic.blocks import BLOCKS
+from cluster.serving.anthropic.messages_body import (
+    AnthropicTool,
+    CountBody,
+    MessagesBody,
+    OutputConfig,
+    OutputFormat,
+)
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
@@ -32,13 +40,19 @@ __all__ = ["openapi_document"]
 _BODIES: tuple[type[Body], ...] = (
     ChatBody,
     CompletionBody,
+    CountBody,
     DetokenizeBody,
     EmbeddingBody,
+    MessagesBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
 )
 _PARTS: tuple[type[BodyPart], ...] = (
+    *BLOCKS.values(),
+    AnthropicTool,
+    OutputConfig,
+    OutputFormat,
     Function,
     JsonSchemaFormat,
     Message,
@@ -104,7 +118,7 @@ def _operation(operation: ApiOperation) -> Json:
     errors: Json = {
         str(status): {
             "description": _ERROR_TEXTS[status],
-            "content": {"application/json": {"schema": _reference("Error")}},
+            "content": {"application/json": {"schema": _reference(operation.error_schema)}},
         }
         for status in operation.errors
     }

@@ -41,6 +41,7 @@ class ApiOperation:
     empty_text: str | None = None
     """Describes a response without content, status 204, if there is one."""
     errors: tuple[int, ...] = (401, 403, 500)
+    error_schema: str = "Error"
     is_public: bool = False
 
 
@@ -75,6 +76,31 @@ OPERATIONS = (
         others=(_LAST_EVENT,),
         empty_text=_AT_END,
         errors=_GENERATION_ERRORS,
+    ),
+    ApiOperation(
+        id="createMessage",
+        method="POST",
+        path="/v1/messages",
+        tag="Anthropic",
+        summary="Generate the next message of a conversation, in Anthropic's format. Errors are in "
+        "it, too.",
+        response_text="The message; with stream = true, its events as server-sent events.",
+        contents=((_JSON, "Anything"), (_EVENTS, "")),
+        body="MessagesBody",
+        errors=_GENERATION_ERRORS,
+        error_schema="AnthropicError",
+    ),
+    ApiOperation(
+        id="countTokens",
+        method="POST",
+        path="/v1/messages/count_tokens",
+        tag="Anthropic",
+        summary="Count the tokens of a conversation.",
+        response_text="`input_tokens`, the number of tokens.",
+        contents=((_JSON, "Anything"),),
+        body="CountBody",
+        errors=_GENERATION_ERRORS,
+        error_schema="AnthropicError",
     ),
     ApiOperation(
         id="createEmbedding",

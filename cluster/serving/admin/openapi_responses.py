@@ -101,6 +101,11 @@ RESPONSE_SCHEMAS: Json = {
         model=_STRING,
         usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "AnthropicError": _object(
+        type=_const("error"),
+        error=_object(type=_STRING, message=_STRING),
+        request_id={"type": "null"},
+    ),
     "Error": _object(
         error=_object(
             message=_STRING,

@@ -21,7 +21,7 @@ from cluster.serving.continuation import CONTINUATION_KEY
 from cluster.serving.http.allowed_origins import AllowedOrigins
 from cluster.serving.http.connection import IS_FIRST_KEY
 from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpCall, json_response
-from cluster.serving.http.errors import error_body, refusal_body
+from cluster.serving.http.errors import ErrorShape, error_body, openai_error, refusal_body
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.inputs import Arrival
 from cluster.serving.intake.loop_shares import MAX_WAITING, TimedWork, TooManyWaitError
@@ -120,7 +120,9 @@ class HttpApp:
             most = _MAX_WAITING_BODIES if _has_body(request) else MAX_WAITING
             if shares.num_waiting(client) >= most:
                 shares.charge(client, _OTHER_S)
-                return _refusal(TooManyWaitError(), {"connection": "close"})
+                return _refusal(
+                    TooManyWaitError(), self._error_shape(request), {"connection": "close"}
+                )
             await shares.wait_turn(client)
         work = TimedWork(self._respond(request).__await__())
         response = await work
@@ -131,7 +133,7 @@ class HttpApp:
         """Return whose requests take turns: those of a tenant, or of a host without a valid key."""
         if self._servicer.authenticator.requires_keys:
             with suppress(AuthenticationError):
-                given = request.headers.get("authorization")
+                given = _credential(request)
                 return f"tenant {self._servicer.authenticate(given).name}"
         address = request.scope.get("client")
         return client_host(address[0]) if address else ""
@@ -140,14 +142,21 @@ class HttpApp:
         try:
             return await self._dispatch(request)
         except PagedRayError as error:
-            return _refusal(error)
+            return _refusal(error, self._error_shape(request))
         except HTTPException as error:
-            return _error(error.status_code, error.detail, _CLIENT_ERROR, error.headers)
+            shape = self._error_shape(request)
+            body = shape(error_body(error.detail, _CLIENT_ERROR), error.status_code)
+            return json_response(body, status=error.status_code, headers=error.headers)
         except ClientDisconnect:
             return Response(status_code=_DISCONNECTED_STATUS)
         except Exception as error:
             logger.error("An HTTP request failed.", exc_info=error)
-            return _refusal(InternalError())
+            return _refusal(InternalError(), self._error_shape(request))
+
+    def _error_shape(self, request: Request) -> ErrorShape:
+        """Return the shape of errors of the API that a path belongs to."""
+        methods, _ = self._table.find(_path_of(request.scope))
+        return next((one.shape_error for one in methods.values()), openai_error)
 
     async def _dispatch(self, request: Request) -> Response:
         self._check_host(request)
@@ -216,13 +225,24 @@ class HttpApp:
         if endpoint is not None and endpoint.access is Access.PUBLIC:
             return ANONYMOUS
         with self._servicer.metrics.counting_refusals("http"):
-            given = request.headers.getlist("authorization")
-            if len(given) > 1:
-                raise AuthenticationError("The request has more than one Authorization header.")
-            tenant = self._servicer.authenticate(given[0] if given else None)
+            tenant = self._servicer.authenticate(_credential(request))
             if endpoint is not None and endpoint.access is Access.ADMINS and not tenant.is_admin:
                 raise ForbiddenError("This endpoint requires the API key of an admin.")
         return tenant
+
+
+def _credential(request: Request) -> str | None:
+    """Return the Authorization header, or what Anthropic's clients send in place of it.
+
+    Raises AuthenticationError.
+    """
+    given = request.headers.getlist("authorization")
+    if len(given) > 1:
+        raise AuthenticationError("The request has more than one Authorization header.")
+    if given:
+        return given[0]
+    key = request.headers.get("x-api-key")
+    return None if key is None else f"Bearer {key}"
 
 
 def _has_body(request: Request) -> bool:
@@ -271,14 +291,13 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-def _refusal(error: PagedRayError, given: Mapping[str, str] | None = None) -> Response:
+def _refusal(
+    error: PagedRayError, shape: ErrorShape, given: Mapping[str, str] | None = None
+) -> Response:
     headers = dict(given or {})
     if isinstance(error, OverloadedError | EngineError):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    return json_response(refusal_body(error), status=error.http_status, headers=headers)
-
-
-def _error(status: int, text: str, kind: str, headers: Mapping[str, str] | None = None) -> Response:
-    return json_response(error_body(text, kind), status=status, headers=headers)
+    status = error.http_status
+    return json_response(shape(refusal_body(error), status), status=status, headers=headers)

@@ -16,6 +16,7 @@ from cluster.serving.auth.tenant import Tenant
 from cluster.serving.calls.open_calls import OpenCall
 from cluster.serving.continuation import CONTINUATION_KEY, Continuation
 from cluster.serving.http.body import JSON_TYPE, read_raw
+from cluster.serving.http.errors import ErrorShape, openai_error
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.inputs import CallOrigin, Operation
 from cluster.serving.intake.intake import Intake
@@ -142,6 +143,8 @@ class Endpoint:
     access: Access = Access.TENANTS
     operation: Operation | None = None
     """The operation of the engine that its calls wait for, if any."""
+    shape_error: ErrorShape = openai_error
+    """Writes its errors in the shape of its API."""
     is_counted: bool = False
     """Whether its calls count toward the limit of open calls; those of an operation always do."""
 

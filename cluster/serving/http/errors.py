@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedray.errors import PagedRayError
 
-__all__ = ["Json", "error_body", "refusal_body"]
+__all__ = ["ErrorShape", "Json", "error_body", "openai_error", "refusal_body"]
 
 Json = dict[str, object]
+ErrorShape = Callable[[Json, int], Json]
+"""Writes an error that is given in OpenAI's shape, with its status, in that of another API."""
+
+
+def openai_error(body: Json, status: int) -> Json:
+    """Return the error as it is."""
+    return body
 
 
 def error_body(

@@ -98,6 +98,24 @@ def test_each_tenant_has_its_own_calls_in_the_loads(locked: Server) -> None:
             assert loads["num_blocks"] == 64
 
 
+def test_clients_of_anthropic_send_a_header_of_their_own(locked: Server) -> None:
+    locked.engine.reset()
+    body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+    url = f"{locked.url}/v1/messages"
+    assert httpx.post(url, json=body, headers={"x-api-key": ALICE}).status_code == 200
+    wrong: list[dict[str, str]] = [
+        {},
+        {"x-api-key": f"{ALICE}0"},
+        {"x-api-key": ALICE, "authorization": "Bearer x"},
+    ]
+    for headers in wrong:
+        answer = httpx.post(url, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (
+            401,
+            "authentication_error",
+        )
+
+
 def test_unknown_paths_and_methods_reveal_nothing_without_a_key(locked: Server) -> None:
     for method, path in (("GET", "/nothing"), ("PUT", "/health"), ("OPTIONS", "/v1/models")):
         assert httpx.request(method, locked.url + path).status_code == 401

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.serving.admin.tokenize_body import DetokenizeBody, TokenizeBody
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.http.schema import Body, read_body
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.chat_body import ChatBody
@@ -27,7 +28,7 @@ def run(data: bytes) -> None:
     """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
     if not data:
         return
-    kind, raw = data[0] % 7, data[1:]
+    kind, raw = data[0] % 9, data[1:]
     try:
         if kind == 0:
             _check(_read(CompletionBody, raw).to_input("a"))
@@ -51,8 +52,17 @@ def run(data: bytes) -> None:
             _read(DetokenizeBody, raw).token_ids()
         elif kind == 5:
             finish(_read(RerankBody, raw).to_input())
-        else:
+        elif kind == 6:
             finish(_read(ScoreBody, raw).to_input())
+        elif kind == 7:
+            message = _read(MessagesBody, raw)
+            tools = finish(message.tool_use("hermes"))
+            given = message.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
+            _check(finish(given))
+        else:
+            counted = _read(CountBody, raw)
+            tools = finish(counted.tool_use("hermes"))
+            finish(counted.to_input(tools, known_variables=frozenset(), note_ignored=_ignore))
     except InvalidRequestError:
         return
 
@@ -70,6 +80,28 @@ def _check(given: GenerationInput) -> None:
     SamplingParams(**{"max_tokens": 1, **given.sampling})  # type: ignore[arg-type]  # checked there
 
 
+def _message_seeds() -> tuple[bytes, ...]:
+    """Return bodies of Anthropic's endpoints."""
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": None}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "1", "is_error": True}
+    thought = {"type": "thinking", "thinking": "t", "signature": "s"}
+    counted = {
+        "model": "m",
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [thought, call]},
+            {"role": "user", "content": [result, {"type": "text", "text": "y"}]},
+        ],
+        "tools": [{"name": "look", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "low"},
+    }
+    whole = {**counted, "max_tokens": 2, "stop_sequences": ["zz"], "top_k": 3, "stream": True}
+    return b"\x07" + json.dumps(whole).encode(), b"\x08" + json.dumps(counted).encode()
+
+
 def _seeds() -> tuple[bytes, ...]:
     numbers = {
         "/v1/completions": 0,
@@ -80,7 +112,7 @@ def _seeds() -> tuple[bytes, ...]:
         "/rerank": 5,
         "/score": 6,
     }
-    return tuple(
+    return _message_seeds() + tuple(
         bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
         for kind, bodies in json_bodies("m").items()
         for body in bodies

@@ -1,0 +1,238 @@
+"""The messages of Anthropic's API, whose content is a text or a list of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.serving.intake.steps import Steps
+
+__all__ = [
+    "BLOCKS",
+    "AnthropicMessage",
+    "read_anthropic_messages",
+    "read_text",
+]
+
+_STEP_BLOCKS = 64
+
+
+def _content_field(*blocks: str) -> Any:  # Any: a pydantic field, read where it is used
+    kinds: list[JsonValue] = [named_schema(name) for name in blocks]
+    schema: dict[str, JsonValue] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": kinds}}]
+    }
+    return Field(json_schema_extra=schema)
+
+
+def _hint(text: str) -> Any:  # Any: a pydantic field
+    return Field(None, description=f"Ignored; {text}.")
+
+
+class AnthropicMessage(BodyPart):
+    """One message of a conversation; the response continues a last one of the assistant."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Any = _content_field(
+        "TextBlock", "ToolUseBlock", "ToolResultBlock", "ThinkingBlock", "RedactedThinkingBlock"
+    )
+
+
+class TextBlock(BodyPart):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = _hint("prefixes are cached anyway")
+    citations: Any = _hint("clients copy it from responses")
+
+
+class ToolUseBlock(BodyPart):
+    """A tool call of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str = Field(json_schema_extra={"maxLength": 128})
+    name: str = Field(json_schema_extra={"maxLength": 128})
+    input: Any = Field(json_schema_extra={"type": "object"})  # Any: JSON
+    cache_control: Any = _hint("prefixes are cached anyway")
+    caller: Any = _hint("clients copy it from responses")
+    toolset_name: Any = _hint("clients copy it from responses")
+
+
+class ToolResultBlock(BodyPart):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(json_schema_extra={"maxLength": 128})
+    content: Any = Field(  # Any: read where it is used
+        None,
+        json_schema_extra={
+            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}]
+        },
+    )
+    is_error: bool = Field(False, description="Whether the model sees `Error: ` before the text.")
+    toolset_name: Any = _hint("clients copy it from responses")
+    cache_control: Any = _hint("prefixes are cached anyway")
+
+
+class ThinkingBlock(BodyPart):
+    """What the model thought before its answer; the chat template decides whether it is read."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field("", description="Ignored; thoughts are not signed.")
+
+
+class RedactedThinkingBlock(BodyPart):
+    """Thoughts of another model, which are left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+_Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+BLOCKS: Mapping[str, type[_Block]] = {
+    "redacted_thinking": RedactedThinkingBlock,
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "tool_result": ToolResultBlock,
+    "tool_use": ToolUseBlock,
+}
+_ROLES: Mapping[str, str] = {
+    "redacted_thinking": "assistant",
+    "thinking": "assistant",
+    "tool_result": "user",
+    "tool_use": "assistant",
+}
+"""The roles whose messages alone may have such blocks."""
+_MAX_ID_LENGTH = 128
+
+
+def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[ChatMessage, ...]]:
+    """Return the messages for the chat template. Raises InvalidRequestError."""
+    messages: list[ChatMessage] = []
+    num_blocks = 0
+    for index, message in enumerate(given):
+        where = f"messages.{index}.content"
+        if isinstance(message.content, str):
+            messages.append(ChatMessage(message.role, message.content))
+            num_blocks += 1
+            if num_blocks % _STEP_BLOCKS == 0:
+                yield
+            continue
+        if not isinstance(message.content, list) or not message.content:
+            raise InvalidRequestError(
+                f"{where} must be a string or a list of content blocks.", param=where
+            )
+        if message.role == "system":
+            messages.append(ChatMessage("system", read_text(message.content, where)))
+            continue
+        blocks: list[_Block] = []
+        for place, one in enumerate(message.content):
+            num_blocks += 1
+            if num_blocks % _STEP_BLOCKS == 0:
+                yield
+            blocks.append(_block_of(one, f"{where}.{place}", message.role))
+        turn = _assistant_turn if message.role == "assistant" else _user_turns
+        messages += turn(blocks, where)
+    return tuple(messages)
+
+
+def read_text(given: object, where: str) -> str:
+    """Return a text that is a string or a list of text blocks. Raises InvalidRequestError."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise InvalidRequestError(
+            f"{where} must be a string or a list of text blocks.", param=where
+        )
+    texts: list[str] = []
+    for place, one in enumerate(given):
+        block = _block_of(one, f"{where}.{place}", None)
+        if not isinstance(block, TextBlock):
+            param = f"{where}.{place}"
+            raise InvalidRequestError(
+                f"{param} must be a text block, not {block.type}.", param=param
+            )
+        texts.append(block.text)
+    return "".join(texts)
+
+
+def _block_of(given: object, where: str, role: str | None) -> _Block:
+    kind = given.get("type") if isinstance(given, dict) else None
+    part = BLOCKS.get(kind) if isinstance(kind, str) else None
+    if not isinstance(given, dict) or part is None:
+        shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"
+        raise InvalidRequestError(
+            f"{where} is not supported: content blocks of {shown}; the model reads "
+            f"{', '.join(sorted(BLOCKS))}.",
+            param=where,
+        )
+    assert isinstance(kind, str)
+    if role is not None and _ROLES.get(kind, role) != role:
+        raise InvalidRequestError(
+            f"{where} of type {kind} requires role = {_ROLES[kind]}.", param=where
+        )
+    # Nulls in the input of a tool are values.
+    block = read_part(part, {**given, "input": {}} if part is ToolUseBlock else given, where)
+    if isinstance(block, ToolUseBlock):
+        _check_id(block.id, f"{where}.id")
+        _check_id(block.name, f"{where}.name")
+        if not isinstance(given.get("input"), dict):
+            raise InvalidRequestError(f"{where}.input must be an object.", param=f"{where}.input")
+        return block.model_copy(update={"input": given["input"]})
+    if isinstance(block, ToolResultBlock):
+        _check_id(block.tool_use_id, f"{where}.tool_use_id")
+    return block
+
+
+def _check_id(text: str, param: str) -> None:
+    if not 0 < len(text) <= _MAX_ID_LENGTH:
+        raise InvalidRequestError(
+            f"{param} must have 1 to {_MAX_ID_LENGTH} characters.", param=param
+        )
+
+
+def _assistant_turn(blocks: Sequence[_Block], where: str) -> list[ChatMessage]:
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return [
+        ChatMessage(
+            "assistant",
+            "".join(block.text for block in blocks if isinstance(block, TextBlock)),
+            tool_calls=tuple(
+                MessageToolCall(id=block.id, name=block.name, arguments=block.input)
+                for block in blocks
+                if isinstance(block, ToolUseBlock)
+            ),
+            reasoning="".join(thoughts) if thoughts else None,
+        )
+    ]
+
+
+def _user_turns(blocks: Sequence[_Block], where: str) -> list[ChatMessage]:
+    """Return messages in the order of the blocks: each result of a tool is one of its own."""
+    turns: list[ChatMessage] = []
+    texts: list[str] = []
+    for place, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+            continue
+        assert isinstance(block, ToolResultBlock)
+        if texts:
+            turns.append(ChatMessage("user", "".join(texts)))
+            texts = []
+        text = read_text(block.content, f"{where}.{place}.content")
+        content = f"Error: {text}" if block.is_error else text
+        turns.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
+    if texts:
+        turns.append(ChatMessage("user", "".join(texts)))
+    return turns

@@ -1,0 +1,116 @@
+"""The endpoints of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.serving.anthropic.errors import anthropic_error
+from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
+from cluster.serving.anthropic.messages_response import MessagesResponse
+from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
+from cluster.serving.http.kept_response import whole_response
+from cluster.serving.http.schema import renamed
+from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from cluster.serving.inputs import GenerationInput, TokenizeInput
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.servicer import Servicer
+    from cluster.serving.tools.tool_choice import ToolUse
+
+__all__ = ["anthropic_endpoints"]
+
+_NAMES = {"stop": "stop_sequences", "text": "messages"}
+
+
+def anthropic_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
+    """Return the endpoints of Anthropic's API."""
+    handlers = _MessagesHandlers(servicer)
+    return (
+        Endpoint(
+            method="POST",
+            path="/v1/messages",
+            handler=handlers.create,
+            operation="chat",
+            shape_error=anthropic_error,
+        ),
+        Endpoint(
+            method="POST",
+            path="/v1/messages/count_tokens",
+            handler=handlers.count_tokens,
+            is_counted=True,
+            shape_error=anthropic_error,
+        ),
+    )
+
+
+class _MessagesHandlers:
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
+
+    async def create(self, call: HttpCall) -> Response:
+        def read(body: MessagesBody, _: bytes) -> Steps[tuple[GenerationInput, ToolUse, bool]]:
+            tools = yield from body.tool_use(self._servicer.tool_format)
+            given = yield from body.to_input(
+                call.client_id,
+                tools,
+                known_variables=self._known_variables(tools),
+                note_ignored=call.ignored.note,
+            )
+            return given, tools, body.stream
+
+        given, tools, is_stream = await call.body(MessagesBody, read)
+        given = replace(
+            given,
+            tenant=call.tenant.name,
+            origin=call.origin,
+            continuation=call.continuation,
+        )
+        names = {"structure": "tools" if tools.is_forced else "output_config.format", **_NAMES}
+        try:
+            generation = await self._servicer.start_generation(given, call.entered)
+        except InvalidRequestError as error:
+            raise renamed(error, names) from error
+        response = MessagesResponse(generation, tools, model=self._servicer.config.model.name)
+        if is_stream:
+            return EventStream(
+                generation.id,
+                response.events(),
+                close=generation.close,
+                take_progress=None if call.continuation is None else generation.follow_progress(),
+            )
+        buffer = self._servicer.buffers.open_buffer(call.tenant.name)
+        try:
+            parts = await unless_disconnected(call.request.receive, response.complete(buffer))
+        except BaseException:
+            buffer.clear()
+            raise
+        finally:
+            generation.close()
+        return whole_response(parts, buffer, headers={"x-request-id": generation.id})
+
+    async def count_tokens(self, call: HttpCall) -> Response:
+        def read(body: CountBody, _: bytes) -> Steps[TokenizeInput]:
+            tools = yield from body.tool_use(self._servicer.tool_format)
+            return (
+                yield from body.to_input(
+                    tools,
+                    known_variables=self._known_variables(tools),
+                    note_ignored=call.ignored.note,
+                )
+            )
+
+        given = await call.body(CountBody, read)
+        with call.metrics.counting_refusals("http"):
+            try:
+                token_ids = await self._servicer.tokenize(replace(given, tenant=call.tenant.name))
+            except InvalidRequestError as error:
+                raise renamed(error, _NAMES) from error
+        return json_response({"input_tokens": len(token_ids)})
+
+    def _known_variables(self, tools: ToolUse) -> frozenset[str]:
+        return self._servicer.tokenizer.template_variables(has_tools=tools.is_read)

@@ -1,0 +1,290 @@
+"""The bodies of POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import FailFast, Field
+
+from cluster.serving.anthropic.blocks import (
+    AnthropicMessage,
+    read_anthropic_messages,
+    read_text,
+)
+from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
+from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
+from cluster.serving.json_text import json_text
+from cluster.serving.openai.chat_body import MAX_MESSAGES
+from cluster.serving.openai.generation_body import bounds
+from cluster.serving.openai.template_arguments import Effort, TemplateArguments
+from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_STOP, MAX_STOP_LENGTH, Structure
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+
+__all__ = ["AnthropicTool", "CountBody", "MessagesBody", "OutputConfig", "OutputFormat"]
+
+_NO_TOOLS_OF_ANTHROPIC = "tools that Anthropic runs are not available"
+
+
+class AnthropicTool(BodyPart):
+    """A function that the model may call."""
+
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    type: Literal["custom"] = "custom"
+    description: str | None = None
+    input_schema: Any = Field(json_schema_extra={"type": "object"})  # Any: a JSON schema
+    cache_control: Any = Field(None, description="Ignored; prefixes are cached anyway.")
+    defer_loading: Literal[False] = False
+    eager_input_streaming: bool | None = Field(
+        None, description="Ignored; arguments are streamed as they are generated."
+    )
+    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
+
+
+class AnthropicToolChoice(BodyPart):
+    """Whether and which tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(BodyPart):
+    """Sets `enable_thinking` of the chat template; ignored if the template does not read it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, description="Ignored.")
+    display: str | None = Field(None, description="Ignored.")
+
+
+class OutputFormat(BodyPart):
+    """The schema that the text follows."""
+
+    type: Literal["json_schema"]
+    schema_: Any = Field(alias="schema", json_schema_extra={"type": "object"})  # Any: as above
+
+
+class OutputConfig(BodyPart):
+    """The effort and the format of the output."""
+
+    effort: Effort | None = None
+    format: Any = Field(None, json_schema_extra=named_schema("OutputFormat"))  # Any: keeps nulls
+
+
+class ConversationBody(Body):
+    """What both endpoints read."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        "cache_control": "prefixes are cached anyway",
+        "speed": "there is one speed",
+        "user_profile_id": "an identifier of the end user",
+        "workspace_id": "an identifier of the end user",
+    }
+    max_entries: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+    refused: ClassVar[Mapping[str, str]] = {
+        "container": _NO_TOOLS_OF_ANTHROPIC,
+        "context_management": "shorten the messages instead",
+        "mcp_servers": _NO_TOOLS_OF_ANTHROPIC,
+    }
+    with_nulls: ClassVar[frozenset[str]] = frozenset(("thinking", "tool_choice"))
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], FailFast()] = Field(
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}
+    )
+    system: Any = Field(  # Any: read where it is used
+        None,
+        json_schema_extra={
+            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("TextBlock")}]
+        },
+    )
+    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("AnthropicTool"),
+            "maxItems": MAX_TOOLS,
+        },
+    )
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: Any = Field(  # Any: read where it is used
+        None, json_schema_extra=named_schema("OutputConfig")
+    )
+
+    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
+        """Return how the call uses tools. Raises InvalidRequestError."""
+        tools: list[Tool] = []
+        if self.tools is not None and not isinstance(self.tools, list):
+            raise InvalidRequestError("tools must be a list.", param="tools")
+        for index, one in enumerate(self.tools or ()):
+            yield
+            tools.append(_tool_of(one, f"tools.{index}"))
+        return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
+
+    def prompt(
+        self,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[ChatPrompt]:
+        """Return the conversation. Raises InvalidRequestError."""
+        messages = yield from read_anthropic_messages(self.messages)
+        system = read_text(self.system, "system")
+        if system:
+            messages = (ChatMessage("system", system), *messages)
+        # As with Anthropic, the answer continues a last message of the assistant.
+        is_open = bool(self.messages) and self.messages[-1].role == "assistant"
+        if is_open and messages[-1].tool_calls:
+            where = f"messages.{len(self.messages) - 1}"
+            raise InvalidRequestError(
+                f"{where} ends with a tool call, whose result must follow.", param=where
+            )
+        effort = None if self.output_config is None else self._output_config().effort
+        arguments = TemplateArguments(None, effort).variables(known_variables, note_ignored)
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            if "enable_thinking" in known_variables:
+                arguments["enable_thinking"] = self.thinking.type == "enabled"
+            else:
+                note_ignored("thinking")
+        return ChatPrompt(messages, tools.for_template, not is_open, is_open, arguments)
+
+    def _output_config(self) -> OutputConfig:
+        if not isinstance(self.output_config, dict):
+            raise InvalidRequestError("output_config must be an object.", param="output_config")
+        # Nulls in the schema are values.
+        kept = {name: one for name, one in self.output_config.items() if name != "format"}
+        read = read_part(OutputConfig, kept, "output_config")
+        return read.model_copy(update={"format": self.output_config.get("format")})
+
+    def _choice(self, *, has_tools: bool) -> ToolChoice:
+        given = self.tool_choice
+        if given is None:
+            return ToolChoice(kind="auto" if has_tools else "none")
+        is_parallel = not given.disable_parallel_tool_use
+        if given.type == "tool":
+            if given.name is None:
+                raise InvalidRequestError("tool_choice.name is required.", param="tool_choice.name")
+            return ToolChoice(kind="named", name=given.name, is_parallel=is_parallel)
+        if given.type == "any":
+            return ToolChoice(kind="required", is_parallel=is_parallel)
+        return ToolChoice(kind=given.type, is_parallel=is_parallel)
+
+
+class MessagesBody(ConversationBody):
+    """A conversation for the model to continue."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        **ConversationBody.ignored,
+        "diagnostics": "there is none",
+        "inference_geo": "the server is where it is",
+        "metadata": "an identifier of the end user",
+        "service_tier": "there is one tier",
+    }
+
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    stop_sequences: Any = Field(  # Any: checked by the validator
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+            "maxItems": MAX_STOP,
+        },
+    )
+    temperature: float | None = bounds(0, 100)
+    top_p: float | None = bounds(0, 1)
+    top_k: int | None = bounds(-1)
+    stream: bool = False
+
+    def to_input(
+        self,
+        client_id: str | None,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[GenerationInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        prompt = yield from self.prompt(
+            tools, known_variables=known_variables, note_ignored=note_ignored
+        )
+        sampling: dict[str, object] = {"max_tokens": self.max_tokens}
+        for name in ("temperature", "top_p", "top_k"):
+            if getattr(self, name) is not None:
+                sampling[name] = getattr(self, name)
+        if self.stop_sequences is not None:
+            is_list = isinstance(self.stop_sequences, list)
+            sampling["stop"] = tuple(self.stop_sequences) if is_list else self.stop_sequences
+        structure = self._structure(tools)
+        forced = yield from tools.forced_structure()
+        if forced is not None or structure is not None:
+            sampling["structure"] = structure if forced is None else forced
+        return GenerationInput(
+            prompts=(prompt,),
+            sampling=sampling,
+            model=self.model,
+            client_id=client_id,
+            # Some models mark a call with special tokens.
+            skips_special_tokens=not tools.is_read,
+        )
+
+    def _structure(self, tools: ToolUse) -> Structure | None:
+        given = None if self.output_config is None else self._output_config().format
+        if given is None:
+            return None
+        param = "output_config.format"
+        if tools.is_read:
+            raise InvalidRequestError(
+                f"{param} and tools cannot be used together; set tool_choice = none.", param=param
+            )
+        schema = given.get("schema") if isinstance(given, dict) else None
+        read_part(OutputFormat, {**given, "schema": {}} if schema is not None else given, param)
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
+            )
+        text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
+        return Structure(kind="json_schema", text=text)
+
+
+class CountBody(ConversationBody):
+    """A conversation whose tokens are counted."""
+
+    def to_input(
+        self,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[TokenizeInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        prompt = yield from self.prompt(
+            tools, known_variables=known_variables, note_ignored=note_ignored
+        )
+        return TokenizeInput(prompt=prompt, model=self.model)
+
+
+def _tool_of(given: object, where: str) -> Tool:
+    if isinstance(given, dict) and given.get("type") not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{where}.type must be custom: {_NO_TOOLS_OF_ANTHROPIC}.", param=f"{where}.type"
+        )
+    schema = given.get("input_schema") if isinstance(given, dict) else None
+    # Nulls in the schema are values.
+    kept = {**given, "input_schema": {}} if isinstance(given, dict) and schema else given
+    read = read_part(AnthropicTool, kept, where)
+    if not isinstance(schema, dict):
+        param = f"{where}.input_schema"
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+    tool = Tool(name=read.name, description=read.description, parameters=schema)
+    tool.check_limits(where)
+    return tool

@@ -1,0 +1,89 @@
+"""The anthropic package: messages, streams, tools, counting, errors."""
+
+import sys
+
+import anthropic
+
+TOOL = {
+    "name": "weather",
+    "description": "The weather in a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+USER = {"role": "user", "content": "What does Queue.put do?"}
+
+
+def main(url: str, folder: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    given = {
+        "model": "tiny-llama",
+        "max_tokens": 24,
+        "messages": [USER],
+        "extra_body": {"temperature": 0},
+    }
+    message = client.messages.create(**given, system="Be brief.")
+    assert message.content[0].type == "text", message
+    assert message.usage.output_tokens <= 24
+    with client.messages.stream(**given, system="Be brief.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == message.content[0].text == final.content[0].text
+    assert final.stop_reason == message.stop_reason
+    counted = client.messages.count_tokens(
+        model="tiny-llama", messages=[USER], system="Be brief."
+    ).input_tokens
+    usage = message.usage
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    check_tools(client)
+    refused = error_of(client, {**given, "max_tokens": 0})
+    assert isinstance(refused, anthropic.BadRequestError)
+    assert "max_tokens must be" in refused.message
+    assert isinstance(error_of(client, {**given, "model": "x"}), anthropic.NotFoundError)
+
+
+def error_of(client: anthropic.Anthropic, given: dict) -> Exception | None:
+    """Return the error that a request raises."""
+    try:
+        client.messages.create(**given)
+    except anthropic.APIError as error:
+        return error
+    return None
+
+
+def check_tools(client: anthropic.Anthropic) -> None:
+    """Force a call, whole and streamed, and give its result back."""
+    given = {
+        "model": "tiny-llama",
+        "max_tokens": 120,
+        "extra_body": {"temperature": 0},
+        "messages": [USER],
+        "tools": [TOOL],
+        "tool_choice": {"type": "tool", "name": "weather"},
+    }
+    message = client.messages.create(**given)
+    (use,) = message.content
+    assert use.type == "tool_use", message
+    assert set(use.input) == {"city"}, use
+    assert message.stop_reason == "tool_use"
+    with client.messages.stream(**given) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "Rain."}
+    answer = client.messages.create(
+        model="tiny-llama",
+        max_tokens=8,
+        messages=[
+            USER,
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": [result]},
+        ],
+    )
+    assert answer.type == "message"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,239 @@
+"""Anthropic's Messages API: what the model reads, what clients get, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import TEXT, write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEMPLATE = (
+    "{# <tool_call> #}"
+    "{% if tools %}[{{ tools | map(attribute='function.name') | join }}]{% endif %}"
+    "{% if enable_thinking is defined %}{{ enable_thinking }} {% endif %}"
+    "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }})"
+    "{{ message.tool_call_id }}={{ message.content }}"
+    "{% for call in message.tool_calls or [] %}!{{ call.function.name }}"
+    "{{ call.function.arguments }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+BODY: dict[str, Any] = {  # Any: JSON
+    "model": "tiny",
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": [1, null]}}\n</tool_call>'
+USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {"a": None}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1"}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that calls tools, whose template writes all that it gets."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+        yield server
+
+
+def posted(server: Server, body: dict[str, Any], path: str = "messages") -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=20)
+
+
+def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the data of a stream's events, each of which has its type as its name."""
+    found: list[dict[str, Any]] = []
+    for event in posted(server, body | {"stream": True}).text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def say(server: Server, text: str) -> None:
+    """Let the model write a text and end."""
+    token_ids = [*server.tokenizer.encode(text, add_special_tokens=False), 1]
+    server.engine.script = lambda request, index: token_ids
+
+
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "user()=hi;>"),
+    ({"system": "Be brief."}, "system()=Be brief.;user()=hi;>"),
+    ({"system": [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}},
+                 {"type": "text", "text": "B"}]}, "system()=AB;user()=hi;>"),
+    ({"tools": [TOOL]}, "[look]user()=hi;>"),
+    ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "user()=hi;>"),
+    ({"thinking": {"type": "disabled"}}, "False user()=hi;>"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "True user()=hi;>"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "ok"},
+        USE]}, {"role": "user", "content": [{**RESULT, "content": "5"},
+        {"type": "text", "text": "go on"}]}]},
+     "user()=x;assistant(hm)=ok!look{'a': None};tool()c1=5;user()=go on;>"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]},
+                   {"role": "user", "content": [{**RESULT, "is_error": True,
+                    "content": [{"type": "text", "text": "no"}]}]}]},
+     "user()=x;assistant()=!look{'a': None};tool()c1=Error: no;>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), PROMPTS)
+def test_template_reads_the_conversation(
+    tool_server: Server, given: dict[str, Any], text: str
+) -> None:
+    tool_server.engine.reset()
+    assert posted(tool_server, BODY | given).status_code == 200
+    (request,) = tool_server.engine.log.submitted
+    assert tool_server.tokenizer.decode(request.prompt_token_ids) == text
+    counted = {name: one for name, one in (BODY | given).items() if name != "max_tokens"}
+    answer = posted(tool_server, counted, "messages/count_tokens").json()
+    assert answer == {"input_tokens": len(request.prompt_token_ids)}
+
+
+def test_answer_continues_the_assistant(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    given = {"messages": [*BODY["messages"], {"role": "assistant", "content": "I say"}]}
+    assert posted(tool_server, BODY | given).status_code == 200
+    (request,) = tool_server.engine.log.submitted
+    text = tool_server.tokenizer.decode(request.prompt_token_ids)
+    assert text == "user()=hi;assistant()=I say"
+
+
+def test_message_has_their_shape(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    tool_server.engine.num_cached_tokens = 3
+    say(tool_server, "Hello.")
+    answer = posted(tool_server, BODY | {"max_tokens": 50})
+    message = answer.json()
+    assert message["id"] == f"msg_{answer.headers['x-request-id']}"
+    assert message["content"] == [{"type": "text", "text": "Hello.", "citations": None}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    usage = message["usage"]
+    assert usage["cache_read_input_tokens"] == 3
+    (request,) = tool_server.engine.log.submitted
+    assert usage["input_tokens"] + 3 == len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "stop"),
+    [({"max_tokens": 2}, "max_tokens", None),
+     ({"stop_sequences": ["fox"], "max_tokens": 60}, "stop_sequence", "fox")],
+)  # fmt: skip
+def test_stop_reasons(
+    tool_server: Server, given: dict[str, Any], reason: str, stop: str | None
+) -> None:
+    tool_server.engine.reset()
+    message = posted(tool_server, BODY | given).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
+    *_, changed, last = events(tool_server, BODY | given)
+    assert changed["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+    assert last == {"type": "message_stop"}
+
+
+def test_stream_joins_to_the_message(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    whole = posted(tool_server, BODY | {"max_tokens": 40}).json()
+    first, start, *deltas, stop, changed, last = events(tool_server, BODY | {"max_tokens": 40})
+    assert (first["type"], first["message"]["content"]) == ("message_start", [])
+    assert first["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert start["content_block"] == {"type": "text", "text": ""}
+    text = "".join(one["delta"]["text"] for one in deltas)
+    assert text == whole["content"][0]["text"]
+    assert TEXT.startswith(text[:20])
+    assert stop == {"type": "content_block_stop", "index": 0}
+    assert changed["usage"]["output_tokens"] == 40
+    assert last["type"] == "message_stop"
+
+
+def test_tools_are_called(tool_server: Server) -> None:
+    tool_server.engine.reset()
+    say(tool_server, f"I look. {CALL}")
+    body = BODY | {"tools": [TOOL], "max_tokens": 200}
+    message = posted(tool_server, body).json()
+    text, use = message["content"]
+    assert text["text"] == "I look."
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "look", {"a": [1, None]})
+    assert message["stop_reason"] == "tool_use"
+    found = events(tool_server, body)
+    starts = [one["content_block"]["type"] for one in found if one["type"] == "content_block_start"]
+    assert starts == ["text", "tool_use"]
+    pieces = [one["delta"]["partial_json"] for one in found if one.get("index") == 1
+              and one["type"] == "content_block_delta"]  # fmt: skip
+    assert json.loads("".join(pieces)) == {"a": [1, None]}
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is required."),
+    ({"max_tokens": 0}, "max_tokens must be 1 or more, not 0."),
+    ({"stop_sequences": [""]}, "stop_sequences must contain strings of 1 to 512 characters."),
+    ({"messages": [{"role": "god", "content": "x"}]},
+     "messages.0.role must be one of 'user', 'assistant' or 'system', not 'god'."),
+    ({"messages": [{"role": "system", "content": [RESULT]}]},
+     "messages.0.content.0 must be a text block, not tool_result."),
+    ({"messages": [{"role": "user", "content": 5}]},
+     "messages.0.content must be a string or a list of content blocks."),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+     "messages.0.content.0 is not supported: content blocks of image; the model reads "
+     "redacted_thinking, text, thinking, tool_result, tool_use."),
+    ({"messages": [{"role": "user", "content": [USE]}]},
+     "messages.0.content.0 of type tool_use requires role = assistant."),
+    ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]},
+     "messages.0.content.0.input must be an object."),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+     "messages.0.content.0.y is not supported."),
+    ({"system": 5}, "system must be a string or a list of text blocks."),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+     "tools.0.type must be custom: tools that Anthropic runs are not available."),
+    ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]},
+     "tools.0.name must be 1 to 64 letters, digits, underscores, dashes or dots."),
+    ({"tools": [{"name": "a"}]}, "tools.0.input_schema is required."),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "b"}},
+     "tool_choice names 'b', which is not in tools."),
+    ({"mcp_servers": []},
+     "mcp_servers is not supported: tools that Anthropic runs are not available."),
+    ({"output_config": {"format": {"type": "json_schema"}}},
+     "output_config.format.schema is required."),
+    ({"stop_sequence": ["a"]}, "stop_sequence is not supported: did you mean stop_sequences?"),
+    ({"messages": [{"role": "user", "content": "~" * 3000}]},
+     "messages has 3008 tokens, but the context length of 1024 allows at most 1023 and one "
+     "generated token."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), CASES)
+def test_bad_input_is_refused_in_their_shape(
+    tool_server: Server, given: dict[str, Any], text: str
+) -> None:
+    tool_server.engine.reset()
+    answer = posted(tool_server, BODY | given)
+    assert answer.status_code == 400
+    assert answer.json() == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": text},
+        "request_id": None,
+    }
+    assert tool_server.engine.log.submitted == []
+
+
+def test_other_errors_have_their_shape(tool_server: Server, tmp_path: Path) -> None:
+    answer = posted(tool_server, BODY | {"model": "other"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    answer = httpx.get(f"{tool_server.url}/v1/messages")
+    assert (answer.status_code, answer.json()["type"]) == (405, "error")
+
+
+def test_hints_are_ignored(tool_server: Server) -> None:
+    given = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
+    assert posted(tool_server, BODY | given).status_code == 200
