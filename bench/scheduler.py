@@ -15,9 +15,12 @@ import platform
 import statistics
 import sys
 import time
+import tracemalloc
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from bench.virtual_cases import (
     FLOODS,
@@ -60,25 +63,22 @@ class Steps:
         )
         self._numbers = itertools.count()
 
-    def add(
-        self,
-        prompt: tuple[int, ...],
-        *,
-        tenant: str = "",
-        max_tokens: int = 1,
-        is_hashed: bool = False,
-    ) -> None:
+    def add(self, prompt: tuple[int, ...], *, tenant: str = "", max_tokens: int = 1) -> None:
         """Queue a request."""
+        self.scheduler.add_request(self.make_request(prompt, tenant=tenant, max_tokens=max_tokens))
+
+    def make_request(
+        self, prompt: tuple[int, ...], *, tenant: str = "", max_tokens: int = 1
+    ) -> Request:
+        """Return a request with an id and a seed of its own."""
         number = next(self._numbers)
-        request = Request(
+        return Request(
             id=f"{number:032x}",
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
             seed=number,
             tenant=tenant,
         )
-        keys = self.scheduler.hash_prompt(request) if is_hashed else None
-        self.scheduler.add_request(request, keys=keys)
 
     def run(self) -> None:
         """Make a plan and apply its output."""
@@ -104,15 +104,15 @@ def main() -> int:
         ),
         ("of which: 64 look-ups, removals, charges and insertions, 10000 tenants", _lookup_times()),
         ("a step while a cached prompt of 127 000 tokens waits", _waiting_times()),
-        ("a step that begins a cached prompt of 127 000 tokens", _start_times(is_hashed=False)),
-        ("the same, hashed before without the lock", _start_times(is_hashed=True)),
+        ("queueing and starting a cached prompt of 127 000", _start_times(is_prepared=False)),
+        ("of which under the lock", _start_times(is_prepared=True)),
         ("stats with 100 000 waiting requests", _stats_times()),
     ]
     for case, times in cases:
         median = statistics.median(times)
         print(f"| {case} | {median * 1e3:.3f} |")
         rows.append({"case": case, "median_ms": median * 1e3})
-    policy = _policy_results()
+    policy = _policy_results() | _fork_figures()
     print("\n| policy, in virtual time | result |")
     print("| --- | ---: |")
     for case, result in policy.items():
@@ -230,8 +230,8 @@ def _waiting_times() -> list[float]:
     return times
 
 
-def _start_times(*, is_hashed: bool) -> list[float]:
-    """Return the times of steps that begin a long prompt, which is cached."""
+def _start_times(*, is_prepared: bool) -> list[float]:
+    """Return the times to queue a long prompt, which is cached, and to make its first step."""
     times = []
     for number in range(10):
         steps = Steps(num_blocks=NUM_PROMPT_TOKENS // BLOCK_SIZE + 4)
@@ -239,11 +239,58 @@ def _start_times(*, is_hashed: bool) -> list[float]:
         steps.add(prompt)
         while steps.scheduler.num_open:
             steps.run()
-        steps.add(prompt, is_hashed=is_hashed)
+        request = steps.make_request(prompt)
+        prepared = steps.scheduler.prepare_prompt(request) if is_prepared else None
         began_s = time.perf_counter()
+        steps.scheduler.add_request(request, prepared)
         steps.run()
         times.append(time.perf_counter() - began_s)
     return times
+
+
+def _fork_figures() -> dict[str, float]:
+    """Return what 128 completions of a prompt of 131 072 tokens cost."""
+    num_tokens, n = 131_072, 128
+    scheduler = Scheduler(
+        config=SchedulerConfig(
+            max_num_seqs=n, max_num_batched_tokens=num_tokens, max_queued_tokens=10**9
+        ),
+        block_size=BLOCK_SIZE,
+        num_blocks=2 * num_tokens // BLOCK_SIZE,
+        num_cpu_blocks=0,
+        max_model_len=num_tokens + 100,
+        enable_prefix_cache=True,
+    )
+    request = Request(
+        id="a",
+        prompt_token_ids=tuple(range(1000, 1000 + num_tokens)),
+        sampling=SamplingParams(n=n, max_tokens=50, ignore_eos=True, temperature=0.0),
+        seed=0,
+    )
+    add_times = []
+    for _ in range(20):
+        prepared = scheduler.prepare_prompt(request)
+        began_s = time.perf_counter()
+        scheduler.add_request(request, prepared)
+        add_times.append(time.perf_counter() - began_s)
+        scheduler.abort_request(request.id)
+    tracemalloc.start()
+    scheduler.add_request(request)
+    num_bytes = 0
+    while scheduler.num_running < n:
+        plan = scheduler.schedule()
+        assert plan is not None
+        num_bytes = max(num_bytes, len(msgspec.msgpack.encode(plan)))
+        num_sampled = sum(sequence.is_sampled for sequence in plan.sequences)
+        scheduler.update(StepOutput(plan.step, [7] * num_sampled))
+        scheduler.acknowledge(plan.step)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {
+        "n = 128 of a prompt of 131 072 tokens: add, ms": statistics.median(add_times) * 1e3,
+        "its peak memory, MB": peak / 1e6,
+        "its largest plan, MB": num_bytes / 1e6,
+    }
 
 
 def _stats_times() -> list[float]:

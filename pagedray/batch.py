@@ -57,7 +57,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     row: int
     """In `[0, max_num_seqs)`; its previous sequence has ended."""
     token_ids: list[int]
-    """All tokens known so far: the prompt, then sampled tokens."""
+    """All tokens known so far: the prompt, then sampled tokens. Empty if it has a donor."""
     num_prompt_tokens: int
     block_ids: list[int]
     """Its block table so far, cached and swapped-in blocks included."""
@@ -69,6 +69,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Not sampled before `min_tokens` tokens."""
     is_masked: bool = False
     """Whether each step samples under a mask, which also enforces `min_tokens`."""
+    donor_row: int = -1
+    """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
 
 
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True):

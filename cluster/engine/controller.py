@@ -93,11 +93,11 @@ class Controller(StepLoop):
     def submit_request(self, request: Request) -> None:
         """Accept a request. Raises RequestError or EngineError."""
         # Not under the lock, which every step needs.
-        keys = self._scheduler.hash_prompt(request)
+        prompt = self._scheduler.prepare_prompt(request)
         with self._wake:
             self._check_open()
             self._inquiry.check(request)
-            self._scheduler.add_request(request, keys=keys)
+            self._scheduler.add_request(request, prompt)
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._wake.notify()
 

@@ -1,5 +1,7 @@
 """Which requests the scheduler accepts."""
 
+from array import array
+
 from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.kv_manager import KvManager
 from pagedray.errors import CapacityError, InvalidRequestError
@@ -20,18 +22,30 @@ class Admission:
         self._backlog = backlog
         self._max_model_len = max_model_len
 
-    def check_request(self, request: Request) -> None:
-        """Raise CapacityError, InvalidRequestError or OverloadedError unless it is accepted."""
+    def read_prompt(self, request: Request) -> "array[int]":
+        """Return the tokens of a prompt, int32. Raises InvalidRequestError.
+
+        May be called from any thread.
+        """
         prompt = request.prompt_token_ids
         if not 0 < len(prompt) < self._max_model_len:
             raise InvalidRequestError(
                 f"A prompt may have 1 to {self._max_model_len - 1} tokens, not {len(prompt)}.",
                 param="prompt",
             )
-        if min(prompt) < 0 or max(prompt) > _MAX_TOKEN_ID:
+        try:
+            token_ids = array("i", prompt)
+        except OverflowError:
+            token_ids = array("i", (-1,))
+        if min(token_ids) < 0:
             raise InvalidRequestError(
                 f"Token ids must be from 0 to {_MAX_TOKEN_ID}.", param="prompt"
             )
+        return token_ids
+
+    def check_request(self, request: Request) -> None:
+        """Raise CapacityError, InvalidRequestError or OverloadedError unless it is accepted."""
+        prompt = request.prompt_token_ids
         num_tokens = min(len(prompt) + request.sampling.max_tokens, self._max_model_len)
         needed, capacity = self._kv.blocks_for(num_tokens), self._kv.pool.num_blocks
         if needed > capacity:

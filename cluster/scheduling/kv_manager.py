@@ -7,13 +7,16 @@ preempted is the scheduler's concern.
 import sys
 from bisect import bisect_left
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.block_pool import BlockPool
 from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.sequence import Refusal, Sequence
 from pagedray.batch import BlockCopy
 from pagedray.request import Request
+
+if TYPE_CHECKING:
+    from array import array
 
 __all__ = ["KvManager"]
 
@@ -78,24 +81,16 @@ class KvManager:
         """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def hash_prompt(self, request: Request) -> PromptKeys | None:
-        """Return the keys of a long prompt, which take milliseconds. May be called from any thread.
+    def hash_prompt(self, request: Request, prompt: "array[int]") -> PromptKeys | None:
+        """Return the keys of a long prompt, which take milliseconds; None if it is short.
 
-        None if they are quickly computed when the request starts, or not valid.
+        May be called from any thread.
         """
-        token_ids = request.prompt_token_ids
-        if self.prefix_cache is None or len(token_ids) < _MIN_HASHED_AHEAD:
+        if self.prefix_cache is None or len(prompt) < _MIN_HASHED_AHEAD:
             return None
-        try:
-            return self.prefix_cache.hash_prompt(
-                token_ids,
-                block_size=self.block_size,
-                tenant=request.tenant,
-                salt=request.cache_salt,
-            )
-        except OverflowError:
-            # It will be rejected.
-            return None
+        return self.prefix_cache.hash_prompt(
+            prompt, block_size=self.block_size, tenant=request.tenant, salt=request.cache_salt
+        )
 
     def admit(self, sequence: Sequence, *, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence blocks for `num_tokens`, cached ones first; return False without room.

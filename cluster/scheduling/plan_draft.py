@@ -70,10 +70,11 @@ class PlanDraft:
     def add_start(self, sequence: Sequence) -> None:
         """Start a sequence that has a row."""
         request = sequence.active.request
+        has_donor = sequence.donor_row >= 0
         self.starts.append(
             SequenceStart(
                 sequence.row,
-                list(sequence.token_ids),
+                [] if has_donor else sequence.token_ids.tolist(),
                 sequence.num_prompt_tokens,
                 list(sequence.block_ids),
                 request.sampling,
@@ -81,8 +82,10 @@ class PlanDraft:
                 sequence.index,
                 () if request.sampling.ignore_eos else request.eos_token_ids,
                 request.grammar is not None,
+                sequence.donor_row,
             )
         )
+        sequence.donor_row = -1
 
     def add_chunk(self, sequence: Sequence, num_tokens: int, new_block_ids: list[int]) -> None:
         """Compute the next `num_tokens` known tokens, and sample after the last."""

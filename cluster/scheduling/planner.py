@@ -206,6 +206,9 @@ class Planner:
         num_most = min(MAX_PASSED, draft.budget)
         while table.waiting and len(entitled) < num_most:
             head = table.waiting.first
+            # The block that a fork copies might be lost to a decode of this step.
+            if self._donor_for(head, draft.step) is not None:
+                break
             if not self._preemptor.is_entitled(head, entitled):
                 break
             if table.num_free_rows == len(entitled) and not self._preemptor.displace(
@@ -268,8 +271,11 @@ class Planner:
         donor = self._donor_for(sequence, draft.step)
         if donor is not None:
             copies = self._kv.fork(sequence, donor, num_tokens=num_tokens, num_spare=num_spare)
-            draft.copies += copies or ()
-            return copies is not None
+            if copies is None:
+                return False
+            draft.copies += copies
+            sequence.donor_row = donor.row
+            return True
         if not self._kv.admit(sequence, num_tokens=num_tokens, num_spare=num_spare):
             return False
         if sequence.active.is_queued:

@@ -85,10 +85,7 @@ class PrefixCache:
     def hash_prompt(
         self, token_ids: Sequence[int], *, block_size: int, tenant: str, salt: str
     ) -> PromptKeys:
-        """Return the keys of a prompt's full blocks. May be called from any thread.
-
-        Raises OverflowError if a token id is not an int32.
-        """
+        """Return the keys of a prompt's full blocks. May be called from any thread."""
         revision, parent = self.revision, self.root(tenant, salt)
         keys: list[BlockKey] = []
         for first in range(0, len(token_ids) - block_size + 1, block_size):

@@ -11,6 +11,7 @@ import heapq
 import secrets
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,7 +32,10 @@ from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
 from pagedray.request import FinishReason, Request
 
-__all__ = ["MAX_PLANS_IN_FLIGHT", "Scheduler", "SchedulerStats"]
+if TYPE_CHECKING:
+    from array import array
+
+__all__ = ["MAX_PLANS_IN_FLIGHT", "PreparedPrompt", "Scheduler", "SchedulerStats"]
 
 MAX_PLANS_IN_FLIGHT = 2
 _STEPS_PER_MEASUREMENT = 32
@@ -48,6 +52,15 @@ class _Flight(msgspec.Struct, frozen=True):
     """Those of the sampled ones whose masks were late, which sample no token."""
     described: dict[int, Sequence]
     """By row, those whose prompts' log-probabilities it computes."""
+
+
+class PreparedPrompt(NamedTuple):
+    """What the scheduler needs of a prompt and takes long to compute."""
+
+    token_ids: "array[int]"
+    """Its tokens, int32."""
+    keys: PromptKeys | None
+    """None if they are quickly computed when it starts."""
 
 
 class Scheduler:
@@ -128,20 +141,22 @@ class Scheduler:
         """Sequences whose blocks are in the CPU pool, or on their way there or back."""
         return len(self._table.swapped) + len(self._table.arriving)
 
-    def hash_prompt(self, request: Request) -> PromptKeys | None:
-        """Return what `add_request` takes to keep the lock for less time.
+    def prepare_prompt(self, request: Request) -> PreparedPrompt:
+        """Do the part of `add_request` that takes long. May be called from any thread.
 
-        May be called from any thread.
+        Raises InvalidRequestError.
         """
-        return self._kv.hash_prompt(request)
+        token_ids = self._admission.read_prompt(request)
+        return PreparedPrompt(token_ids, self._kv.hash_prompt(request, token_ids))
 
-    def add_request(self, request: Request, *, keys: PromptKeys | None = None) -> None:
+    def add_request(self, request: Request, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request. Raises CapacityError, InvalidRequestError or OverloadedError."""
         if request.id in self._table.requests:
             raise InvalidRequestError(f"A request with id {request.id!r} is being served.")
+        prompt, keys = prepared or self.prepare_prompt(request)
         self._admission.check_request(request)
         active = ActiveRequest(
-            request, arrival=self._num_arrivals, max_model_len=self._max_model_len
+            request, prompt=prompt, arrival=self._num_arrivals, max_model_len=self._max_model_len
         )
         self._num_arrivals += 1
         if keys is not None:

@@ -1,12 +1,15 @@
 """The scheduler's state of a sequence and of its request."""
 
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.scheduling.fair_queue import Share
 from cluster.scheduling.prefix_cache import BlockKey
 from pagedray.batch import PromptLogprobs
 from pagedray.request import Matcher, Request
+
+if TYPE_CHECKING:
+    from array import array
 
 __all__ = ["ActiveRequest", "Refusal", "Sequence", "SequenceState"]
 
@@ -51,6 +54,7 @@ class ActiveRequest:
         "is_queued",
         "num_cached_tokens",
         "num_unfinished",
+        "prompt",
         "prompt_logprobs",
         "request",
         "sequences",
@@ -60,10 +64,15 @@ class ActiveRequest:
         "token_cost",
     )
 
-    def __init__(self, request: Request, *, arrival: int, max_model_len: int) -> None:
+    def __init__(
+        self, request: Request, *, prompt: "array[int]", arrival: int, max_model_len: int
+    ) -> None:
+        """`prompt` are the tokens of the request's prompt, int32."""
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.request = request
+        self.prompt = prompt
+        """Its sequences share it until they start."""
         self.stop_token_ids = frozenset((*eos_token_ids, *sampling.stop_token_ids))
         self.share = Share[Sequence](request.tenant)
         """Its tenant's share, once it is queued."""
@@ -99,6 +108,7 @@ class Sequence:
         "active",
         "block_ids",
         "cpu_block_ids",
+        "donor_row",
         "has_mask",
         "index",
         "is_prefill",
@@ -157,8 +167,13 @@ class Sequence:
         is_held = index > 0 and not continued
         self.state = SequenceState.HELD if is_held else SequenceState.WAITING
         self.row = -1
-        self.token_ids = [*request.prompt_token_ids, *generated]
-        """All tokens known."""
+        self.donor_row = -1
+        """The row of the sibling that it was forked from, until it starts; -1 is none."""
+        self.token_ids = active.prompt
+        """All tokens known, int32; those of the request as long as there are no others."""
+        if generated:
+            self.own_tokens()
+            self.token_ids.extend(generated)
         self.length = len(self.token_ids)
         """All tokens known or being sampled."""
         self.num_computed = 0
@@ -206,6 +221,11 @@ class Sequence:
         """Leading blocks that gave finite logits."""
         self.next_full = 0
         """Number of tokens at which the next block can be registered; 0 while many are unproven."""
+
+    def own_tokens(self) -> None:
+        """Get a copy of the prompt, to which tokens may be appended."""
+        if self.token_ids is self.active.prompt:
+            self.token_ids = self.active.prompt[:]
 
     def may_end_with(self, token_id: int) -> bool:
         """Return whether `token_id`, the last token, may end the sequence."""

@@ -107,6 +107,7 @@ class SequenceTable:
     def start_sequence(self, sequence: Sequence, state: SequenceState) -> None:
         """Give a waiting or swapped sequence a row."""
         self._queue_of(sequence).remove(sequence)
+        sequence.own_tokens()
         sequence.row = self._free_rows.pop()
         sequence.share.num_rows += 1
         sequence.state = state
@@ -195,6 +196,7 @@ class SequenceTable:
         sequence.length = len(sequence.token_ids)
         sequence.row = -1
         sequence.ready_step = -1
+        sequence.donor_row = -1
         sequence.refusal_number = -1
         if sequence.state is not SequenceState.HELD:
             self._queue_sequence(sequence)

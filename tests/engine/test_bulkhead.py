@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,7 +94,7 @@ def is_marked(argument: object) -> bool:
     match argument:
         case Sequence() | SequenceStart():
             return MARKED_TOKEN in argument.token_ids
-        case list():
+        case list() | array():
             return MARKED_TOKEN in argument
         case _:
             return False

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepOutput, StepPlan
 from pagedray.request import FinishReason, Request
 
@@ -208,6 +210,12 @@ class FakeWorker:
     def _start_row(self, start: SequenceStart) -> None:
         assert 0 <= start.row < self.max_num_seqs
         assert len(set(start.block_ids)) == len(start.block_ids)
+        if start.donor_row >= 0:
+            donor = self.rows[start.donor_row]
+            assert start.token_ids == []
+            assert donor.start.seed == start.seed
+            prompt = donor.token_ids[: start.num_prompt_tokens]
+            start = msgspec.structs.replace(start, token_ids=prompt)
         self.rows[start.row] = _Row(start, self.tenants[start.seed])
 
     def _copy_blocks(self, plan: StepPlan) -> None:

@@ -6,6 +6,7 @@ from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig
+from pagedray.errors import InvalidRequestError
 from pagedray.request import Request, SamplingParams
 
 NUM_TOKENS = 6000
@@ -48,15 +49,15 @@ def test_steps_hash_nothing_of_a_prompt_that_was_hashed_before(
 ) -> None:
     scheduler = make_scheduler()
     requests = [make_request("first"), make_request("second")]
-    keys = [scheduler.hash_prompt(request) for request in requests]
+    prompts = [scheduler.prepare_prompt(request) for request in requests]
 
     def fail(*_: object) -> None:
         raise AssertionError("a step hashes")
 
     monkeypatch.setattr(PrefixCache, "key_after", fail)
-    scheduler.add_request(requests[0], keys=keys[0])
+    scheduler.add_request(requests[0], prompts[0])
     assert run(scheduler) == NUM_TOKENS
-    scheduler.add_request(requests[1], keys=keys[1])
+    scheduler.add_request(requests[1], prompts[1])
     # All full blocks but the one with the last token are found.
     assert run(scheduler) == 16
 
@@ -66,26 +67,28 @@ def test_keys_are_those_that_steps_compute() -> None:
     scheduler.add_request(make_request("first"))
     run(scheduler)
     request = make_request("second")
-    scheduler.add_request(request, keys=scheduler.hash_prompt(request))
+    scheduler.add_request(request, scheduler.prepare_prompt(request))
     assert run(scheduler) == 16
 
 
 def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
     scheduler = make_scheduler()
     first, second = make_request("first"), make_request("second")
-    keys = scheduler.hash_prompt(second)
+    prompt = scheduler.prepare_prompt(second)
     scheduler.add_request(first)
     plan = scheduler.schedule()
     assert plan is not None
     # Its logits are not finite, so its blocks are found by nobody.
     scheduler.update(StepOutput(plan.step, [-1]))
     scheduler.acknowledge(plan.step)
-    scheduler.add_request(second, keys=keys)
+    scheduler.add_request(second, prompt)
     assert run(scheduler) == NUM_TOKENS
     again = make_request("again")
     scheduler.add_request(again)
     assert run(scheduler) == 16
 
 
-def test_prompt_with_an_invalid_token_is_left_to_admission() -> None:
-    assert make_scheduler().hash_prompt(make_request("bad", token_id=2**40)) is None
+@pytest.mark.parametrize("token_id", [2**31, -1])
+def test_prompt_with_an_invalid_token_is_rejected(token_id: int) -> None:
+    with pytest.raises(InvalidRequestError, match="Token ids must be from 0 to 2147483647"):
+        make_scheduler().prepare_prompt(make_request("bad", token_id=token_id))

@@ -1,3 +1,5 @@
+from array import array
+
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence
@@ -27,7 +29,9 @@ def make_sequences(num_tokens: int, *, n: int = 1, tenant: str = "") -> list[Seq
         seed=0,
         tenant=tenant,
     )
-    return ActiveRequest(request, arrival=0, max_model_len=100).sequences
+    return ActiveRequest(
+        request, prompt=array("i", request.prompt_token_ids), arrival=0, max_model_len=100
+    ).sequences
 
 
 def run_prompt(kv: KvManager, sequence: Sequence) -> None:

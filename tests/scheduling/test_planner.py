@@ -133,7 +133,7 @@ def test_swapped_sequence_runs_only_after_its_blocks_are_back() -> None:
     while not (plan := harness.schedule()) or not plan.swap_ins:
         harness.settle()
     victim = harness.sequences[1]
-    assert plan.starts[0].token_ids == victim.token_ids
+    assert plan.starts[0].token_ids == list(victim.token_ids)
     assert plan.starts[0].block_ids == [copy.target for copy in plan.swap_ins]
     row = victim.row
     assert row not in [sequence.row for sequence in plan.sequences]
@@ -154,7 +154,7 @@ def test_recomputed_sequence_starts_again_with_all_its_tokens() -> None:
     assert victim.state is SequenceState.WAITING
     while not (plan := harness.schedule()) or not plan.starts:
         harness.settle()
-    assert plan.starts[0].token_ids == victim.token_ids
+    assert plan.starts[0].token_ids == list(victim.token_ids)
     assert plan.starts[0].num_prompt_tokens == 6
     harness.drain()
 

@@ -1,3 +1,5 @@
+from array import array
+
 from cluster.scheduling.policy import (
     MAX_PREEMPTIONS,
     choose_victim,
@@ -15,7 +17,9 @@ def make_sequence(*, arrival: int, priority: int = 0) -> Sequence:
         seed=0,
         priority=priority,
     )
-    return ActiveRequest(request, arrival=arrival, max_model_len=100).sequences[0]
+    return ActiveRequest(
+        request, prompt=array("i", request.prompt_token_ids), arrival=arrival, max_model_len=100
+    ).sequences[0]
 
 
 def make_queue(*sequences: Sequence) -> SequenceQueue:

@@ -1,5 +1,7 @@
 """Sequences without room for their blocks, whose cached prefix is not looked up at every step."""
 
+from array import array
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -38,7 +40,9 @@ def make_sequence(token_ids: tuple[int, ...]) -> Sequence:
     request = Request(
         id="r", prompt_token_ids=token_ids, sampling=SamplingParams(max_tokens=99), seed=0
     )
-    return ActiveRequest(request, arrival=0, max_model_len=100).sequences[0]
+    return ActiveRequest(
+        request, prompt=array("i", request.prompt_token_ids), arrival=0, max_model_len=100
+    ).sequences[0]
 
 
 def compute(kv: KvManager, sequence: Sequence) -> None:

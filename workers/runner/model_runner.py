@@ -9,12 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from pagedray.batch import StepMasks, StepOutput, StepPlan
 from pagedray.rank_progress import Phase, ProgressWord
 from workers.device_event import DeviceEvent, record_event
 from workers.models.step_attention import CachedAttention
+from workers.runner.prompts import Prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,6 +122,7 @@ class ModelRunner:
         self._piece_graphs = piece_graphs
         self._batch = batch
         self._sampler = sampler
+        self._prompts = Prompts()
 
     @property
     def attention_providers(self) -> dict[str, dict[str, int]]:
@@ -147,6 +150,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Launch the step of a plan; on a GPU, return before its kernels have run."""
         self._progress.enter(Phase.PREPARING)
+        if plan.starts:
+            plan = msgspec.structs.replace(plan, starts=self._prompts.complete_starts(plan.starts))
         for start in plan.starts:
             self._sampler.start(start)
         self._batch.apply_plan(plan)
