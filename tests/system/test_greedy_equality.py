@@ -78,7 +78,13 @@ def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth, block_siz
 
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_prefix_hit_changes_nothing(truth: Truth, block_size: int) -> None:
-    with local_llm(truth.folder, block_size=block_size, num_blocks=256, max_num_seqs=1) as llm:
+    with local_llm(
+        truth.folder,
+        block_size=block_size,
+        num_blocks=256,
+        max_num_seqs=1,
+        max_model_len=LONGEST,
+    ) as llm:
         first = generated(llm, truth.prompts)
         again = generated(llm, truth.prompts)
         num_hit_tokens = llm.stats().scheduler.num_hit_tokens
