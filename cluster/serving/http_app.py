@@ -9,6 +9,7 @@ from cluster.serving.anthropic.endpoints import anthropic_endpoints
 from cluster.serving.http.app import HttpApp
 from cluster.serving.openai.endpoints import openai_endpoints
 from cluster.serving.openai.score_endpoints import score_endpoints
+from cluster.serving.responses.endpoints import responses_endpoints
 
 if TYPE_CHECKING:
     from cluster.serving.http.allowed_hosts import AllowedHosts
@@ -35,6 +36,7 @@ def build_http_app(
         *openai_endpoints(servicer),
         *score_endpoints(servicer),
         *anthropic_endpoints(servicer),
+        *responses_endpoints(servicer),
         *server_endpoints(servicer),
     )
     if read_timeout_s is None:

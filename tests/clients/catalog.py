@@ -19,5 +19,7 @@ class Program:
 PROGRAMS = (
     Program("anthropic_messages", ("anthropic",)),
     Program("guidellm_benchmark", ("guidellm",)),
+    Program("openai_agents", ("openai-agents",)),
+    Program("openai_responses", ("openai",)),
     Program("lm_eval_tasks", ("lm-eval[api]", "transformers")),
 )

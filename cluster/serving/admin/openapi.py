@@ -29,6 +29,8 @@ from cluster.serving.openai.messages import (
 )
 from cluster.serving.openai.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from cluster.serving.responses.items import ITEMS, ItemPart
+from cluster.serving.responses.responses_body import FunctionTool, ResponsesBody, TextConfig
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
@@ -45,11 +47,16 @@ _BODIES: tuple[type[Body], ...] = (
     EmbeddingBody,
     MessagesBody,
     RerankBody,
+    ResponsesBody,
     ScoreBody,
     TokenizeBody,
 )
 _PARTS: tuple[type[BodyPart], ...] = (
     *BLOCKS.values(),
+    *ITEMS.values(),
+    FunctionTool,
+    ItemPart,
+    TextConfig,
     AnthropicTool,
     OutputConfig,
     OutputFormat,

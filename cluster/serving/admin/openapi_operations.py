@@ -78,6 +78,17 @@ OPERATIONS = (
         errors=_GENERATION_ERRORS,
     ),
     ApiOperation(
+        id="createResponse",
+        method="POST",
+        path="/v1/responses",
+        tag="OpenAI",
+        summary="Generate a response in the format of OpenAI's Responses API. Nothing is stored.",
+        response_text="The response; with stream = true, its events as server-sent events.",
+        contents=((_JSON, "Anything"), (_EVENTS, "")),
+        body="ResponsesBody",
+        errors=_GENERATION_ERRORS,
+    ),
+    ApiOperation(
         id="createMessage",
         method="POST",
         path="/v1/messages",

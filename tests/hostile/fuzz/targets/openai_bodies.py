@@ -13,6 +13,7 @@ from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.score_body import RerankBody, ScoreBody
+from cluster.serving.responses.responses_body import ResponsesBody
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from tests.hostile.fuzz.target import Target
@@ -28,7 +29,7 @@ def run(data: bytes) -> None:
     """Return an input or an InvalidRequestError, for an endpoint that the first byte selects."""
     if not data:
         return
-    kind, raw = data[0] % 9, data[1:]
+    kind, raw = data[0] % 10, data[1:]
     try:
         if kind == 0:
             _check(_read(CompletionBody, raw).to_input("a"))
@@ -59,6 +60,11 @@ def run(data: bytes) -> None:
             tools = finish(message.tool_use("hermes"))
             given = message.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
             _check(finish(given))
+        elif kind == 8:
+            response = _read(ResponsesBody, raw)
+            tools = finish(response.tool_use("hermes"))
+            asked = response.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
+            _check(finish(asked))
         else:
             counted = _read(CountBody, raw)
             tools = finish(counted.tool_use("hermes"))
@@ -99,7 +105,28 @@ def _message_seeds() -> tuple[bytes, ...]:
         "output_config": {"effort": "low"},
     }
     whole = {**counted, "max_tokens": 2, "stop_sequences": ["zz"], "top_k": 3, "stream": True}
-    return b"\x07" + json.dumps(whole).encode(), b"\x08" + json.dumps(counted).encode()
+    return b"\x07" + json.dumps(whole).encode(), b"\x09" + json.dumps(counted).encode()
+
+
+def _response_seeds() -> tuple[bytes, ...]:
+    """Return bodies of OpenAI's Responses API."""
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]}
+    part = {"type": "output_text", "text": "x", "annotations": []}
+    said = {"role": "assistant", "content": [part]}
+    body = {
+        "model": "m",
+        "instructions": "x",
+        "input": [{"role": "user", "content": "x"}, thought, said, call, output],
+        "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "look"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "reasoning": {"effort": "low"},
+        "max_output_tokens": 2,
+        "stream": True,
+    }
+    return (b"\x08" + json.dumps(body).encode(),)
 
 
 def _seeds() -> tuple[bytes, ...]:
@@ -112,10 +139,14 @@ def _seeds() -> tuple[bytes, ...]:
         "/rerank": 5,
         "/score": 6,
     }
-    return _message_seeds() + tuple(
-        bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
-        for kind, bodies in json_bodies("m").items()
-        for body in bodies
+    return (
+        _message_seeds()
+        + _response_seeds()
+        + tuple(
+            bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
+            for kind, bodies in json_bodies("m").items()
+            for body in bodies
+        )
     )
 
 

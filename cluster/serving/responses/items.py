@@ -1,0 +1,253 @@
+"""The input of OpenAI's Responses API: a text, or a list of messages, tool calls and results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
+
+from cluster.serving.http.schema import BodyPart, named_schema, read_part
+from cluster.serving.json_body import check_counts
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.serving.intake.steps import Steps
+
+__all__ = ["ITEMS", "ItemPart", "read_items"]
+
+_STEP_ITEMS = 64
+_MAX_ID_LENGTH = 128
+
+
+def _copied() -> Any:  # Any: a pydantic field
+    return Field(None, description="Ignored; clients copy it from responses.")
+
+
+class ItemPart(BodyPart):
+    """A part of a message's text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = _copied()
+    logprobs: Any = _copied()
+    prompt_cache_breakpoint: Any = Field(None, description="Ignored; prefixes are cached anyway.")
+
+
+class MessageItem(BodyPart):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Any = Field(  # Any: read where it is used
+        json_schema_extra={
+            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
+        }
+    )
+    id: Any = _copied()
+    status: Any = _copied()
+    phase: Any = _copied()
+
+
+class FunctionCallItem(BodyPart):
+    """A tool call of the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    name: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    arguments: str = Field(description="A JSON object as a string.")
+    id: Any = _copied()
+    status: Any = _copied()
+    caller: Any = _copied()
+
+
+class FunctionOutputItem(BodyPart):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    output: Any = Field(  # Any: read where it is used
+        json_schema_extra={
+            "anyOf": [{"type": "string"}, {"type": "array", "items": named_schema("ItemPart")}]
+        }
+    )
+    id: Any = _copied()
+    status: Any = _copied()
+    caller: Any = _copied()
+
+
+class ReasoningItem(BodyPart):
+    """What the model thought; the chat template decides whether it is read."""
+
+    type: Literal["reasoning"]
+    content: Any = Field(  # Any: read where it is used
+        None, json_schema_extra={"type": "array", "items": {"type": "object"}}
+    )
+    summary: Any = _copied()
+    encrypted_content: Any = _copied()
+    id: Any = _copied()
+    status: Any = _copied()
+
+
+_Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+ITEMS: Mapping[str, type[_Item]] = {
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class _Turns:
+    """Collects messages; what the assistant says, thinks and calls in a row is one of them."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[MessageToolCall] = []
+        self._is_open = False
+
+    def add(self, message: ChatMessage) -> None:
+        """Add a message of another role."""
+        self.end()
+        self.messages.append(message)
+
+    def say(self, text: str) -> None:
+        if self._texts or self._calls:
+            self.end()
+        self._is_open = True
+        self._texts.append(text)
+
+    def think(self, text: str) -> None:
+        if self._texts or self._calls:
+            self.end()
+        if text:
+            self._is_open = True
+            self._thoughts.append(text)
+
+    def call(self, call: MessageToolCall) -> None:
+        self._is_open = True
+        self._calls.append(call)
+
+    def end(self) -> None:
+        """End the assistant's turn, if it is open."""
+        if self._is_open:
+            reasoning = "".join(self._thoughts) if self._thoughts else None
+            text, calls = "".join(self._texts), tuple(self._calls)
+            self.messages.append(
+                ChatMessage("assistant", text, tool_calls=calls, reasoning=reasoning)
+            )
+        self._texts, self._thoughts, self._calls = [], [], []
+        self._is_open = False
+
+
+def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
+    """Return the messages for the chat template. Raises InvalidRequestError."""
+    if isinstance(given, str):
+        return (ChatMessage("user", given),)
+    if not isinstance(given, list) or not given:
+        raise InvalidRequestError(
+            "input must be a string or a list of items that is not empty.", param="input"
+        )
+    items: list[_Item] = []
+    for index, one in enumerate(given):
+        if index % _STEP_ITEMS == 0:
+            yield
+        items.append(_item_of(one, f"input.{index}"))
+    arguments = "".join(one.arguments for one in items if isinstance(one, FunctionCallItem))
+    yield from check_counts(arguments.encode("utf-8", "surrogatepass"), "The arguments of calls")
+    turns = _Turns()
+    for index, item in enumerate(items):
+        if index % _STEP_ITEMS == 0:
+            yield
+        _add_item(item, turns, f"input.{index}")
+    turns.end()
+    return tuple(turns.messages)
+
+
+def _add_item(item: _Item, turns: _Turns, where: str) -> None:
+    if isinstance(item, MessageItem):
+        text = _text_of(item.content, f"{where}.content")
+        if item.role == "assistant":
+            turns.say(text)
+        else:
+            turns.add(ChatMessage("system" if item.role == "developer" else item.role, text))
+    elif isinstance(item, FunctionCallItem):
+        turns.call(_call_of(item, where))
+    elif isinstance(item, FunctionOutputItem):
+        _check_id(item.call_id, f"{where}.call_id")
+        text = _text_of(item.output, f"{where}.output")
+        turns.add(ChatMessage("tool", text, tool_call_id=item.call_id))
+    else:
+        turns.think(_thoughts_of(item.content, f"{where}.content"))
+
+
+def _item_of(given: object, where: str) -> _Item:
+    kind = given.get("type") or "message" if isinstance(given, dict) else None
+    part = ITEMS.get(kind) if isinstance(kind, str) else None
+    if part is None:
+        shown = kind[:40] if isinstance(kind, str) and kind.isidentifier() else "this kind"
+        raise InvalidRequestError(
+            f"{where} is not supported: items of {shown}; the model reads "
+            f"{', '.join(sorted(ITEMS))}.",
+            param=where,
+        )
+    return read_part(part, given, where)
+
+
+def _text_of(given: object, where: str) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
+    return "".join(_part_text(one, f"{where}.{index}") for index, one in enumerate(given))
+
+
+def _part_text(given: object, where: str) -> str:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
+        raise InvalidRequestError(
+            f"{where} is not supported: {kind} parts need a model that reads more than text.",
+            param=where,
+        )
+    return read_part(ItemPart, given, where).text
+
+
+def _thoughts_of(given: object, where: str) -> str:
+    if given is None:
+        return ""
+    texts = [one.get("text") if isinstance(one, dict) else None for one in _list_of(given, where)]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"{where} must have parts with a text.", param=where)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _list_of(given: object, where: str) -> Sequence[object]:
+    if isinstance(given, list):
+        return given
+    raise InvalidRequestError(f"{where} must be a list.", param=where)
+
+
+def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
+    _check_id(item.call_id, f"{where}.call_id")
+    _check_id(item.name, f"{where}.name")
+    try:
+        arguments = from_json(item.arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.arguments"
+        raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
+    return MessageToolCall(id=item.call_id, name=item.name, arguments=arguments)
+
+
+def _check_id(text: str, param: str) -> None:
+    if not 0 < len(text) <= _MAX_ID_LENGTH:
+        raise InvalidRequestError(
+            f"{param} must have 1 to {_MAX_ID_LENGTH} characters.", param=param
+        )

@@ -1,0 +1,289 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
+from cluster.serving.inputs import ChatPrompt, GenerationInput
+from cluster.serving.json_text import json_text
+from cluster.serving.openai.chat_body import MAX_MESSAGES
+from cluster.serving.openai.generation_body import bounds
+from cluster.serving.openai.parameters import IGNORED
+from cluster.serving.openai.template_arguments import Effort, TemplateArguments
+from cluster.serving.responses.items import ITEMS, read_items
+from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.tools.tool import MAX_TOOLS, Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+
+if TYPE_CHECKING:
+    from cluster.serving.intake.steps import Steps
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+
+__all__ = ["FunctionTool", "ResponsesBody", "TextConfig"]
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class FunctionTool(BodyPart):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+    description: str | None = None
+    parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
+    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
+    defer_loading: Literal[False] = False
+
+
+class NamedTool(BodyPart):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(BodyPart):
+    """Sets `reasoning_effort` of the chat template."""
+
+    effort: Effort | None = None
+    summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
+    generate_summary: Any = Field(None, description="Ignored; thoughts are not summarized.")
+
+
+class TextFormat(BodyPart):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")  # Any: a JSON schema
+    strict: bool | None = None
+
+
+class TextConfig(BodyPart):
+    """How the text is written."""
+
+    format: Any = Field(  # Any: nulls in the schema are values
+        None,
+        description="`text`, `json_object`, or `json_schema` with a name and a schema.",
+        json_schema_extra={"type": "object"},
+    )
+    verbosity: Any = Field(None, description="Ignored; a hint for models of OpenAI.")
+
+
+class ResponsesBody(Body):
+    """A conversation for the model to continue."""
+
+    defaults: ClassVar[Defaults] = {
+        "background": (False,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    ignored: ClassVar[Mapping[str, str]] = {
+        **{
+            name: IGNORED[name]
+            for name in (
+                "metadata",
+                "prompt_cache_key",
+                "prompt_cache_retention",
+                "safety_identifier",
+                "service_tier",
+                "store",
+                "user",
+            )
+        },
+        "max_tool_calls": "OpenAI's own tools are not available",
+        "prompt_cache_options": IGNORED["prompt_cache_key"],
+        "stream_options": "streams are not obfuscated",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        "background": "the response is the answer to the request",
+        "conversation": "responses are not stored; send the earlier items as input",
+        "previous_response_id": "responses are not stored; send the earlier items as input",
+        "prompt": "prompts are not stored; send instructions and input",
+        "top_logprobs": "use /v1/chat/completions",
+        "truncation": "shorten the input instead",
+    }
+    max_entries: ClassVar[Mapping[str, int]] = {"input": MAX_MESSAGES, "tools": MAX_TOOLS}
+    with_nulls: ClassVar[frozenset[str]] = frozenset(("reasoning",))
+
+    model: str
+    input: Any = Field(  # Any: read where it is used
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {"anyOf": [named_schema(part.__name__) for part in ITEMS.values()]},
+                    "minItems": 1,
+                    "maxItems": MAX_MESSAGES,
+                },
+            ]
+        }
+    )
+    instructions: str | None = Field(None, description="A first message of the system.")
+    max_output_tokens: int | None = bounds(1)
+    temperature: float | None = bounds(0, 100)
+    top_p: float | None = bounds(0, 1)
+    tools: Any = Field(  # Any: read separately, which keeps nulls in schemas
+        None,
+        json_schema_extra={
+            "type": "array",
+            "items": named_schema("FunctionTool"),
+            "maxItems": MAX_TOOLS,
+        },
+    )
+    tool_choice: Any = Field(  # Any: a string or an object
+        None,
+        json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+    )
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning | None = None
+    text: Any = Field(None, json_schema_extra=named_schema("TextConfig"))  # Any: as its format
+    include: Any = Field(  # Any: only known strings
+        None,
+        description="Ignored, but for log-probabilities, which are refused.",
+        json_schema_extra={"type": "array", "items": {"type": "string"}},
+    )
+    stream: bool = False
+
+    def check_fields(self) -> None:
+        if self.include is None:
+            return
+        if not isinstance(self.include, list) or _LOGPROBS in self.include:
+            raise InvalidRequestError(
+                f"include must be a list, and {_LOGPROBS} is not supported: use "
+                "/v1/chat/completions.",
+                param="include",
+            )
+
+    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
+        """Return how the call uses tools. Raises InvalidRequestError."""
+        tools: list[Tool] = []
+        if self.tools is not None and not isinstance(self.tools, list):
+            raise InvalidRequestError("tools must be a list.", param="tools")
+        for index, one in enumerate(self.tools or ()):
+            yield
+            tools.append(_tool_of(one, f"tools.{index}"))
+        return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
+
+    def to_input(
+        self,
+        client_id: str | None,
+        tools: ToolUse,
+        *,
+        known_variables: frozenset[str],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[GenerationInput]:
+        """Return the input of the call. Raises InvalidRequestError."""
+        messages = yield from read_items(self.input)
+        if self.instructions:
+            messages = (ChatMessage("system", self.instructions), *messages)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        variables = TemplateArguments(None, effort).variables(known_variables, note_ignored)
+        sampling: dict[str, object] = {}
+        for name in ("temperature", "top_p"):
+            if getattr(self, name) is not None:
+                sampling[name] = getattr(self, name)
+        if self.max_output_tokens is not None:
+            sampling["max_tokens"] = self.max_output_tokens
+        structure = self._structure(tools)
+        forced = yield from tools.forced_structure()
+        if forced is not None or structure is not None:
+            sampling["structure"] = structure if forced is None else forced
+        return GenerationInput(
+            prompts=(ChatPrompt(messages, tools.for_template, variables=variables),),
+            sampling=sampling,
+            model=self.model,
+            client_id=client_id,
+            # Some models mark a call with special tokens.
+            skips_special_tokens=not tools.is_read,
+        )
+
+    def echoed(self) -> dict[str, object]:
+        """Return the parameters that a response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {
+                "effort": None if self.reasoning is None else self.reasoning.effort,
+                "summary": None,
+            },
+            "temperature": self.temperature,
+            "text": self.text or {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_p": self.top_p,
+            "truncation": "disabled",
+        }
+
+    def _choice(self, *, has_tools: bool) -> ToolChoice:
+        given, is_parallel = self.tool_choice, self.parallel_tool_calls
+        if given is None:
+            given = "auto" if has_tools else "none"
+        if isinstance(given, dict):
+            named = read_part(NamedTool, given, "tool_choice")
+            return ToolChoice(kind="named", name=named.name, is_parallel=is_parallel)
+        if given == "none" or given == "auto" or given == "required":
+            return ToolChoice(kind=given, is_parallel=is_parallel)
+        raise InvalidRequestError(
+            "tool_choice must be none, auto, required or a named function.", param="tool_choice"
+        )
+
+    def _structure(self, tools: ToolUse) -> Structure | None:
+        if self.text is None:
+            return None
+        if not isinstance(self.text, dict):
+            raise InvalidRequestError("text must be an object.", param="text")
+        given, param = self.text.get("format"), "text.format"
+        kept = {name: one for name, one in self.text.items() if name != "format"}
+        read_part(TextConfig, kept, "text")
+        if given is None:
+            return None
+        schema = given.get("schema") if isinstance(given, dict) else None
+        read = read_part(
+            TextFormat, {**given, "schema": {}} if schema is not None else given, param
+        )
+        if read.type == "text":
+            return None
+        if tools.is_read:
+            raise InvalidRequestError(
+                f"{param} and tools cannot be used together; set tool_choice = none.", param=param
+            )
+        if read.type == "json_object":
+            return Structure(kind="json_object")
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                f"{param}.schema must be a JSON Schema.", param=f"{param}.schema"
+            )
+        text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
+        return Structure(kind="json_schema", text=text)
+
+
+def _tool_of(given: object, where: str) -> Tool:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(given, dict) and kind != "function" and kind is not None:
+        raise InvalidRequestError(
+            f"{where}.type must be function: OpenAI's own tools are not available.",
+            param=f"{where}.type",
+        )
+    schema = given.get("parameters") if isinstance(given, dict) else None
+    # Nulls in the schema are values.
+    kept = {**given, "parameters": {}} if isinstance(given, dict) and schema else given
+    read = read_part(FunctionTool, kept, where)
+    if schema is not None and not isinstance(schema, dict):
+        param = f"{where}.parameters"
+        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
+    tool = Tool(name=read.name, description=read.description, parameters=schema)
+    tool.check_limits(where)
+    return tool

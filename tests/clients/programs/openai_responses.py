@@ -1,0 +1,59 @@
+"""The openai package's Responses API: whole, streamed, tools, a schema, errors."""
+
+import json
+import sys
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+ASKED = {"model": "tiny-llama", "input": "What does Queue.put do?", "temperature": 0}
+
+
+def main(url: str, folder: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    whole = client.responses.create(**ASKED, max_output_tokens=24)
+    assert whole.output_text, whole
+    with client.responses.stream(**ASKED, max_output_tokens=24) as stream:
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
+    assert text == whole.output_text
+    forced = client.responses.create(
+        **ASKED, max_output_tokens=120, tools=[TOOL], tool_choice="required"
+    )
+    call = forced.output[0]
+    assert call.type == "function_call", forced
+    assert set(json.loads(call.arguments)) == {"city"}
+    items = [{"role": "user", "content": ASKED["input"]}, call.model_dump(exclude_none=True)]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "Rain."})
+    answer = client.responses.create(**{**ASKED, "input": items}, max_output_tokens=8)
+    assert answer.status in ("completed", "incomplete")
+    schema = {"type": "json_schema", "name": "city", "schema": TOOL["parameters"], "strict": True}
+    written = client.responses.create(**ASKED, max_output_tokens=120, text={"format": schema})
+    assert set(json.loads(written.output_text)) == {"city"}
+    check_refusal(client)
+
+
+def check_refusal(client: openai.OpenAI) -> None:
+    """Ask for an earlier response, of which none is stored."""
+    try:
+        client.responses.create(**ASKED, previous_response_id="resp_1")
+    except openai.BadRequestError as error:
+        if error.param == "previous_response_id":
+            return
+    raise AssertionError("previous_response_id was not refused")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

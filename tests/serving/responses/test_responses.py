@@ -1,0 +1,191 @@
+"""OpenAI's Responses API: what the model reads, what clients get, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseStreamEvent,
+)
+from pydantic import TypeAdapter
+
+from cluster.serving.text.tokenizer import Tokenizer
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TEMPLATE = (
+    "{# <tool_call> #}"
+    "{% if tools %}[{{ tools | map(attribute='function.name') | join }}]{% endif %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }} {% endif %}"
+    "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }})"
+    "{{ message.tool_call_id }}={{ message.content }}"
+    "{% for call in message.tool_calls or [] %}!{{ call.function.name }}"
+    "{{ call.function.arguments }}{% endfor %};{% endfor %}>"
+)
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": None}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
+USE = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "id": "fc_1"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "5"}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that calls tools, whose template writes all that it gets."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+        yield server
+
+
+@pytest.fixture
+def client(tool_server: Server) -> Iterator[openai.OpenAI]:
+    tool_server.engine.reset()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def say(server: Server, text: str) -> None:
+    """Let the model write a text and end."""
+    token_ids = [*server.tokenizer.encode(text, add_special_tokens=False), 1]
+    server.engine.script = lambda request, index: token_ids
+
+
+def posted(server: Server, given: dict[str, Any]) -> httpx.Response:  # Any: JSON, here and below
+    body = {"model": "tiny", "max_output_tokens": 8, "input": "hi"} | given
+    return httpx.post(f"{server.url}/v1/responses", json=body, timeout=20)
+
+
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "user()=hi;>"),
+    ({"instructions": "Be brief."}, "system()=Be brief.;user()=hi;>"),
+    ({"tools": [TOOL]}, "[look]user()=hi;>"),
+    ({"reasoning": {"effort": "low", "summary": "auto"}}, "low user()=hi;>"),
+    ({"input": [{"role": "developer", "content": "A"},
+                {"role": "user", "content": [{"type": "input_text", "text": "B"},
+                                             {"type": "input_text", "text": "C"}]}]},
+     "system()=A;user()=BC;>"),
+    ({"input": [{"role": "user", "content": "x"},
+                {"type": "reasoning", "id": "r", "summary": [],
+                 "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+                 "content": [{"type": "output_text", "text": "ok", "annotations": []}]},
+                USE, OUTPUT]},
+     "user()=x;assistant(hm)=ok!look{};tool()c1=5;>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), PROMPTS)
+def test_template_reads_the_input(tool_server: Server, given: dict[str, Any], text: str) -> None:
+    tool_server.engine.reset()
+    assert posted(tool_server, given).status_code == 200
+    (request,) = tool_server.engine.log.submitted
+    assert tool_server.tokenizer.decode(request.prompt_token_ids) == text
+
+
+def test_response_has_their_shape(tool_server: Server, client: openai.OpenAI) -> None:
+    say(tool_server, "Hello.")
+    response = client.responses.create(model="tiny", input="hi", metadata={"a": "b"}, store=False)
+    Response.model_validate_json(response.model_dump_json())
+    assert (response.output_text, response.status) == ("Hello.", "completed")
+    assert response.usage is not None
+    assert response.usage.output_tokens == len(tool_server.engine.script(None, 0))  # type: ignore[arg-type]  # any request
+    cut = client.responses.create(model="tiny", input="hi", max_output_tokens=2)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_stream_joins_to_the_response(tool_server: Server, client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="tiny", input="hi", max_output_tokens=40)
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    events = list(
+        client.responses.create(model="tiny", input="hi", max_output_tokens=40, stream=True)
+    )
+    for number, event in enumerate(events):
+        adapter.validate_python(event.model_dump())
+        assert event.sequence_number == number
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    with client.responses.stream(model="tiny", input="hi", max_output_tokens=40) as stream:
+        final = [event for event in stream if event.type == "response.incomplete"]
+    assert final[0].response.output_text == text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_tools_are_called(tool_server: Server, client: openai.OpenAI, is_stream: bool) -> None:
+    say(tool_server, f"I look. {CALL}")
+    given: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [TOOL]}
+    if is_stream:
+        with client.responses.stream(**given) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(**given)
+    message, call = response.output
+    assert isinstance(message, ResponseOutputMessage)
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert response.output_text == "I look."
+    assert (call.name, call.arguments) == ("look", '{"a": 1}')
+    again = client.responses.create(
+        model="tiny",
+        input=[
+            {"role": "user", "content": "hi"},
+            *[item.model_dump(exclude_none=True) for item in response.output],
+            {"type": "function_call_output", "call_id": call.call_id, "output": "5"},
+        ],
+    )
+    prompt = tool_server.tokenizer.decode(tool_server.engine.log.submitted[-1].prompt_token_ids)
+    assert prompt.endswith(f"tool(){call.call_id}=5;>")
+    assert again.status == "completed"
+
+
+CASES: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input is required.", "input"),
+    ({"input": []}, "input must be a string or a list of items that is not empty.", "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]},
+     "input.0 is not supported: items of item_reference; the model reads function_call, "
+     "function_call_output, message, reasoning.", "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+     "input.0.content.0 is not supported: input_image parts need a model that reads more than "
+     "text.", "input.0.content.0"),
+    ({"input": [{**USE, "arguments": "[]"}]},
+     "input.0.arguments must be a JSON object as a string.", "input.0.arguments"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: responses are "
+     "not stored; send the earlier items as input.", "previous_response_id"),
+    ({"tools": [{"type": "web_search"}]},
+     "tools.0.type must be function: OpenAI's own tools are not available.", "tools.0.type"),
+    ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",
+     "tools.0.parameters"),
+    ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}},
+     "text.format and tools cannot be used together; set tool_choice = none.", "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}},
+     "text.format.schema must be a JSON Schema.", "text.format.schema"),
+    ({"include": ["message.output_text.logprobs"]},
+     "include must be a list, and message.output_text.logprobs is not supported: use "
+     "/v1/chat/completions.", "include"),
+    ({"max_output_tokens": 0}, "max_output_tokens must be 1 or more, not 0.", "max_output_tokens"),
+    ({"input": "~" * 3000},
+     "input has 3008 tokens, but the context length of 1024 allows at most 1023 and one generated "
+     "token.", "input"),
+    ({"max_tokens": 5}, "max_tokens is not supported.", "max_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text", "param"), CASES)
+def test_bad_input_is_refused(
+    tool_server: Server, given: dict[str, Any], text: str, param: str
+) -> None:
+    tool_server.engine.reset()
+    answer = posted(tool_server, given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"], error["param"]) == (400, text, param)
+    assert tool_server.engine.log.submitted == []
