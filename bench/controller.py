@@ -137,7 +137,7 @@ def main() -> int:
     rows = []
     print("| running sequences | median ms | p90 ms |")
     print("| ---: | ---: | ---: |")
-    for num_sequences in options.sequences or [1, 64, 256]:
+    for num_sequences in options.sequences or [1, 64, 256, 1024]:
         times = sorted(_step_times(num_sequences))
         median, p90 = statistics.median(times), times[len(times) * 9 // 10]
         print(f"| {num_sequences} | {median * 1e3:.3f} | {p90 * 1e3:.3f} |")

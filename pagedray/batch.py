@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A copy of one block from `source` to `target`; the field that holds it implies the pools."""
 
     source: int
@@ -73,7 +73,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
 
 
-class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
+# Plans are never part of a reference cycle, so the garbage collector need not track their parts.
+class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens of one sequence that a step computes."""
 
     row: int
@@ -81,7 +82,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     is_sampled: bool
     """Whether the step samples the next token."""
-    new_block_ids: list[int] = []
+    new_block_ids: tuple[int, ...] = ()
     """Appended to the row's block table before the forward pass."""
 
 

@@ -91,7 +91,7 @@ class PlanDraft:
         """Compute the next `num_tokens` known tokens, and sample after the last."""
         position = sequence.num_computed
         is_sampled = position + num_tokens == sequence.length
-        plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, new_block_ids)
+        plan = SequencePlan(sequence.row, position, num_tokens, is_sampled, tuple(new_block_ids))
         self.budget -= num_tokens
         self.prefilled.append(sequence)
         if num_tokens > 1:

@@ -98,7 +98,7 @@ class Planner:
                 block = self._preemptor.make_room(sequence, draft)
                 if block is None:
                     continue
-                plan = SequencePlan(sequence.row, position, 1, True, [block])
+                plan = SequencePlan(sequence.row, position, 1, True, (block,))
             budget -= 1
             singles.append(plan)
             samples.append(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
@@ -10,6 +11,7 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pagedray.batch import (
@@ -45,7 +47,7 @@ def test_plan_and_output_arrive_as_they_were_sent(listener: StepListener) -> Non
     worker = connect(listener.endpoint, 0, SECRET, 5.0)
     (controller,) = listener.accept(1, SECRET, 5.0)
     start = SequenceStart(3, [1, 2, 3], 3, [7], SamplingParams(logit_bias={5: -1.5}, seed=1), 9, 0)
-    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, [7])], [start], copies=[BlockCopy(1, 2)])
+    plan = StepPlan(4, [SequencePlan(3, 0, 3, True, (7,))], [start], copies=[BlockCopy(1, 2)])
 
     controller.send(plan)
     assert worker.receive(5.0) == plan
@@ -144,3 +146,11 @@ def test_bytes_that_are_no_message_close_the_channel(listener: StepListener, fra
     raw.close()
     worker.close()
     controller.close()
+
+
+def test_parts_of_a_plan_cost_the_garbage_collector_nothing() -> None:
+    plan = StepPlan(4, [SequencePlan(3, 0, 1, True, (7,))], swap_outs=[BlockCopy(1, 2)])
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+    assert received == plan
+    # A step has one for each running sequence.
+    assert not any(map(gc.is_tracked, (*received.sequences, *received.swap_outs)))

@@ -17,6 +17,8 @@ from attention.abstract import AttentionBatch
 from workers.sampling.prompt_logprobs import PromptChunk
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from pagedray.batch import SequencePlan, SequenceStart, StepPlan
@@ -176,7 +178,7 @@ class InputBatch:
             num_likeliest=int(self._num_prompt_logprobs[row]),
         )
 
-    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = self._num_blocks[row]
         self._block_tables[row, first : first + len(block_ids)] = block_ids
         self._num_blocks[row] = first + len(block_ids)
