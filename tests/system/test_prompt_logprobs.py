@@ -93,3 +93,11 @@ def test_sequences_of_a_prompt_share_them(truth: list[torch.Tensor]) -> None:
     params = SamplingParams(n=3, max_tokens=2, seed=1, prompt_logprobs=NUM_LIKELIEST)
     with llm() as model:
         check(model.generate(PROMPTS, params, use_tqdm=False), truth)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_vocabulary_agree(truth: list[torch.Tensor]) -> None:
+    options = {"executor": "ray", "tensor_parallel_size": 2, "max_num_batched_tokens": 16}
+    params = msgspec.structs.replace(PARAMS, max_tokens=3)
+    with llm(**options, max_num_seqs=4) as model:
+        check(model.generate(PROMPTS, params, use_tqdm=False), truth)
