@@ -29,7 +29,7 @@ def main(names: list[str]) -> int:
         return 2
     pythons = {one.name: _environment(one) for one in chosen}
     failed: list[str] = []
-    with ServerProcess(("--executor=local", "--dtype=float32")) as server:
+    with ServerProcess(("--executor=local", "--dtype=float32", "--log-level=warning")) as server:
         for program in chosen:
             script = _PROGRAMS / f"{program.name}.py"
             command = [str(pythons[program.name]), str(script), server.url, str(TINY_LLAMA)]
