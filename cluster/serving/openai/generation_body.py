@@ -146,7 +146,8 @@ class GenerationBody(Body):
     )
     priority: int = Field(
         0,
-        description="Requests with a lower value are served earlier.",
+        description="Requests with a lower value are served earlier, and may take the rows of "
+        "running ones of the same tenant with a higher value.",
         json_schema_extra={"minimum": -(2**31), "maximum": 2**31 - 1},
     )
     stream: bool = False
