@@ -18,6 +18,7 @@ class Program:
 
 PROGRAMS = (
     Program("anthropic_messages", ("anthropic",)),
+    Program("autogen_agent", ("autogen-agentchat", "autogen-ext[openai]")),
     Program("guidellm_benchmark", ("guidellm",)),
     Program("openai_agents", ("openai-agents",)),
     Program("openai_responses", ("openai",)),
