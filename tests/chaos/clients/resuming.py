@@ -39,6 +39,8 @@ class _Progress:
         """The number of the last message; None if the request must be sent, 0 if it has arrived."""
         self.is_aborted = False
         """Whether the client has sent an abort, of which it may not get the response."""
+        self.num_generated: int | None = None
+        """The number of generated tokens, once it was sent; the connection may be cut behind it."""
         self._failed_s: float | None = None
 
     def note_message(self, number: int) -> None:
@@ -67,21 +69,21 @@ class ResumingGrpcFrontend(Frontend):
         progress = _Progress()
         while True:
             try:
-                num_generated = await self._read(call, progress)
+                await self._read(call, progress)
             except grpc.aio.AioRpcError as error:
                 if not _goes_on(error.code(), call, progress):
                     call.record.end(error.code().name + ": " + (error.details() or "")[:120])
                     return
                 await asyncio.sleep(_RETRY_S)
             else:
-                call.record.end("ok", num_generated)
+                call.record.end("ok", progress.num_generated)
                 return
 
     async def close(self) -> None:
         await self._channel.close()  # type: ignore[call-arg]  # grpc-stubs asks for what has a default
 
-    async def _read(self, call: Call, progress: _Progress) -> int | None:
-        """Read from where the client is; return the number of generated tokens."""
+    async def _read(self, call: Call, progress: _Progress) -> None:
+        """Read from where the client is."""
         message, metadata = (
             call.spec.to_message(call.name),
             (("authorization", call.authorization),),
@@ -91,18 +93,17 @@ class ResumingGrpcFrontend(Frontend):
         else:
             message = type(message)(request_id=call.name, resume_from=progress.last)
         method = self._stub.Chat if call.spec.is_chat else self._stub.Generate
-        record, num_generated, is_aborted = call.record, None, False
+        record, is_aborted = call.record, False
         async for answer in method(message, metadata=metadata, timeout=_TIMEOUT_S):
             record.accept()
             progress.note_message(answer.number)
             note_sequences(answer, record)
             if answer.HasField("usage"):
-                num_generated = answer.usage.num_generated_tokens
+                progress.num_generated = answer.usage.num_generated_tokens
             if call.is_to_end and not is_aborted:
                 is_aborted = True
                 # A resumable stream does not end with its connection.
                 await abort(self._stub, call.name, metadata)
-        return num_generated
 
 
 class ResumingHttpFrontend(Frontend):
@@ -163,12 +164,12 @@ class ResumingHttpFrontend(Frontend):
             return await self._follow(answer, call, progress)
 
     async def _follow(self, answer: httpx.Response, call: Call, progress: _Progress) -> bool:
-        record, number, num_generated = call.record, 0, None
+        record, number = call.record, 0
         async for line in answer.aiter_lines():
             if line.startswith("id: "):
                 number = int(line[4:])
             elif line == "data: [DONE]":
-                record.end("ok", num_generated)
+                record.end("ok", progress.num_generated)
                 return True
             elif line.startswith("data: "):
                 event = json.loads(line[6:])
@@ -177,7 +178,7 @@ class ResumingHttpFrontend(Frontend):
                     return True
                 progress.note_message(number)
                 if event.get("usage") is not None:
-                    num_generated = event["usage"]["completion_tokens"]
+                    progress.num_generated = event["usage"]["completion_tokens"]
                 for choice in event["choices"]:
                     note_choice(choice, record)
                 if call.is_to_end:
