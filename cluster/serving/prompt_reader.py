@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.text.literal_tokens import MarkedText
     from cluster.serving.text.text_pool import TextPool
+    from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.config import EngineConfig
 
@@ -53,7 +53,6 @@ class PromptReader:
         self._has_unknown_tokens = tokenizer.vocab_size > self._vocab_size
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
-        self._rendering = threading.Lock()
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -108,7 +107,7 @@ class PromptReader:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
         marked = (
-            await self._text_pool.run_in_thread(tenant, self._render_in_thread, prompt)
+            await self._text_pool.render_in_thread(tenant, functools.partial(self._render, prompt))
             if self._text_pool is not None and _is_long_chat(prompt)
             else self._render(prompt)
         )
@@ -124,12 +123,7 @@ class PromptReader:
             marked=marked if marked.originals else None,
         )
 
-    def _render_in_thread(self, prompt: ChatPrompt) -> MarkedText:
-        # Templates hold the interpreter's lock, for which the event loop would wait behind each.
-        with self._rendering:
-            return self._render(prompt)
-
-    def _render(self, prompt: ChatPrompt) -> MarkedText:
+    def _render(self, prompt: ChatPrompt, pauses: ThreadPauses | None = None) -> MarkedText:
         return self._tokenizer.render_marked_chat(
             prompt.messages,
             tools=prompt.tools,
@@ -137,6 +131,7 @@ class PromptReader:
             continues_final_message=prompt.continues_final_message,
             variables=prompt.variables,
             marks_special_tokens=self._marks_special_tokens,
+            pauses=pauses,
         )
 
     async def _encode(

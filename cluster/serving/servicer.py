@@ -106,7 +106,10 @@ class Servicer:
         self.authenticator = Authenticator() if authenticator is None else authenticator
         if self.authenticator.requires_keys:
             tokenizer.disable_cache()
-        self._text_pool = TextPool() if text_pool is None else text_pool
+        self._calls = OpenCalls()
+        self._text_pool = (
+            TextPool(do_others_wait=self._calls.has_others) if text_pool is None else text_pool
+        )
         self.metrics = Metrics(client, config)
         self.ignored = IgnoredParameters(self.metrics.count_ignored, is_strict=strict_parameters)
         """What HTTP clients send and is ignored."""
@@ -123,7 +126,6 @@ class Servicer:
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
-        self._calls = OpenCalls()
         self.intake = Intake(
             config,
             IntakeLimits() if intake_limits is None else intake_limits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -15,19 +15,22 @@ from tests.serving.conftest import engine_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 
 class CountingPool(TextPool):
-    """Counts what runs in threads."""
+    """Counts what is rendered in threads."""
 
     num_runs = 0
 
-    async def run_in_thread(
-        self, tenant: str, work: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:  # Any: arguments and result of `work`
+    async def render_in_thread(
+        self, tenant: str, render: Callable[[ThreadPauses], Result]
+    ) -> Result:
         self.num_runs += 1
-        return await super().run_in_thread(tenant, work, *args, **kwargs)
+        return await super().render_in_thread(tenant, render)
 
 
 def tool(num_parameters: int) -> dict[str, object]:

@@ -42,13 +42,15 @@ class _Task(Protocol):
 class _Account:
     """The open calls of one tenant, and their sums."""
 
-    __slots__ = ("aborted_s", "by_id", "mean_duration_s", "num_calls", "num_tokens")
+    __slots__ = ("aborted_s", "by_id", "mean_duration_s", "num_calls", "num_open", "num_tokens")
 
     def __init__(self) -> None:
         self.by_id: dict[str, OpenCall] = {}
         self.aborted_s: dict[str, float] = {}
         """When ids of clients and of proxies were aborted, the latest last."""
         self.num_calls = 0
+        self.num_open = 0
+        """Those of the calls that have begun."""
         self.num_tokens = 0
         self.mean_duration_s = _FIRST_DURATION_S
 
@@ -106,6 +108,7 @@ class OpenCall:
             self._account.check_limit(self.tenant, self._account.num_calls - 1)
         self._has_begun = True
         self._open_calls[self] = None
+        self._account.num_open += 1
 
     def leave(self) -> None:
         """Release it unless it has begun; then the caller of `begin` closes it."""
@@ -154,7 +157,9 @@ class OpenCall:
     def close(self) -> None:
         """Release it and remove it from the open calls; idempotent."""
         self.release()
-        self._open_calls.pop(self, None)
+        if self in self._open_calls:
+            del self._open_calls[self]
+            self._account.num_open -= 1
 
     def was_aborted(self, earlier_s: float) -> bool:
         """Return whether its client aborted it before it had its id here.
@@ -190,6 +195,11 @@ class OpenCalls:
 
     def __iter__(self) -> Iterator[OpenCall]:
         return iter(tuple(self._open))
+
+    def has_others(self, tenant_name: str) -> bool:
+        """Return whether a call of another tenant is open."""
+        account = self._accounts.get(tenant_name)
+        return len(self._open) > (0 if account is None else account.num_open)
 
     def enter_call(
         self, tenant: Tenant, *, is_admitted: bool = False, may_resume: bool = False

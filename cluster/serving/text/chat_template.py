@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
+    from cluster.serving.text.thread_pauses import ThreadPauses
+
 __all__ = ["ChatMessage", "ChatTemplate", "MessageToolCall"]
 
 _MAX_REASON_LENGTH = 200
@@ -110,13 +112,15 @@ class ChatTemplate:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         variables: Mapping[str, object] = MappingProxyType({}),
+        pauses: ThreadPauses | None = None,
     ) -> str:
         """Return the prompt for the next turn, or for the rest of the last one.
 
-        `variables` are some of those that the template reads.
+        `variables` are some of those that the template reads. The thread takes the pauses, if any.
 
         Raises InvalidRequestError if the template rejects the messages.
         """
+        self._environment.start_rendering(pauses)
         written = [_for_template(message) for message in messages]
         mark = secrets.token_hex(16) if continues_final_message and written else None
         if mark is None:
@@ -147,7 +151,6 @@ class ChatTemplate:
         *,
         adds_generation_prompt: bool,
     ) -> str:
-        self._environment.start_rendering()
         try:
             return self._template.render(
                 {

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
-from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["LiteralTokens", "MarkedText"]
 
@@ -83,9 +84,11 @@ class LiteralTokens:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, object]],
         variables: Mapping[str, object],
+        *,
+        pauses: ThreadPauses | None = None,
     ) -> MarkedChat:
         """Return a conversation with marks, and the text that each stands for."""
-        marker = _Marker(self._finder)
+        marker = _Marker(self._finder, pauses)
         return MarkedChat(
             messages=[marker.mark_message(message) for message in messages],
             tools=[marker.mark_value(tool) for tool in tools],
@@ -181,9 +184,9 @@ class _TokenFinder:
 class _Marker:
     """Replaces parts of the texts of one conversation by marks."""
 
-    def __init__(self, finder: _TokenFinder) -> None:
+    def __init__(self, finder: _TokenFinder, pauses: ThreadPauses | None) -> None:
         self._finder = finder
-        self._pauses = ThreadPauses()
+        self._pauses = pauses
         self._num_texts = 0
         self._nonce = ""
         self.originals: dict[str, str] = {}
@@ -226,7 +229,7 @@ class _Marker:
 
     def _mark(self, text: str) -> str:
         self._num_texts += 1
-        if self._num_texts % _CHECK_INTERVAL == 0:
+        if self._pauses is not None and self._num_texts % _CHECK_INTERVAL == 0:
             self._pauses.pause_if_due(time.thread_time())
         begin, end = self._finder.part_to_mark(text)
         if begin >= end:

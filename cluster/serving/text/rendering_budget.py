@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from cluster.serving.text.thread_pauses import ThreadPauses
+if TYPE_CHECKING:
+    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["MAX_CPU_S", "MAX_TOTAL", "RenderingBudget", "TemplateLimitError"]
 
@@ -30,11 +32,11 @@ class RenderingBudget(threading.local):
         self._cpu_s = cpu_s
         self.start_rendering()
 
-    def start_rendering(self) -> None:
-        """Count from zero on this thread."""
+    def start_rendering(self, pauses: ThreadPauses | None = None) -> None:
+        """Count from zero on this thread, which takes the pauses, if any."""
         self._num_steps = self._size = 0
         self._end_s = time.thread_time() + self._cpu_s
-        self._pauses = ThreadPauses()
+        self._pauses = pauses
 
     def count_steps(self, num_steps: int = 1) -> None:
         """Count steps of a template. Raises TemplateLimitError if they took too long."""
@@ -45,7 +47,8 @@ class RenderingBudget(threading.local):
         now_s = time.thread_time()
         if now_s > self._end_s:
             raise TemplateLimitError(f"the template takes more than {self._cpu_s:g} s of CPU time")
-        self._pauses.pause_if_due(now_s)
+        if self._pauses is not None:
+            self._pauses.pause_if_due(now_s)
 
     def count_size(self, size: int) -> None:
         """Count characters or elements. Raises TemplateLimitError if there are too many."""

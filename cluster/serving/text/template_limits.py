@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from jinja2.runtime import Context
 
+    from cluster.serving.text.thread_pauses import ThreadPauses
+
 __all__ = ["LimitedEnvironment"]
 
 _CHARACTERS_PER_STEP = 4096
@@ -64,9 +66,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Add or replace a filter."""
         self.filters[name] = self._limited_filter(name, function)
 
-    def start_rendering(self) -> None:
-        """Count from zero on this thread."""
-        self._budget.start_rendering()
+    def start_rendering(self, pauses: ThreadPauses | None = None) -> None:
+        """Count from zero on this thread, which takes the pauses, if any."""
+        self._budget.start_rendering(pauses)
 
     # Any: values of templates, here and below.
     def limited(self, value: Any) -> Any:
@@ -126,6 +128,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             value = left + right
             # The common case, some thousand times for a long conversation.
             if value.__class__ is str:
+                self._budget.count_steps()
                 self._budget.count_size(len(value))
                 return value
             return self.limited(value)

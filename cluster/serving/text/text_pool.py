@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from cluster.serving.intake.turns import Turns
 from cluster.serving.text.text_budgets import TextBudgets
+from cluster.serving.text.thread_pauses import ThreadPauses
 from pagedray.errors import OverloadedError, ShuttingDownError
 from pagedray.thread_priority import lower_priority
 
@@ -35,11 +36,21 @@ class TextPool:
 
     The tenant whose texts have taken the least time comes next, and no tenant has all threads. The
     texts of a tenant that has spent its budget are tokenized at the lowest priority, so that they
-    take no time from the engine on a busy machine.
+    take no time from the engine on a busy machine; its conversations are rendered with long pauses
+    while others wait for tokens.
     """
 
-    def __init__(self, *, num_threads: int = _NUM_THREADS, max_waiting: int = _MAX_WAITING) -> None:
-        """Tenants share `max_waiting` places to wait; even if others have all, one has a few."""
+    def __init__(
+        self,
+        *,
+        num_threads: int = _NUM_THREADS,
+        max_waiting: int = _MAX_WAITING,
+        do_others_wait: Callable[[str], bool] = lambda tenant: True,
+    ) -> None:
+        """Tenants share `max_waiting` places to wait; even if others have all, one has a few.
+
+        `do_others_wait` returns whether anyone but a tenant waits for tokens.
+        """
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-text")
         self._low_threads = ThreadPoolExecutor(
             num_threads,
@@ -47,6 +58,8 @@ class TextPool:
             initializer=lambda: lower_priority(threading.get_native_id(), _NICENESS),
         )
         self._budgets = TextBudgets()
+        self._do_others_wait = do_others_wait
+        self._rendering = threading.Lock()
         self._max_waiting = max_waiting
         self._turns = Turns(num_threads, num_per_tenant=max(1, num_threads - 1))
         self._running: set[asyncio.Future[None]] = set()
@@ -56,7 +69,27 @@ class TextPool:
         self, tenant: str, work: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         """Return the result of `work`. Raises OverloadedError if the tenant's queue is full."""
-        return await self._run(tenant, functools.partial(work, *args, **kwargs), may_be_low=False)
+        await self._take_turn(tenant)
+        return await self._run(tenant, self._threads, functools.partial(work, *args, **kwargs))
+
+    async def render_in_thread(
+        self, tenant: str, render: Callable[[ThreadPauses], Result]
+    ) -> Result:
+        """Return the result of `render`, which holds the interpreter's lock between pauses.
+
+        Raises OverloadedError if the tenant's queue is full.
+        """
+        await self._take_turn(tenant)
+        are_long = self._budgets.is_spent(tenant) and self._do_others_wait(tenant)
+        # The event loop would wait for the interpreter's lock behind each of several renderings.
+        # Those with long pauses take little time, and others need not wait for their end.
+        one_at_a_time = nullcontext() if are_long else self._rendering
+
+        def work() -> Result:
+            with one_at_a_time:
+                return render(ThreadPauses(are_long=are_long))
+
+        return await self._run(tenant, self._threads, work)
 
     async def encode_in_thread(self, tenant: str, encode: Callable[[], Result]) -> Result:
         """Return the result of `encode`, which holds the interpreter's lock for moments only.
@@ -64,9 +97,11 @@ class TextPool:
         At low priority it would otherwise keep other threads waiting for the lock. Raises
         OverloadedError if the tenant's queue is full.
         """
-        return await self._run(tenant, encode, may_be_low=True)
+        await self._take_turn(tenant)
+        is_low = self._budgets.is_spent(tenant)
+        return await self._run(tenant, self._low_threads if is_low else self._threads, encode)
 
-    async def _run(self, tenant: str, work: Callable[[], Result], *, may_be_low: bool) -> Result:
+    async def _take_turn(self, tenant: str) -> None:
         turns = self._turns
         num_waiting = turns.num_waiting(tenant)
         if num_waiting >= max(1, self._max_waiting // max(1, turns.num_tenants)):
@@ -77,14 +112,18 @@ class TextPool:
         if self._is_closed:
             turns.end_turn(tenant, 0.0)
             raise ShuttingDownError
-        is_low = may_be_low and self._budgets.is_spent(tenant)
+
+    async def _run(
+        self, tenant: str, threads: ThreadPoolExecutor, work: Callable[[], Result]
+    ) -> Result:
+        """Run work in the turn of a tenant, which ends with it."""
         timed = _TimedWork(work)
         started_s = time.monotonic()
         try:
-            future = (self._low_threads if is_low else self._threads).submit(timed.run)
+            future = threads.submit(timed.run)
         except RuntimeError:
             # The system has no more threads.
-            turns.end_turn(tenant, 0.0)
+            self._turns.end_turn(tenant, 0.0)
             raise
         self._end_turn_after(future, tenant, started_s, timed)
         return await asyncio.wrap_future(future)
@@ -112,7 +151,7 @@ class TextPool:
             self._turns.end_turn(tenant, time.monotonic() - started_s)
 
         def note_done(_: Future[Result]) -> None:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(end_turn)
 
         future.add_done_callback(note_done)

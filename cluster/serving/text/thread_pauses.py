@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 __all__ = ["ThreadPauses"]
@@ -11,21 +10,24 @@ _WORK_S = 0.0005
 """CPU time between two pauses."""
 _PAUSE_S = 0.0015
 """Enough for most of what other threads do for a token."""
+_LONG_PAUSE_S = 0.01
+"""Several tokens: on a busy machine, what a thread does between pauses delays one of them."""
 
 
 class ThreadPauses:
-    """Lets others run while the thread that made it works, unless that is the main one.
+    """Lets others run while the thread that made it works.
 
     Without pauses, the event loop and the engine would wait five milliseconds whenever they need
     the interpreter's lock, which is several times a token.
     """
 
-    def __init__(self) -> None:
-        self._gives_way = threading.current_thread() is not threading.main_thread()
+    def __init__(self, *, are_long: bool) -> None:
+        """Long pauses leave the thread a twentieth of the time, others a quarter."""
+        self.pause_s = _LONG_PAUSE_S if are_long else _PAUSE_S
         self._next_s = time.thread_time() + _WORK_S
 
     def pause_if_due(self, now_s: float) -> None:
         """Pause if the thread has worked for long; `now_s` is its CPU time."""
-        if self._gives_way and now_s > self._next_s:
+        if now_s > self._next_s:
             self._next_s = now_s + _WORK_S
-            time.sleep(_PAUSE_S)
+            time.sleep(self.pause_s)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.serving.text.chat_template import ChatMessage
+    from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["Tokenizer", "read_tokenizer"]
 
@@ -133,10 +134,11 @@ class Tokenizer:
         adds_generation_prompt: bool = True,
         continues_final_message: bool = False,
         variables: Mapping[str, object] = MappingProxyType({}),
+        pauses: ThreadPauses | None = None,
     ) -> str:
         """Return the prompt of a conversation, with special tokens as text.
 
-        Raises InvalidRequestError.
+        The thread takes the pauses, if any. Raises InvalidRequestError.
         """
         if self._templates is None:
             raise InvalidRequestError(
@@ -148,6 +150,7 @@ class Tokenizer:
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
             variables=variables,
+            pauses=pauses,
         )
 
     @panics_as_errors()
@@ -160,6 +163,7 @@ class Tokenizer:
         continues_final_message: bool = False,
         variables: Mapping[str, object] = MappingProxyType({}),
         marks_special_tokens: bool,
+        pauses: ThreadPauses | None = None,
     ) -> MarkedText:
         """Return what `render_chat` does, if asked for with marks for the messages' special tokens.
 
@@ -167,7 +171,7 @@ class Tokenizer:
         """
         originals: Mapping[str, str] = {}
         if self._literals is not None and marks_special_tokens:
-            marked = self._literals.mark(messages, tools, variables)
+            marked = self._literals.mark(messages, tools, variables, pauses=pauses)
             messages, tools, variables = marked.messages, marked.tools, marked.variables
             originals = marked.originals
         text = self.render_chat(
@@ -176,6 +180,7 @@ class Tokenizer:
             adds_generation_prompt=adds_generation_prompt,
             continues_final_message=continues_final_message,
             variables=variables,
+            pauses=pauses,
         )
         return MarkedText(text, originals)
 

@@ -73,6 +73,43 @@ async def test_a_tenant_that_has_spent_its_budget_is_encoded_at_low_priority(
     assert await pool.encode_in_thread("ben", niceness) == own
 
 
+async def test_a_tenant_that_has_spent_its_budget_pauses_longer_while_others_wait() -> None:
+    waiting: set[str] = set()
+    pool = TextPool(do_others_wait=lambda tenant: bool(waiting - {tenant}))
+
+    async def pause_s(tenant: str) -> float:
+        return await pool.render_in_thread(tenant, lambda pauses: pauses.pause_s)
+
+    usual_s = await pause_s("ann")
+    await pool.run_in_thread("ann", spend)
+    await asyncio.sleep(0)
+    waiting.add("ann")
+    assert await pause_s("ann") == usual_s
+    waiting.add("ben")
+    assert await pause_s("ann") > usual_s
+    assert await pause_s("ben") == usual_s
+    await pool.close()
+
+
+async def test_only_renderings_with_short_pauses_wait_for_one_another(
+    gate: threading.Event,
+) -> None:
+    pool = TextPool()
+    await pool.run_in_thread("ann", spend)
+    await asyncio.sleep(0)
+    running = asyncio.create_task(pool.render_in_thread("ann", lambda _: gate.wait()))
+    await asyncio.sleep(0)
+    assert await pool.render_in_thread("ben", lambda _: "done") == "done"
+    other = asyncio.create_task(pool.render_in_thread("ben", lambda _: gate.wait()))
+    behind = asyncio.create_task(pool.render_in_thread("cid", lambda _: "done"))
+    await asyncio.sleep(0.05)
+    assert not behind.done()
+    gate.set()
+    assert await behind == "done"
+    await asyncio.gather(running, other)
+    await pool.close()
+
+
 async def test_a_long_text_is_tokenized_by_the_thread_of_the_pool_itself(
     pool: TextPool, tokenizer: Tokenizer
 ) -> None:

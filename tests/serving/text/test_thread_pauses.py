@@ -1,18 +1,17 @@
-"""Long work in a thread pauses for others; on the event loop, where it is short, it does not."""
+"""Long work in a thread pauses for others."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.text.thread_pauses import ThreadPauses
 
 if TYPE_CHECKING:
-    import pytest
-
     from cluster.serving.text.tokenizer import Tokenizer
 
 PROPERTIES = {f"<{number}>": {"type": "string"} for number in range(2000)}
@@ -20,22 +19,33 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PROPERTIES
 MESSAGES = [ChatMessage("user", "x")]
 
 
-def test_marking_of_tools_pauses_in_a_thread(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: Counter[int] = Counter()
-    sleep = time.sleep
+@pytest.fixture
+def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each pause of this thread is."""
+    found: list[float] = []
+    own = threading.get_ident()
 
-    def counted_sleep(seconds: float) -> None:
+    def note_sleep(seconds: float) -> None:
         # Threads of earlier tests may sleep as well.
-        pauses[threading.get_ident()] += 1
-        sleep(seconds)
+        if threading.get_ident() == own:
+            found.append(seconds)
 
-    def num_pauses() -> int:
-        tokenizer.render_marked_chat(MESSAGES, tools=TOOLS, marks_special_tokens=True)
-        return pauses[threading.get_ident()]
+    monkeypatch.setattr(time, "sleep", note_sleep)
+    return found
 
-    monkeypatch.setattr(time, "sleep", counted_sleep)
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(num_pauses).result() >= 5
-    assert num_pauses() == 0
+
+def test_marking_of_tools_takes_pauses(tokenizer: Tokenizer, slept_s: list[float]) -> None:
+    tokenizer.render_marked_chat(MESSAGES, tools=TOOLS, marks_special_tokens=True)
+    assert not slept_s
+    pauses = ThreadPauses(are_long=False)
+    tokenizer.render_marked_chat(MESSAGES, tools=TOOLS, marks_special_tokens=True, pauses=pauses)
+    assert len(slept_s) >= 5
+
+
+def test_templates_take_pauses(tokenizer: Tokenizer, slept_s: list[float]) -> None:
+    messages = MESSAGES * 4096
+    tokenizer.render_chat(messages)
+    assert not slept_s
+    tokenizer.render_chat(messages, pauses=ThreadPauses(are_long=True))
+    assert len(slept_s) >= 5
+    assert min(slept_s) > ThreadPauses(are_long=False).pause_s
