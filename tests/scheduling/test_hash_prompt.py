@@ -78,7 +78,7 @@ def test_keys_that_were_renewed_meanwhile_are_not_used() -> None:
     scheduler.add_request(first)
     plan = scheduler.schedule()
     assert plan is not None
-    # Its logits are not finite, so its blocks are found by nobody.
+    # Its logits are not finite, so that no later request may find its blocks.
     scheduler.update(StepOutput(plan.step, [-1]))
     scheduler.acknowledge(plan.step)
     scheduler.add_request(second, prompt)

@@ -1,4 +1,4 @@
-"""Programs written for vLLM's Python API run with ours, or are told what to use instead."""
+"""Programs written for vLLM's Python API run unchanged, or the error names what to use instead."""
 
 from __future__ import annotations
 
