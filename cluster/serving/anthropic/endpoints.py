@@ -9,9 +9,8 @@ from cluster.serving.anthropic.errors import anthropic_error
 from cluster.serving.anthropic.messages_body import CountBody, MessagesBody
 from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
-from cluster.serving.http.kept_response import whole_response
 from cluster.serving.http.schema import renamed
-from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+from cluster.serving.openai.answer import answer_call
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -76,22 +75,7 @@ class _MessagesHandlers:
         except InvalidRequestError as error:
             raise renamed(error, names) from error
         response = MessagesResponse(generation, tools, model=self._servicer.config.model.name)
-        if is_stream:
-            return EventStream(
-                generation.id,
-                response.events(),
-                close=generation.close,
-                take_progress=None if call.continuation is None else generation.follow_progress(),
-            )
-        buffer = self._servicer.buffers.open_buffer(call.tenant.name)
-        try:
-            parts = await unless_disconnected(call.request.receive, response.complete(buffer))
-        except BaseException:
-            buffer.clear()
-            raise
-        finally:
-            generation.close()
-        return whole_response(parts, buffer, headers={"x-request-id": generation.id})
+        return await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
 
     async def count_tokens(self, call: HttpCall) -> Response:
         def read(body: CountBody, _: bytes) -> Steps[TokenizeInput]:

@@ -13,15 +13,15 @@ from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
-from cluster.serving.http.kept_response import whole_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.inputs import EmbeddingInput, GenerationInput
+from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.chat_response import ChatCompletionResponse
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.completion_response import CompletionResponse
 from cluster.serving.openai.embedding_body import EmbeddingBody
-from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+from cluster.serving.openai.event_stream import unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
 from cluster.serving.resume.registry import StreamFormat
@@ -244,22 +244,9 @@ class _OpenAIHandlers:
     ) -> Response:
         if asked.form is not None:
             return self.streams.keep(generation, response, asked.form)
-        if asked.is_stream:
-            return EventStream(
-                generation.id,
-                response.events(),
-                close=generation.close,
-                take_progress=None if call.continuation is None else generation.follow_progress(),
-            )
-        buffer = self._servicer.buffers.open_buffer(call.tenant.name)
-        try:
-            parts = await unless_disconnected(call.request.receive, response.complete(buffer))
-        except BaseException:
-            buffer.clear()
-            raise
-        finally:
-            generation.close()
-        return whole_response(parts, buffer, headers={"x-request-id": generation.id})
+        return await answer_call(
+            self._servicer, call, generation, response, is_stream=asked.is_stream
+        )
 
     def _card(self) -> Json:
         return {

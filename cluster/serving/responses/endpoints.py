@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.serving.http.endpoint import Endpoint, HttpCall
-from cluster.serving.http.kept_response import whole_response
 from cluster.serving.http.schema import renamed
-from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+from cluster.serving.openai.answer import answer_call
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import ResponsesBody
 from pagedray.errors import InvalidRequestError
@@ -60,21 +59,6 @@ def responses_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
             created_s=int(time.time()) if continuation is None else continuation.created_s,
             echoed=echoed,
         )
-        if is_stream:
-            return EventStream(
-                generation.id,
-                response.events(),
-                close=generation.close,
-                take_progress=None if continuation is None else generation.follow_progress(),
-            )
-        buffer = servicer.buffers.open_buffer(call.tenant.name)
-        try:
-            parts = await unless_disconnected(call.request.receive, response.complete(buffer))
-        except BaseException:
-            buffer.clear()
-            raise
-        finally:
-            generation.close()
-        return whole_response(parts, buffer, headers={"x-request-id": generation.id})
+        return await answer_call(servicer, call, generation, response, is_stream=is_stream)
 
     return (Endpoint(method="POST", path="/v1/responses", handler=create, operation="chat"),)

@@ -17,7 +17,7 @@ from cluster.serving.openai.template_arguments import Effort, TemplateArguments
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_tools
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
@@ -166,12 +166,7 @@ class ResponsesBody(Body):
 
     def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
         """Return how the call uses tools. Raises InvalidRequestError."""
-        tools: list[Tool] = []
-        if self.tools is not None and not isinstance(self.tools, list):
-            raise InvalidRequestError("tools must be a list.", param="tools")
-        for index, one in enumerate(self.tools or ()):
-            yield
-            tools.append(_tool_of(one, f"tools.{index}"))
+        tools = yield from read_tools(self.tools, _tool_of)
         return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
 
     def to_input(

@@ -11,14 +11,14 @@ from cluster.serving.tools.tool_calls import list_reader, named_reader, turn_rea
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnReader
     from pagedray.request import Structure
 
-__all__ = ["ToolChoice", "ToolUse"]
+__all__ = ["ToolChoice", "ToolUse", "read_tools"]
 
 _PARAM = "tools"
 
@@ -124,3 +124,19 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools must have unique names.", param=_PARAM)
+
+
+def read_tools(given: object, read_tool: Callable[[object, str], Tool]) -> Steps[list[Tool]]:
+    """Return the tools of a body; `read_tool` reads one, given its place in the body.
+
+    Raises InvalidRequestError.
+    """
+    tools: list[Tool] = []
+    if given is None:
+        return tools
+    if not isinstance(given, list):
+        raise InvalidRequestError("tools must be a list.", param="tools")
+    for index, one in enumerate(given):
+        yield
+        tools.append(read_tool(one, f"tools.{index}"))
+    return tools

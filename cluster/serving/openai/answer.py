@@ -1,0 +1,51 @@
+"""Answers a call that generates: with a stream of events, or once the response is complete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.serving.http.kept_response import whole_response
+from cluster.serving.openai.event_stream import EventStream, unless_disconnected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.responses import Response
+
+    from cluster.serving.http.endpoint import HttpCall
+    from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.servicer import GenerationCall, Servicer
+
+__all__ = ["answer_call"]
+
+
+class _Body(Protocol):
+    """The response in the shape of one API."""
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """Yield server-sent events; an error becomes the last one."""
+
+    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
+        """Return the response once it is complete; its parts are counted in `buffer`."""
+
+
+async def answer_call(
+    servicer: Servicer, call: HttpCall, generation: GenerationCall, body: _Body, *, is_stream: bool
+) -> Response:
+    """Return the HTTP response. Raises PagedRayError if a response that is no stream fails."""
+    if is_stream:
+        return EventStream(
+            generation.id,
+            body.events(),
+            close=generation.close,
+            take_progress=None if call.continuation is None else generation.follow_progress(),
+        )
+    buffer = servicer.buffers.open_buffer(call.tenant.name)
+    try:
+        parts = await unless_disconnected(call.request.receive, body.complete(buffer))
+    except BaseException:
+        buffer.clear()
+        raise
+    finally:
+        generation.close()
+    return whole_response(parts, buffer, headers={"x-request-id": generation.id})
