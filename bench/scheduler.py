@@ -31,7 +31,7 @@ from bench.virtual_cases import (
     throughput_of_preemption,
     wait_behind_large,
 )
-from cluster.scheduling.fair_queue import FairQueue, Share
+from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig

@@ -17,8 +17,8 @@ from cluster.engine.embedding_job import EmbeddingJob
 from cluster.engine.faults.lethal_requests import LethalRequests
 from cluster.engine.stats import EngineStats
 from cluster.engine.step_loop import StepLoop
-from cluster.scheduling.backlog import Backlog
-from cluster.scheduling.fair_queue import FairQueue
+from cluster.scheduling.queues.backlog import Backlog
+from cluster.scheduling.queues.fair_queue import FairQueue
 from cluster.scheduling.stats import SchedulerStats
 from cluster.scheduling.suspects import Suspects
 from pagedray.batch import EmbedPlan

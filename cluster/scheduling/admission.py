@@ -2,8 +2,8 @@
 
 from array import array
 
-from cluster.scheduling.backlog import Backlog
 from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.queues.backlog import Backlog
 from pagedray.errors import CapacityError, InvalidRequestError
 from pagedray.request import Request
 

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.block_pool import BlockPool
-from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.blocks.block_pool import BlockPool
+from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
 from cluster.scheduling.sequence import Refusal, Sequence
 from pagedray.batch import BlockCopy
 from pagedray.request import Request

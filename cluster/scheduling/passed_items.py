@@ -1,6 +1,6 @@
 """Waiting sequences that are passed in one step, out of the queue for as long."""
 
-from cluster.scheduling.fair_queue import FairQueue, Share
+from cluster.scheduling.queues.fair_queue import FairQueue, Share
 from cluster.scheduling.sequence import Sequence
 
 __all__ = ["PassedItems"]

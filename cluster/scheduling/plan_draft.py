@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 
 if TYPE_CHECKING:
-    from cluster.scheduling.fair_queue import Share
+    from cluster.scheduling.queues.fair_queue import Share
     from cluster.scheduling.sequence import Sequence
 
 __all__ = ["PlanDraft"]

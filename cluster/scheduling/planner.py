@@ -8,6 +8,7 @@ may pass a sequence that finds too few blocks, and `preemptor` who loses its row
 
 from collections import deque
 
+from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passed_items import PassedItems
 from cluster.scheduling.passing import MAX_PASSED
@@ -16,7 +17,6 @@ from cluster.scheduling.preemptor import Preemptor
 from cluster.scheduling.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import SequencePlan
 from pagedray.config import SchedulerConfig
 

@@ -5,13 +5,13 @@ row, and blocks, of a tenant that has more rows than its own, and of a lower pri
 tenant. A sequence that others passed takes back what they borrowed, as `passing` says.
 """
 
+from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.plan_draft import PlanDraft
 from cluster.scheduling.policy import choose_displaced, choose_victim
 from cluster.scheduling.room_rule import RoomRule
 from cluster.scheduling.sequence import Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
-from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.config import Preemption
 
 __all__ = ["Preemptor"]

@@ -7,7 +7,6 @@ are not, so a stop token is found one step late and the token of that step is di
 It has no clock and no thread: times are arguments, and callers hold a lock.
 """
 
-import heapq
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -16,17 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from cluster.scheduling.admission import Admission
-from cluster.scheduling.backlog import Backlog
+from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.costs.swap_costs import SwapCosts
+from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.fault_recovery import FaultRecovery
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.masked_step import MadeMasks, MaskedStep
 from cluster.scheduling.planner import Planner
-from cluster.scheduling.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.prompt_logprobs_buffer import PromptLogprobsBuffer
+from cluster.scheduling.queues.backlog import Backlog
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_table import SequenceTable
 from cluster.scheduling.stats import SchedulerStats
-from cluster.scheduling.swap_costs import SwapCosts
 from pagedray.batch import StepOutput, StepPlan, TokenLogprobs
 from pagedray.config import SchedulerConfig
 from pagedray.errors import InvalidRequestError, WorkerError
@@ -99,12 +100,11 @@ class Scheduler:
         self._measures_costs = num_cpu_blocks > 0 and config.preemption == "auto"
         self._planner = Planner(self._kv, self._table, config=config, swap_costs=self._swap_costs)
         self._in_flight: deque[_Flight] = deque()
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines(self._table.requests)
         self._step = 0
         self._acknowledged_step = -1
         self._num_arrivals = 0
-        self._undescribed: dict[str, ActiveRequest] = {}
-        """Requests whose prompts' log-probabilities no event has yet."""
+        self._prompt_logprobs = PromptLogprobsBuffer()
         self.has_structures = False
         """Whether any request so far had a grammar."""
         self._deferred: list[Sequence] = []
@@ -164,11 +164,8 @@ class Scheduler:
         self.recovery.bar_new_request(active)
         self.has_structures = self.has_structures or request.grammar is not None
         self._table.add_request(active)
-        if active.prompt_logprobs is not None:
-            self._undescribed[request.id] = active
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
-            self._drop_stale_deadlines()
+        self._prompt_logprobs.add_request(active)
+        self._deadlines.add_request(request)
 
     def check_room(self, tenant: str, num_tokens: int) -> None:
         """Raise OverloadedError if the queue has no room for so many more prompt tokens.
@@ -190,7 +187,7 @@ class Scheduler:
             if sequence.index == index:
                 self._kv.prove(sequence)
                 self._table.remove_sequence(sequence)
-                self._undescribed.pop(request_id, None)
+                self._prompt_logprobs.forget_request(request_id)
                 return True
         return False
 
@@ -228,10 +225,8 @@ class Scheduler:
         """End the requests whose deadline has passed; to be called regularly."""
         self._backlog.tick(now_s)
         events: list[TokenEvent] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, request_id = heapq.heappop(self._deadlines)
-            if self._is_due(deadline_s, request_id):
-                events += self.abort_request(request_id)
+        for request_id in self._deadlines.take_due(now_s):
+            events += self.abort_request(request_id)
         return events
 
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
@@ -245,7 +240,8 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.build_plan()
-        described = self._described(draft.prefilled) if self._undescribed else {}
+        buffer = self._prompt_logprobs
+        described = buffer.described(draft.prefilled) if buffer.requests else {}
         self._in_flight.append(_Flight(plan, draft.sampled, draft.prefilled, [], described))
         self._step += 1
         self._num_steps += 1
@@ -278,9 +274,9 @@ class Scheduler:
                 self.recovery.note_fault(error)
         if len(events) < num_sampled:
             self._forget_ended(sampled, output, late)
-        if self._undescribed:
-            self._keep_descriptions(flight, output)
-            events = [self._described_event(event) for event in events]
+        if self._prompt_logprobs.requests:
+            self._prompt_logprobs.keep(flight.described, output.prompt_logprobs)
+            events = [self._prompt_logprobs.add_to(event) for event in events]
         return events
 
     def masked_step(self) -> MaskedStep | None:
@@ -366,34 +362,6 @@ class Scheduler:
             num_nonfinite_sequences=self.num_nonfinite_sequences,
         )
 
-    def _described(self, sequences: list[Sequence]) -> dict[int, Sequence]:
-        """Return the sequences whose prompts' log-probabilities are not known yet, by row."""
-        return {
-            sequence.row: sequence
-            for sequence in sequences
-            if sequence.index == 0 and sequence.active.prompt_logprobs is not None
-        }
-
-    def _keep_descriptions(self, flight: _Flight, output: StepOutput) -> None:
-        """Keep the log-probabilities of prompts until their first token is sampled."""
-        for found in output.prompt_logprobs:
-            sequence = flight.described.get(found.row)
-            kept = None if sequence is None else sequence.active.prompt_logprobs
-            if kept is None:
-                continue
-            if found.first_position == 1:
-                # The prompt is computed again if the sequence was preempted.
-                kept.clear()
-            kept.append(found)
-
-    def _described_event(self, event: TokenEvent) -> TokenEvent:
-        """Return the event of a first token with the log-probabilities of its prompt."""
-        if event.index != 0 or event.request_id not in self._undescribed:
-            return event
-        active = self._undescribed.pop(event.request_id)
-        kept, active.prompt_logprobs = active.prompt_logprobs, None
-        return msgspec.structs.replace(event, prompt_logprobs=tuple(kept or ()))
-
     def _check_output(self, output: StepOutput) -> None:
         """Raise WorkerError unless an output is that of the oldest plan in flight."""
         if not self._in_flight or output.step != self._in_flight[0].plan.step:
@@ -423,16 +391,6 @@ class Scheduler:
         self._swap_costs.note_step(
             num_tokens=num_tokens, num_pairs=num_pairs, seconds=output.forward_s
         )
-
-    def _is_due(self, deadline_s: float, request_id: str) -> bool:
-        active = self._table.requests.get(request_id)
-        return active is not None and active.request.deadline_s == deadline_s
-
-    def _drop_stale_deadlines(self) -> None:
-        """Drop the deadlines of ended requests once there are many."""
-        if len(self._deadlines) > 2 * len(self._table.requests) + 64:
-            self._deadlines = [entry for entry in self._deadlines if self._is_due(*entry)]
-            heapq.heapify(self._deadlines)
 
     def _take(
         self, sequence: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...]
@@ -482,7 +440,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenEvent:
         """End a sequence and return the event."""
         self._table.remove_sequence(sequence)
-        self._undescribed.pop(sequence.request_id, None)
+        self._prompt_logprobs.forget_request(sequence.request_id)
         return TokenEvent(
             sequence.request_id,
             sequence.index,

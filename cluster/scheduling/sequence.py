@@ -3,8 +3,8 @@
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.scheduling.fair_queue import Share
-from cluster.scheduling.prefix_cache import BlockKey
+from cluster.scheduling.blocks.prefix_cache import BlockKey
+from cluster.scheduling.queues.fair_queue import Share
 from pagedray.batch import PromptLogprobs
 from pagedray.request import Matcher, Request
 

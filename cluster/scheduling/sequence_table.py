@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from cluster.scheduling.backlog import Backlog
-from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passing import Passing
+from cluster.scheduling.queues.backlog import Backlog
+from cluster.scheduling.queues.fair_queue import FairQueue
 from cluster.scheduling.sequence import ActiveRequest, Sequence, SequenceState
 from cluster.scheduling.sequence_queue import SequenceQueue
 

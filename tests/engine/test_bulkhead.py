@@ -10,8 +10,8 @@ import pytest
 from cluster.engine.controller import Controller
 from cluster.engine.local_executor import LocalExecutor
 from cluster.engine.options import EngineOptions, engine_config
+from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import Sequence
 from pagedray.batch import SequenceStart
 from pagedray.request import FinishReason, Request, SamplingParams

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from cluster.scheduling.block_pool import BlockPool
+from cluster.scheduling.blocks.block_pool import BlockPool
 from cluster.scheduling.event import TokenEvent
 from cluster.scheduling.policy import MAX_PREEMPTIONS
 from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler

@@ -1,11 +1,11 @@
 from array import array
 
+from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.kv_manager import KvManager
-from cluster.scheduling.prefix_cache import PrefixCache
 from cluster.scheduling.sequence import ActiveRequest, Sequence
 from pagedray.batch import BlockCopy
 from pagedray.request import Request, SamplingParams
-from tests.scheduling.test_block_pool import state_of
+from tests.scheduling.blocks.test_block_pool import state_of
 
 BLOCK_SIZE = 4
 

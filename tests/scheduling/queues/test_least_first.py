@@ -5,7 +5,7 @@ import weakref
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.scheduling.least_first import LeastFirst
+from cluster.scheduling.queues.least_first import LeastFirst
 
 
 class Member:

@@ -1,4 +1,4 @@
-from cluster.scheduling.prefix_cache import BlockKey, PrefixCache
+from cluster.scheduling.blocks.prefix_cache import BlockKey, PrefixCache
 
 KEY = b"k" * 32
 

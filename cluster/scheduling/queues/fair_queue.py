@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from cluster.scheduling.least_first import LeastFirst
+from cluster.scheduling.queues.least_first import LeastFirst
 
 __all__ = ["FairQueue", "Share"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.swap_costs import SwapCosts
+from cluster.scheduling.costs.swap_costs import SwapCosts
 
 
 def measured(*, blocks_per_s: float, tokens_per_s: float) -> SwapCosts:

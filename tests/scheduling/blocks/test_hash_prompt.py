@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.scheduling.prefix_cache import PrefixCache
+from cluster.scheduling.blocks.prefix_cache import PrefixCache
 from cluster.scheduling.scheduler import Scheduler
 from pagedray.batch import StepOutput
 from pagedray.config import SchedulerConfig

@@ -3,7 +3,7 @@
 Blocks stand for bytes, since all have the same size.
 """
 
-from cluster.scheduling.step_times import StepTimes
+from cluster.scheduling.costs.step_times import StepTimes
 
 __all__ = ["SwapCosts"]
 

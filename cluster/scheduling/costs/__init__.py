@@ -1,0 +1,1 @@
+"""What steps and copies take, as measured, and which way to preempt a sequence costs less."""
