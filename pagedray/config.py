@@ -19,6 +19,7 @@ __all__ = [
     "Device",
     "Dtype",
     "EngineConfig",
+    "ExpertsConfig",
     "HubFile",
     "HubRevision",
     "KVCacheDtype",
@@ -121,8 +122,29 @@ class TensorNames:
     mlp_input: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up projection, or the one tensor if they are fused or there is no gate."""
     mlp_output: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_input: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    """Gate and up projection of an expert, or the one tensor if they are fused.
+
+    A name without a place for the expert's index is that of a stack of all experts."""
+    expert_output: str = "mlp.experts.{}.down_proj"
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer: MLPs of which a router chooses some for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Of each expert."""
+    is_renormalized: bool
+    """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers that have one MLP instead of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +243,8 @@ class ModelConfig:
     activation: Activation = "silu"
     is_mlp_gated: bool = True
     has_mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    """What layers have in place of an MLP, or None."""
     is_encoder: bool = False
     """Whether tokens attend to all others of their text, as in BERT."""
     task: Task = "generate"
@@ -247,6 +271,11 @@ class ModelConfig:
             )
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP that is not chosen by a router."""
+        return any(self.experts_of(layer) is None for layer in range(self.num_layers))
+
+    @property
     def pools(self) -> bool:
         """Whether hidden states are pooled into vectors or scores, and nothing is generated."""
         return self.task != "generate"
@@ -266,6 +295,11 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` attends to, or None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """Return the experts of `layer`, or None if it has one MLP."""
+        is_dense = self.experts is None or layer in self.experts.dense_layers
+        return None if is_dense else self.experts
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the RoPE of `layer`, or None."""

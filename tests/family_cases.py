@@ -14,6 +14,20 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_MOE_CASES = (
+    Case(
+        name="qwen3-moe",
+        family="Qwen3Moe",
+        more={
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+)
 _MORE_CASES = (
     Case(
         name="granite-multipliers",
@@ -154,6 +168,10 @@ _MORE_CASES = (
         more={"rope_parameters": YARN},
     ),
 )
-ALL_CASES = (*CASES, *_MORE_CASES)
-SAMPLED_CASES = tuple(random.Random(16).sample(ALL_CASES, 6))
+_DENSE_CASES = (*CASES, *_MORE_CASES)
+ALL_CASES = (*_DENSE_CASES, *_MOE_CASES)
+SAMPLED_CASES = (
+    *random.Random(16).sample(_DENSE_CASES, 5),
+    *random.Random(15).sample(_MOE_CASES, 1),
+)
 """Those that run each time; the others are slow tests."""

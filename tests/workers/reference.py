@@ -62,7 +62,7 @@ def save_checkpoint(name: str, folder: Path, **saving: Any) -> None:
     with torch.no_grad():
         # Transformers starts norms at one and biases at zero, which would hide a mistake.
         for parameter in model.parameters():
-            is_matrix = parameter.dim() == 2
+            is_matrix = parameter.dim() > 1
             deviation = 1.5 / math.sqrt(parameter.shape[-1]) if is_matrix else 0.3
             parameter.normal_(0.0 if is_matrix else 0.7, deviation)
     model.save_pretrained(folder, **saving)
@@ -76,7 +76,11 @@ def token_ids() -> torch.Tensor:
 def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return what Transformers computes, `[num_tokens, vocab_size]`."""
     model = transformers_class(folder).from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        # The default needs rows of a multiple of 16 bytes.
+        experts_implementation="eager",
     )
     with torch.inference_mode():
         logits: torch.Tensor = model(token_ids()[None]).logits[0]

@@ -382,6 +382,30 @@ CASES: dict[str, dict[str, Any]] = {
             "long_factor": [1.0, 3.0, 5.0],
         },
     },
+    "qwen3_moe-renormalized": {
+        "model_type": "qwen3_moe",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 22,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe-dense-layers-windows": {
+        "model_type": "qwen3_moe",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+    },
 }
 TWO_RANK_CASES = [
     name

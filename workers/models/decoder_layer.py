@@ -1,12 +1,12 @@
-"""One layer of a decoder: attention and MLP, with their norms."""
+"""One layer of a decoder: attention and an MLP or experts, with their norms."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.mlp import MLP, GatedMLP, PlainMLP
 from workers.layers.stream_sum import StreamSum
 from workers.layers.weight import CompositeLayer
+from workers.models.mlp_factory import make_mlp
 from workers.models.norm_factory import make_norm
 from workers.models.scaled_layer import ScaledLayer
 from workers.models.self_attention import DecoderSelfAttention
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from attention.abstract import AttentionBackend
     from pagedray.config import ModelConfig
+    from workers.layers.experts import ExpertLayer
+    from workers.layers.mlp import MLP
     from workers.layers.norm import ResidualNorm
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
@@ -78,22 +80,18 @@ class DecoderLayer(CompositeLayer):
         )
         self._attention_post_norm = norm_if(names.attention_post_norm)
         self._mlp_norm = norm(names.mlp_norm, attention_sum)
-        kind = GatedMLP if config.is_mlp_gated else PlainMLP
-        mlp: MLP = kind(
-            tuple(f"{prefix}.{name}" for name in names.mlp_input),
-            f"{prefix}.{names.mlp_output}",
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            activation=config.activation,
-            has_bias=config.has_mlp_bias,
+        mlp = make_mlp(
+            prefix,
+            config,
+            index,
+            group,
             reduces=summed_by_norm(config, group) is None,
-            group=group,
             dtype=dtype,
             device=device,
         )
         self._mlp_post_norm = norm_if(names.mlp_post_norm)
         self._attention: DecoderSelfAttention | ScaledLayer = attention
-        self._mlp: MLP | ScaledLayer = mlp
+        self._mlp: MLP | ExpertLayer | ScaledLayer = mlp
         if config.residual_scale != 1.0:
             self._attention = ScaledLayer(attention, config.residual_scale)
             self._mlp = ScaledLayer(mlp, config.residual_scale)

@@ -9,6 +9,7 @@ from workers.layers.weight import CompositeLayer
 if TYPE_CHECKING:
     import torch
 
+    from workers.layers.experts import ExpertLayer
     from workers.layers.mlp import MLP
     from workers.layers.weight import Layer
     from workers.models.self_attention import DecoderSelfAttention
@@ -19,7 +20,7 @@ __all__ = ["ScaledLayer"]
 class ScaledLayer(CompositeLayer):
     """Scales what a layer returns, which may be a rank's part of a sum, in place."""
 
-    def __init__(self, layer: DecoderSelfAttention | MLP, scale: float) -> None:
+    def __init__(self, layer: DecoderSelfAttention | MLP | ExpertLayer, scale: float) -> None:
         self._layer = layer
         self._scale = scale
 

@@ -214,6 +214,20 @@ class ConfigFile:
                 raise self.refusal(key, f"must hold non-negative token ids, not {_shown(token_id)}")
         return tuple(ids)
 
+    def indices(self, key: str, *, most: int) -> tuple[int, ...]:
+        """Return a list of integers from 0 to `most`; empty if there is none."""
+        values = self.value(key)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or not all(
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+            for value in values
+        ):
+            raise self.refusal(
+                key, f"must be a list of integers from 0 to {most}, not {_shown(values)}"
+            )
+        return tuple(values)
+
     def word(self, key: str) -> str:
         """Return a string."""
         value = self._given(key, MISSING)

@@ -27,6 +27,7 @@ _BY_REASON = {
         *("initializer_range", "init_config", "init_device", "gradient_checkpointing", "verbose"),
         *("initializer_factor", "init_std", "layerdrop", "router_aux_loss_coef", "z_loss_weight"),
         *("moe_z_loss", "use_cut_cross_entropy", "loss_type", "label_smoothing"),
+        *("router_jitter_noise",),
     ),
     _GENERATION: (
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature"),
@@ -43,6 +44,7 @@ _BY_REASON = {
     _OUTPUT: (
         *("output_hidden_states", "output_attentions", "return_dict", "torchscript"),
         *("tie_last_hidden_states", "chunk_size_feed_forward", "output_past"),
+        *("output_router_logits",),
     ),
     _TASK: (
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),

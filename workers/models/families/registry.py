@@ -31,6 +31,7 @@ from workers.models.families.olmo3 import OLMO3
 from workers.models.families.phi3 import PHI3
 from workers.models.families.qwen2 import QWEN2
 from workers.models.families.qwen3 import QWEN3
+from workers.models.families.qwen3_moe import QWEN3_MOE
 from workers.models.families.seed_oss import SEED_OSS
 from workers.models.families.smollm3 import SMOLLM3
 from workers.models.families.starcoder2 import STARCODER2
@@ -45,8 +46,8 @@ __all__ = ["check_parallel", "families", "read_model_config", "supported_archite
 
 _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL),
-    *(MINISTRAL3, MISTRAL, MPT, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, ROBERTA, SEED_OSS, SMOLLM3),
-    *(STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
+    *(MINISTRAL3, MISTRAL, MPT, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA),
+    *(SEED_OSS, SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -112,7 +113,10 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
             f"{model.num_kv_heads} KV heads cannot be sharded over {num_ranks} ranks; one number "
             "must be a multiple of the other."
         )
-    if model.intermediate_size % num_ranks:
+    if model.experts is not None and model.experts.intermediate_size % num_ranks:
+        size = model.experts.intermediate_size
+        raise _not_divisible("columns of each expert", size, num_ranks)
+    if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.errors import CheckpointError
@@ -33,7 +34,6 @@ REFUSED = {
     "glm-4-9b",
     "gpt-oss-20b",
     "mixtral-8x7b",
-    "qwen3-30b-a3b",
     "qwen3-8b-fp8",
 }
 FILES = {file.name: file for file in published_files()}
@@ -48,7 +48,9 @@ def shapes_of_transformers(file: PublishedFile, folder: Path, config: ModelConfi
     model_class = getattr(transformers, file.config["architectures"][0])
     with META:
         model = model_class(transformers.AutoConfig.from_pretrained(folder))
-    stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # Experts are parameters of all together, but are mostly stored one by one.
+    tensors = revert_weight_conversion(model, model.state_dict())
+    stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if config.has_tied_embeddings:
         del stored["lm_head.weight"]
     if config.text_tensors is None:

@@ -1,0 +1,115 @@
+"""Experts in place of an MLP, sharded over the ranks as an MLP is.
+
+N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
+Layer", 2017.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.layers.expert_product import LinearExperts
+from workers.layers.linear import columns_of
+from workers.layers.router import Router
+from workers.layers.weight import Layer, WeightShard, part_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pagedray.config import ExpertsConfig, TensorNames
+    from workers.parallel.group import ParallelGroup
+
+__all__ = ["ExpertLayer"]
+
+
+class ExpertLayer(Layer):
+    """A router and its experts: each rank has some columns of all of them; one all-reduce.
+
+    Without `reduces`, the output is this rank's part of the sum.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        names: TensorNames,
+        experts: ExpertsConfig,
+        *,
+        hidden_size: int,
+        reduces: bool,
+        group: ParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._hidden_size = hidden_size
+        self._config = experts
+        self._group = group
+        self._reduces = reduces
+        self._part = part_of(experts.intermediate_size, group)
+        self._inputs = columns_of(
+            [f"{prefix}.{name}" for name in names.expert_input],
+            [(experts.intermediate_size, self._part)] * 2,
+        )
+        self._output_name = f"{prefix}.{names.expert_output}"
+        self._router = Router(
+            f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
+        )
+        self._product = LinearExperts(
+            experts=range(experts.num_experts),
+            num_experts=experts.num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=self._part.stop - self._part.start,
+            dtype=dtype,
+            device=device,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
+        out = self._product(x, self._router(x))
+        return self._group.all_reduce(out) if self._reduces else out
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield from self._router.weight_shards()
+        for expert in range(self._config.num_experts):
+            first = 0
+            for columns in self._inputs:
+                rows = slice(first, first + columns.size)
+                yield self._shard(
+                    columns.name,
+                    expert,
+                    (columns.total, self._hidden_size),
+                    (columns.part, slice(None)),
+                    self._product.gate_up(expert)[rows],
+                )
+                first = rows.stop
+            yield self._shard(
+                self._output_name,
+                expert,
+                (self._hidden_size, self._config.intermediate_size),
+                (slice(None), self._part),
+                self._product.down(expert),
+            )
+
+    def _shard(
+        self,
+        name: str,
+        expert: int,
+        shape: tuple[int, int],
+        part: tuple[slice, slice],
+        target: torch.Tensor,
+    ) -> WeightShard:
+        """Return a matrix of an expert, by its name or as part of the stack of all experts."""
+        own_name = name.format(expert)
+        if own_name != name:
+            return WeightShard(name=f"{own_name}.weight", shape=shape, part=part, target=target)
+        return WeightShard(
+            name=f"{name}.weight",
+            shape=(self._config.num_experts, *shape),
+            part=(slice(expert, expert + 1), *part),
+            target=target[None],
+        )
+
+    def finalize(self) -> None:
+        self._router.finalize()
+        self._product.finalize()

@@ -1,0 +1,64 @@
+"""Chooses the experts of each token, and how much each of them counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from workers.layers.linear_kernels import make_linear_kernel
+from workers.layers.weight import Layer, WeightShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.config import ExpertsConfig
+
+__all__ = ["Choice", "Router"]
+
+
+class Choice(NamedTuple):
+    """The experts of some tokens."""
+
+    experts: torch.Tensor
+    """Their indices, `[num_tokens, num_chosen]` int64."""
+    weights: torch.Tensor
+    """What multiplies their outputs, `[num_tokens, num_chosen]` float32."""
+
+
+class Router(Layer):
+    """Chooses the experts of the highest softmax; all ranks compute it, with the same result."""
+
+    def __init__(
+        self,
+        name: str,
+        experts: ExpertsConfig,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._shape = (experts.num_experts, hidden_size)
+        self._num_chosen = experts.num_chosen
+        self._is_renormalized = experts.is_renormalized
+        self._kernel = make_linear_kernel(*self._shape, has_bias=False, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> Choice:
+        """Return the experts of each of `[num_tokens, hidden_size]`."""
+        probabilities = self._kernel(x).softmax(1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self._num_chosen, dim=1)
+        if self._is_renormalized:
+            weights = weights / weights.sum(1, keepdim=True)
+        return Choice(experts, weights)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield WeightShard(
+            name=f"{self._name}.weight",
+            shape=self._shape,
+            part=(slice(None), slice(None)),
+            target=self._kernel.weight,
+        )
+
+    def finalize(self) -> None:
+        self._kernel.finalize()
