@@ -109,7 +109,7 @@ async def test_only_a_call_whose_body_was_lost_is_sent_again(
 async def test_readiness_is_answered_while_no_replica_is_available(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proxied_call, "_MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(proxied_call, "_PROBE_WAIT_S", 0.05)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI
         # As Serve waits until a replica is available, and swallows the cancellation.

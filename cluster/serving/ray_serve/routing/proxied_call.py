@@ -30,8 +30,13 @@ logger = logging.getLogger(__name__)
 _MAX_CONTINUATIONS = 3
 _MAX_AGE_S = 3600.0
 _MAX_HELD_BYTES = 256 * 2**20
-_MAX_WAIT_S = 5.0
-"""How long a probe, or a call whose replica is lost, may wait until a replica accepts it."""
+_PROBE_WAIT_S = 5.0
+"""How long a probe may wait until a replica accepts it."""
+_LOST_WAIT_S = 12.0
+"""How long a call may wait for another replica after its own was lost, so that a pause of that one
+costs no call. Clients get an error within 15 seconds."""
+_HUNG_WAIT_S = 5.0
+"""The same after a replica hung, which took some seconds to notice."""
 
 _current: ContextVar[ProxiedCall | None] = ContextVar("_current", default=None)
 
@@ -162,9 +167,8 @@ class ProxiedCall:
         """
         token = _current.set(self)
         self._is_hung = self._is_accepted = self._may_continue = False
-        is_limited = self._is_probe or self._cause is not None
         try:
-            async with asyncio.timeout(_MAX_WAIT_S if is_limited else None) as timeout:
+            async with asyncio.timeout(self._wait_s()) as timeout:
                 self._timeout = timeout
                 yield
             if timeout.expired():
@@ -211,7 +215,14 @@ class ProxiedCall:
         """
         self._is_hung = True
         if not self._is_accepted:
-            self._loop.call_soon_threadsafe(self._reschedule, _MAX_WAIT_S)
+            self._loop.call_soon_threadsafe(self._reschedule, _HUNG_WAIT_S)
+
+    def _wait_s(self) -> float | None:
+        if self._is_probe:
+            return _PROBE_WAIT_S
+        if self._cause is None:
+            return None
+        return _HUNG_WAIT_S if self._cause == "hung" else _LOST_WAIT_S
 
     def _reschedule(self, delay_s: float | None) -> None:
         timeout = self._timeout
