@@ -1,4 +1,4 @@
-"""The command `pagedray`: serve, generate, chat, keys, top."""
+"""The command `pagedray`: serve, generate, chat, keys, top, bench."""
 
 from __future__ import annotations
 
@@ -143,10 +143,17 @@ def _top(parsed: argparse.Namespace) -> int:
     )
 
 
+def _bench(parsed: argparse.Namespace) -> int:
+    from cluster.cli.bench.command import bench_serve
+
+    return bench_serve(parsed)
+
+
 _COMMANDS = {
     "serve": _serve,
     "generate": _generate,
     "chat": _chat,
     "keys": _new_key,
     "top": _top,
+    "bench": _bench,
 }

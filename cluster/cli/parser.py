@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cluster.cli.bench.flags import add_bench_flags
+from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options import REMOTE_CODE_REFUSAL
@@ -13,9 +15,6 @@ from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["USAGE_EXIT", "make_parser"]
 
@@ -77,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_keys(commands)
     _add_top(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -98,11 +98,11 @@ def _add_ports(group: _Group) -> None:
     group.add_argument("--host", default="127.0.0.1", help="Address to listen on.")
     for name, port in (("gRPC", 9000), ("HTTP", 8000)):
         what = f"Port for {name}; 0 selects a free one."
-        names = [f"--{name.lower()}-port", *(["--port"] if name == "HTTP" else [])]
-        group.add_argument(*names, type=int, default=port, metavar="PORT", help=what)
+        flags = [f"--{name.lower()}-port", *(["--port"] if name == "HTTP" else [])]
+        group.add_argument(*flags, type=int, default=port, metavar="PORT", help=what)
     group.add_argument(
         "--allowed-hosts",
-        type=_names,
+        type=names,
         metavar="NAME,NAME",
         help="Host names for which HTTP answers without --api-keys, besides IP addresses, "
         "localhost and --host; * is all. Web pages of these hosts may use the server. (default: "
@@ -110,14 +110,14 @@ def _add_ports(group: _Group) -> None:
     )
     group.add_argument(
         "--allowed-origins",
-        type=_names,
+        type=names,
         metavar="ORIGIN,ORIGIN",
         help="Origins such as https://example.com whose web pages may use HTTP from a browser; * "
         "is all. (default: only the server's own page)",
     )
     for flag, what in _FILES.items():
-        names = [flag, *_FILE_ALIASES.get(flag, ())]
-        group.add_argument(*names, type=Path, metavar="FILE", help=what)
+        flags = [flag, *_FILE_ALIASES.get(flag, ())]
+        group.add_argument(*flags, type=Path, metavar="FILE", help=what)
     group.add_argument(
         "--api-key",
         nargs="+",
@@ -127,7 +127,7 @@ def _add_ports(group: _Group) -> None:
     )
     group.add_argument(
         "--drain-s",
-        type=_seconds(0.0, 86400.0),
+        type=seconds(0.0, 86400.0),
         default=30.0,
         metavar="SECONDS",
         help="Time for running requests to finish after SIGTERM.",
@@ -143,21 +143,21 @@ def _add_request_limits(group: _Group) -> None:
     )
     group.add_argument(
         "--read-timeout-s",
-        type=_seconds(1.0, 3600.0),
+        type=seconds(1.0, 3600.0),
         default=IntakeLimits().read_timeout_s,
         metavar="SECONDS",
         help="Time for the body or message of a request to arrive; then it is rejected.",
     )
     group.add_argument(
         "--max-request-kib",
-        type=_count(64, 8 * 2**10),
+        type=count(64, 8 * 2**10),
         metavar="KIB",
         help="Longest body or message of a request. (default: 1 MiB and 8 bytes for each token of "
         "128 prompts, but at most 4 MiB)",
     )
     group.add_argument(
         "--receive-buffer-mib",
-        type=_count(64, 2**20),
+        type=count(64, 2**20),
         default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
         help="Memory for requests that are being received. A tenant's requests may use a quarter "
@@ -169,14 +169,14 @@ def _add_reader_limits(group: _Group) -> None:
     """Add how long the server waits for readers of streams, and how much it keeps for them."""
     group.add_argument(
         "--write-timeout-s",
-        type=_seconds(1.0, 86400.0),
+        type=seconds(1.0, 86400.0),
         default=60.0,
         metavar="SECONDS",
         help="Time for a client to accept a message; then its call is aborted.",
     )
     group.add_argument(
         "--unread-output-mib",
-        type=_count(32, 2**20),
+        type=count(32, 2**20),
         default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
         help="Memory for output that clients have not read. A tenant's calls may use a quarter of "
@@ -184,7 +184,7 @@ def _add_reader_limits(group: _Group) -> None:
     )
     group.add_argument(
         "--resume-grace-s",
-        type=_seconds(0.0, 3600.0),
+        type=seconds(0.0, 3600.0),
         default=30.0,
         metavar="SECONDS",
         help="Time in which a client whose connection was cut may resume a resumable stream; 0 "
@@ -192,7 +192,7 @@ def _add_reader_limits(group: _Group) -> None:
     )
     group.add_argument(
         "--resume-buffer-mib",
-        type=_count(32, 2**20),
+        type=count(32, 2**20),
         default=BufferLimits().total_bytes // 2**20,
         metavar="MIB",
         help="Memory for resumable streams, shared like --unread-output-mib.",
@@ -283,12 +283,23 @@ def _add_top(commands: _Commands) -> None:
     )
     top.add_argument(
         "--every-s",
-        type=_seconds(0.1, 60.0),
+        type=seconds(0.1, 60.0),
         default=1.0,
         metavar="SECONDS",
         help="Refresh interval, 0.1 to 60.",
     )
     top.add_argument("--once", action="store_true", help="Print the load once and exit.")
+
+
+def _add_bench(commands: _Commands) -> None:
+    what = "Measure a running server."
+    bench = commands.add_parser("bench", help=what, description=what)
+    verbs = bench.add_subparsers(required=True, metavar="serve", parser_class=_OneLineParser)
+    what = "Send requests to an OpenAI-compatible server, or to PagedRay by gRPC, and time them."
+    serve = verbs.add_parser(
+        "serve", help=what, description=what, usage="pagedray bench serve [flags]"
+    )
+    add_bench_flags(serve)
 
 
 def _model_command(
@@ -314,40 +325,3 @@ class _RefuseRemoteCode(argparse.Action):
     # Any: argparse's own arguments.
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         parser.error(REMOTE_CODE_REFUSAL)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Return the names in a list that is separated by commas."""
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"must be names separated by commas, not {text!r}")
-    return names
-
-
-def _count(low: int, high: int) -> Callable[[str], int]:
-    """Return a converter of texts to integers in a range."""
-
-    def convert(text: str) -> int:
-        number = int(text) if text.isdecimal() and len(text) < 20 else -1
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text!r}")
-        return number
-
-    return convert
-
-
-def _seconds(low: float, high: float) -> Callable[[str], float]:
-    """Return a converter of texts to seconds in a range."""
-
-    def convert(text: str) -> float:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = float("nan")
-        if not low <= seconds <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be from {low:g} to {high:g} seconds, not {text!r}"
-            )
-        return seconds
-
-    return convert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.ray_listeners import METHODS, answers, listeners
-from tests.system.server_process import ServerProcess
+from tests.system.server_process import ServerProcess, run_pagedray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +73,20 @@ def test_grpc_and_http_give_the_same_text(server: ServerProcess) -> None:
         over_http = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
     assert over_grpc
     assert over_http == over_grpc
+
+
+def test_load_test_measures_it(server: ServerProcess) -> None:
+    urls = {"openai": server.url, "grpc-chat": f"grpc://127.0.0.1:{server.grpc_port}"}
+    for backend, url in urls.items():
+        lengths = ("--random-input-len=32", "--random-output-len=8", "--ignore-eos", "--json")
+        done = run_pagedray(
+            *("bench", "serve", f"--backend={backend}", f"--base-url={url}"),
+            *("--num-prompts=8", "--goodput", "e2el:60000", *lengths),
+        )
+        assert done.code == 0, done.err
+        report = json.loads(done.out)
+        assert (report["completed"], report["total_output_tokens"]) == (8, 64)
+        assert report["request_goodput"] > 0.0
 
 
 def test_cancelled_streams_leave_nothing_behind(server: ServerProcess) -> None:

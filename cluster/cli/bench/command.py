@@ -1,0 +1,168 @@
+"""`pagedray bench serve`: a load test of a server, from flags to figures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from cluster.cli.bench.client import BenchError
+from cluster.cli.bench.datasets import RandomLengths, random_requests, sharegpt_requests
+from cluster.cli.bench.load import Load, send_load
+from cluster.cli.bench.summary import summarize
+from cluster.cli.bench.table import latency_table, total_table
+from cluster.cli.bench.target import Target
+from cluster.cli.bench.text_lengths import LocalTokenizer
+from cluster.cli.top import read_key
+from pagedray.errors import StartupError
+from workers.hub.locate import locate_model
+
+if TYPE_CHECKING:
+    import argparse
+
+    from cluster.cli.bench.client import BenchClient, BenchRequest
+    from cluster.cli.bench.load import LoadResult
+    from cluster.cli.bench.text_lengths import TextTokenizer
+
+__all__ = ["bench_serve"]
+
+_FAILURE_EXIT = 1
+_BUSY_CLIENT = 0.9
+
+
+def bench_serve(parsed: argparse.Namespace) -> int:
+    """Run a load test and print its figures; return 1 if a request failed. Raises PagedRayError."""
+    if parsed.dataset_name == "sharegpt" and parsed.dataset_path is None:
+        raise StartupError("--dataset-name sharegpt requires --dataset-path.")
+    target = _target(parsed)
+    model, result = asyncio.run(_measure(parsed, target))
+    limits_ms = dict(parsed.goodput or ())
+    percentiles = parsed.metric_percentiles
+    summary = summarize(result, percentiles=percentiles, limits_ms=limits_ms)
+    report = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "backend": target.backend,
+        "base_url": target.base_url,
+        "model_id": model,
+        "dataset_name": parsed.dataset_name,
+        "num_prompts": parsed.num_prompts,
+        # JSON has no infinity.
+        "request_rate": "inf" if parsed.request_rate == float("inf") else parsed.request_rate,
+        "burstiness": parsed.burstiness,
+        "max_concurrency": parsed.max_concurrency,
+        "seed": parsed.seed,
+        **summary.as_json(),
+    }
+    if parsed.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        console = Console()
+        console.print(total_table(summary, limits_ms))
+        console.print(latency_table(summary, parsed.percentile_metrics, percentiles))
+    if parsed.save_result:
+        _save(parsed, report)
+    if summary.client_load > _BUSY_CLIENT:
+        print(
+            f"pagedray: warning: This client used {summary.client_load:.0%} of a core, so that it "
+            "may be what limits the figures.",
+            file=sys.stderr,
+        )
+    if not result.failures:
+        return 0
+    print(
+        f"pagedray: error: {len(result.failures)} of {parsed.num_prompts} requests failed, the "
+        f"first one: {result.failures[0]}",
+        file=sys.stderr,
+    )
+    return _FAILURE_EXIT
+
+
+async def _measure(parsed: argparse.Namespace, target: Target) -> tuple[str, LoadResult]:
+    """Return the model's name, and what became of the requests."""
+    name = parsed.served_model_name or parsed.model
+    async with _client(target) as client:
+        model = await client.open(name)
+        requests = await _requests(parsed, _tokenizer(parsed, client))
+        measured, others = requests[: parsed.num_prompts], requests[parsed.num_prompts :]
+        for request in others:
+            try:
+                await client.stream(request)
+            except BenchError as error:
+                raise BenchError(f"The server refused the first request. {error}") from error
+        load = Load(
+            request_rate=parsed.request_rate,
+            burstiness=parsed.burstiness,
+            max_concurrency=parsed.max_concurrency,
+            seed=parsed.seed,
+        )
+        has_bar = False if parsed.disable_tqdm else None
+        return model, await send_load(client, measured, load, has_bar=has_bar)
+
+
+def _client(target: Target) -> BenchClient:
+    # Each kind imports its own library.
+    if target.is_grpc:
+        from cluster.cli.bench.grpc_client import GrpcClient
+
+        return GrpcClient(target)
+    from cluster.cli.bench.http_client import HttpClient
+
+    return HttpClient(target)
+
+
+async def _requests(parsed: argparse.Namespace, tokenizer: TextTokenizer) -> list[BenchRequest]:
+    """Return the measured requests, then those that warm the server up."""
+    number = parsed.num_prompts + parsed.num_warmups
+    if parsed.dataset_name == "sharegpt":
+        return await sharegpt_requests(
+            tokenizer, number, parsed.dataset_path, parsed.sharegpt_output_len, parsed.seed
+        )
+    lengths = RandomLengths(
+        input_len=parsed.random_input_len,
+        output_len=parsed.random_output_len,
+        prefix_len=parsed.random_prefix_len,
+        range_ratio=parsed.random_range_ratio,
+    )
+    return await random_requests(tokenizer, number, lengths, parsed.seed)
+
+
+def _tokenizer(parsed: argparse.Namespace, client: BenchClient) -> TextTokenizer:
+    given = parsed.tokenizer
+    if given is None and parsed.model is not None and Path(parsed.model).is_dir():
+        given = parsed.model
+    return client if given is None else LocalTokenizer.from_folder(locate_model(given).folder)
+
+
+def _target(parsed: argparse.Namespace) -> Target:
+    is_grpc = parsed.backend.startswith("grpc")
+    scheme, port = ("grpc", 9000) if is_grpc else ("http", 8000)
+    host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host
+    return Target(
+        backend=parsed.backend,
+        base_url=parsed.base_url or f"{scheme}://{host}:{parsed.port or port}",
+        endpoint=parsed.endpoint,
+        key=read_key(parsed.api_key_file) or os.environ.get("OPENAI_API_KEY") or None,
+        ca_file=parsed.tls_ca,
+        headers=dict(parsed.header or ()),
+        temperature=parsed.temperature,
+        ignore_eos=parsed.ignore_eos,
+        extra_body=parsed.extra_body or {},
+        timeout_s=parsed.timeout_s,
+    )
+
+
+def _save(parsed: argparse.Namespace, report: dict[str, object]) -> None:
+    rate = f"{parsed.request_rate:g}qps"
+    model = str(report["model_id"]).replace("/", "-")
+    name = f"{parsed.backend}-{rate}-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path = parsed.result_dir / (parsed.result_filename or name)
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    except OSError as error:
+        raise StartupError(f"Cannot write --save-result to {path}: {error}.") from error

@@ -1,0 +1,138 @@
+"""A load test's gRPC client of a PagedRay server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cluster.cli.bench.client import BenchClient, BenchError, BenchRequest, Timing
+from pagedray.errors import StartupError
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.cli.bench.target import Target
+
+__all__ = ["GrpcClient"]
+
+_NUM_CONNECTIONS = 8
+_CALL_S = 30.0
+# Each channel gets a connection of its own.
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+
+
+class GrpcClient(BenchClient):
+    """Streams Generate or Chat over several connections, in turns."""
+
+    def __init__(self, target: Target) -> None:
+        """Raises StartupError for CA certificates that cannot be read."""
+        self._target = target
+        self._credentials: grpc.ChannelCredentials | None = None
+        if target.is_encrypted:
+            try:
+                roots = None if target.ca_file is None else target.ca_file.read_bytes()
+            except OSError as error:
+                raise StartupError(f"Cannot read --tls-ca {target.ca_file}: {error}.") from error
+            self._credentials = grpc.ssl_channel_credentials(roots)
+        self._metadata = () if target.key is None else (("authorization", f"Bearer {target.key}"),)
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: Iterator[pagedray_pb2_grpc.GenerationServiceStub] = iter(())
+        self._model = ""
+
+    async def open(self, model: str | None) -> str:
+        for _ in range(_NUM_CONNECTIONS):
+            address = self._target.address
+            self._channels.append(
+                grpc.aio.insecure_channel(address, options=_OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+            )
+        self._stubs = itertools.cycle(map(pagedray_pb2_grpc.GenerationServiceStub, self._channels))
+        if model is None:
+            try:
+                found = await next(self._stubs).ListModels(
+                    pagedray_pb2.ListModelsRequest(), metadata=self._metadata, timeout=_CALL_S
+                )
+            except grpc.aio.AioRpcError as error:
+                raise _refusal(error) from error
+            model = found.models[0].name
+        self._model = model
+        return model
+
+    async def stream(self, request: BenchRequest) -> Timing:
+        sampling = pagedray_pb2.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=self._target.temperature,
+            ignore_eos=self._target.ignore_eos,
+        )
+        stub = next(self._stubs)
+        started_s = time.perf_counter()
+        if self._target.is_chat:
+            turn = pagedray_pb2.ChatMessage(
+                role=pagedray_pb2.CHAT_ROLE_USER, content=request.prompt
+            )
+            call = stub.Chat(
+                pagedray_pb2.ChatRequest(messages=[turn], sampling=sampling, model=self._model),
+                metadata=self._metadata,
+                timeout=self._target.timeout_s,
+            )
+        else:
+            call = stub.Generate(
+                pagedray_pb2.GenerateRequest(
+                    text=request.prompt, sampling=sampling, model=self._model
+                ),
+                metadata=self._metadata,
+                timeout=self._target.timeout_s,
+            )
+        arrivals: list[float] = []
+        usage = pagedray_pb2.Usage()
+        try:
+            async for message in call:
+                for sequence in message.sequences:
+                    if sequence.finish_reason == pagedray_pb2.FINISH_REASON_ERROR:
+                        raise BenchError(sequence.stop_reason)
+                if any(sequence.token_ids for sequence in message.sequences):
+                    arrivals.append(time.perf_counter())
+                if message.HasField("usage"):
+                    usage = message.usage
+        except grpc.aio.AioRpcError as error:
+            raise _refusal(error) from error
+        return Timing(
+            started_s=started_s,
+            arrivals_s=tuple(arrivals),
+            ended_s=time.perf_counter(),
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_generated_tokens=usage.num_generated_tokens,
+        )
+
+    async def encode(self, text: str) -> list[int]:
+        request = pagedray_pb2.TokenizeRequest(text=text, model=self._model)
+        try:
+            answer = await next(self._stubs).Tokenize(
+                request, metadata=self._metadata, timeout=_CALL_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _refusal(error) from error
+        return list(answer.token_ids)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        request = pagedray_pb2.DetokenizeRequest(token_ids=token_ids, model=self._model)
+        try:
+            answer = await next(self._stubs).Detokenize(
+                request, metadata=self._metadata, timeout=_CALL_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _refusal(error) from error
+        return str(answer.text)
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+
+def _refusal(error: grpc.aio.AioRpcError) -> BenchError:
+    return BenchError(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,53 @@
+"""Converters of the values of flags, each of which refuses others in one line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["count", "names", "number", "seconds"]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that is separated by commas."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"must be names separated by commas, not {text!r}")
+    return found
+
+
+def count(low: int, high: int) -> Callable[[str], int]:
+    """Return a converter of texts to integers in a range."""
+
+    def convert(text: str) -> int:
+        value = int(text) if text.isdecimal() and len(text) < 20 else -1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text!r}")
+        return value
+
+    return convert
+
+
+def number(low: float, high: float, unit: str = "") -> Callable[[str], float]:
+    """Return a converter of texts to numbers in a range."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be from {low:g} to {high:g}{unit}, not {text!r}"
+            )
+        return value
+
+    return convert
+
+
+def seconds(low: float, high: float) -> Callable[[str], float]:
+    """Return a converter of texts to seconds in a range."""
+    return number(low, high, " seconds")

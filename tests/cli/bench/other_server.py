@@ -1,0 +1,99 @@
+"""A second implementation of OpenAI's wire: what servers do that ours does not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["NUM_TOKENS", "OtherServer", "serving"]
+
+NUM_TOKENS = 5
+
+
+class OtherServer:
+    """What a server received, and what it shall do."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, object]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self.status = 200
+        self.refused_after: int | None = None
+        """How many requests are answered before the rest is refused."""
+        self.ends_early = False
+        self.fails_in_stream = False
+
+
+@contextmanager
+def serving() -> Iterator[OtherServer]:
+    state = OtherServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(200, json.dumps({"data": [{"id": "other-model"}]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path == "/tokenize":
+                self._answer(404, "<html>")
+                return
+            state.bodies.append(body)
+            state.headers.append({name.lower(): value for name, value in self.headers.items()})
+            refused = state.refused_after is not None and len(state.bodies) > state.refused_after
+            if refused or state.status != 200:
+                text = json.dumps({"error": {"message": "No such\nkey.", "code": None}})
+                self._answer(state.status if state.status != 200 else 429, text)
+                return
+            self._stream(is_chat=self.path.endswith("/chat/completions"))
+
+        def _stream(self, *, is_chat: bool) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("connection", "close")
+            self.end_headers()
+            if is_chat:
+                self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            self.wfile.write(b": a comment\r\n\r\n")
+            for _ in range(NUM_TOKENS):
+                piece = {"delta": {"content": "é"}} if is_chat else {"text": "é"}
+                self._event({"choices": [{"index": 0, **piece}], "usage": None})
+            if state.fails_in_stream:
+                self._event({"error": {"message": "It broke."}})
+            if state.ends_early:
+                return
+            self.wfile.write(b"data: [DONE]\r\n\r\n")
+
+        def _event(self, data: object) -> None:
+            # Its lines end as on Windows, and an event arrives in two parts.
+            text = f"data:{json.dumps(data, ensure_ascii=False)}\r\n\r\n".encode()
+            self.wfile.write(text[:20])
+            self.wfile.flush()
+            self.wfile.write(text[20:])
+
+        def _answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

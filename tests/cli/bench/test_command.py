@@ -1,0 +1,222 @@
+"""`pagedray bench serve` against our frontends, and another server of OpenAI's wire."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.cli.commands import main
+from tests.cli.bench.other_server import NUM_TOKENS, OtherServer, serving
+from tests.load.tenant_keys import write_keys
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+SHORT = ("--num-prompts=6", "--random-input-len=12", "--random-output-len=5", "--ignore-eos")
+
+
+@pytest.fixture
+def other() -> Iterator[OtherServer]:
+    with serving() as found:
+        yield found
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return the exit code, and what was printed as a result and as an error."""
+    try:
+        code = main(["bench", "serve", *arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def base_url(server: Server, backend: str) -> str:
+    return f"grpc://{server.grpc_target}" if backend.startswith("grpc") else server.url
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat", "grpc", "grpc-chat"])
+def test_every_backend_counts_what_the_engine_served(
+    server: Server, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = (f"--backend={backend}", f"--base-url={base_url(server, backend)}")
+    code, out, _ = run(capsys, *target, *SHORT, "--max-concurrency=2", "--json")
+    assert code == 0
+    report = json.loads(out)
+    submitted = server.engine.log.submitted
+    # The first one warms the server up.
+    assert len(submitted) == 1 + report["completed"] == 7
+    assert report["total_output_tokens"] == 6 * 5
+    assert report["total_input_tokens"] == sum(len(r.prompt_token_ids) for r in submitted[1:])
+    assert {request.sampling.temperature for request in submitted} == {0.0}
+    assert all(request.sampling.ignore_eos for request in submitted)
+    assert report["max_concurrent_requests"] == 2
+    assert 0.0 < report["p50_ttft_ms"] <= report["p99_ttft_ms"] <= report["p99_e2el_ms"]
+
+
+@pytest.mark.parametrize("backend", ["openai", "grpc"])
+def test_random_prompts_have_the_length_asked_for(server: Server, backend: str) -> None:
+    url = base_url(server, backend)
+    lengths = ("--num-prompts=8", "--random-input-len=40", "--random-output-len=3")
+    assert main(["bench", "serve", f"--backend={backend}", f"--base-url={url}", *lengths]) == 0
+    prompts = [request.prompt_token_ids for request in server.engine.log.submitted]
+    assert {len(one) for one in prompts} == {40}
+    assert len(set(prompts)) == 9
+
+
+def test_equal_seeds_send_equal_requests(server: Server, folder: Path) -> None:
+    sent = []
+    ratio = ("--random-range-ratio=0.5", "--random-prefix-len=10")
+    for seed in (3, 3, 4):
+        server.engine.reset()
+        url = f"--base-url={server.url}"
+        main(["bench", "serve", url, *SHORT, *ratio, f"--seed={seed}", f"--tokenizer={folder}"])
+        log = server.engine.log.submitted
+        sent.append(sorted((one.prompt_token_ids, one.sampling.max_tokens) for one in log))
+    assert sent[0] == sent[1] != sent[2]
+    assert len({tokens[:9] for tokens, _ in sent[0]}) == 1
+    assert len({len(tokens) for tokens, _ in sent[0]}) > 1
+
+
+def test_conversations_are_sent_with_the_lengths_of_their_answers(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    answer = "w " * 9
+    turns = [{"value": "one two three four five"}, {"value": answer}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"conversations": turns}, {"conversations": []}]))
+    dataset = ("--dataset-name=sharegpt", f"--dataset-path={path}", f"--tokenizer={folder}")
+    assert main(["bench", "serve", f"--base-url={server.url}", "--num-prompts=2", *dataset]) == 0
+    (prompts, lengths) = zip(
+        *((r.prompt_token_ids, r.sampling.max_tokens) for r in server.engine.log.submitted),
+        strict=True,
+    )
+    assert set(prompts) == {tuple(server.tokenizer.encode("one two three four five"))}
+    assert set(lengths) == {len(server.tokenizer.encode(answer))}
+
+
+def test_table_and_file_have_the_figures(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"--base-url={server.url}/v1"
+    shown = ("--percentile-metrics=ttft,tpot", "--metric-percentiles=50,99.9")
+    saved = ("--save-result", f"--result-dir={tmp_path}", "--result-filename=r.json")
+    goals = ("--goodput", "ttft:100000", "tpot:100000")
+    code, out, _ = run(capsys, url, *SHORT, *shown, *saved, *goals)
+    assert code == 0
+    assert "Time to first token (ttft)" in out
+    assert "p99.9" in out
+    assert "itl" not in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["request_goodput"] == pytest.approx(report["request_throughput"])
+    assert report["request_goodput"] > 0.0
+
+
+def test_requests_over_a_limit_are_no_goodput(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.engine.step_s = 0.02
+    url = f"--base-url={server.url}"
+    code, out, _ = run(capsys, url, *SHORT, "--json", "--goodput", "e2el:50")
+    assert code == 0
+    assert json.loads(out)["request_goodput"] == 0.0
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_other_servers_are_measured(
+    other: OtherServer, folder: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (f"--backend={backend}", f"--base-url={other.url}", f"--tokenizer={folder}", "--json")
+    code, out, _ = run(capsys, *given, *SHORT, '--extra-body={"top_p": 0.5}', "--header", "x-a=b")
+    assert code == 0
+    report = json.loads(out)
+    # It reports no usage, so that messages with text count.
+    assert report["total_output_tokens"] == 6 * NUM_TOKENS
+    assert report["model_id"] == "other-model"
+    body = other.bodies[-1]
+    assert (body["model"], body["top_p"], body["max_tokens"]) == ("other-model", 0.5, 5)
+    assert ("messages" in body) == (backend == "openai-chat")
+    assert other.headers[-1]["x-a"] == "b"
+
+
+def one_error(found: tuple[int, str, str]) -> str:
+    code, out, error = found
+    assert code in (1, 2)
+    assert out == ""
+    assert error.count("\n") == 1
+    assert error.startswith("pagedray")
+    return error
+
+
+def test_refusals_are_one_line(
+    other: OtherServer, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, local = f"--base-url={other.url}", f"--tokenizer={folder}"
+    other.status = 401
+    error = one_error(run(capsys, url, local, *SHORT))
+    assert "Status 401: No such key." in error
+    other.status, other.ends_early = 200, True
+    assert "before its last event" in one_error(run(capsys, url, local, *SHORT))
+    other.fails_in_stream = True
+    assert "It broke." in one_error(run(capsys, url, local, *SHORT))
+    # It cannot count tokens.
+    assert "Status 404" in one_error(run(capsys, url, *SHORT))
+
+
+def test_failures_amid_the_test_are_counted(
+    other: OtherServer, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other.refused_after = 3
+    url, local = f"--base-url={other.url}", f"--tokenizer={folder}"
+    code, out, error = run(capsys, url, local, *SHORT, "--max-concurrency=1", "--json")
+    assert code == 1
+    assert "4 of 6 requests failed, the first one: Status 429: No such key." in error
+    assert (json.loads(out)["completed"], json.loads(out)["failed"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--base-url=127.0.0.1:8000"], "http://HOST:PORT"),
+        (["--base-url=http://[::1"], "is not a URL"),
+        (["--base-url=http://h:99999"], "is not a URL"),
+        (["--base-url=http://127.0.0.1:1"], "Cannot reach the server"),
+        (["--base-url=http://127.0.0.1:8000", "--backend=grpc"], "grpc://HOST:PORT"),
+        (["--backend=grpc", "--port=1"], "UNAVAILABLE"),
+        (["--backend=grpc", "--endpoint=/x"], "require HTTP"),
+        (["--backend=tgi"], "invalid choice"),
+        (["--dataset-name=sharegpt"], "requires --dataset-path"),
+        (["--goodput", "itl:3"], "must be NAME:MS"),
+        (["--request-rate=0"], "must be from"),
+        (["--extra-body=3"], "must be a JSON object"),
+        (["--tls-ca=x"], "--tls-ca requires https"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in one_error(run(capsys, *arguments, "--num-prompts=1"))
+
+
+def test_keys_come_from_a_file_or_the_environment(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = write_keys(tmp_path / "keys.toml", "one")
+    (tmp_path / "key").write_text(keys["one"])
+    with Server(tokenizer, key_file=tmp_path / "keys.toml") as server:
+        for backend, refusal in (("openai", "Status 401"), ("grpc", "UNAUTHENTICATED")):
+            given = (f"--backend={backend}", f"--base-url={base_url(server, backend)}", *SHORT)
+            monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+            assert refusal in one_error(run(capsys, *given))
+            assert run(capsys, *given, f"--api-key-file={tmp_path / 'key'}")[0] == 0
+            monkeypatch.setenv("OPENAI_API_KEY", keys["one"])
+            assert run(capsys, *given)[0] == 0
