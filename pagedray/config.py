@@ -128,6 +128,9 @@ class TensorNames:
 
     A name without a place for the expert's index is that of a stack of all experts."""
     expert_output: str = "mlp.experts.{}.down_proj"
+    shared_input: tuple[str, ...] = ()
+    """As `mlp_input`, of the MLP that every token passes beside its experts."""
+    shared_output: str = ""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
 
@@ -145,6 +148,8 @@ class ExpertsConfig:
     """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
     dense_layers: tuple[int, ...] = ()
     """The layers that have one MLP instead of experts."""
+    shared_size: int | None = None
+    """Columns of the MLP that every token passes beside its experts; None is no such MLP."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,39 @@ _MOE_CASES = (
             "mlp_only_layers": [1],
         },
     ),
+    Case(
+        name="mixtral-window",
+        family="Mixtral",
+        more={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11},
+    ),
+    Case(
+        name="olmoe-whole-norms",
+        family="Olmoe",
+        more={"num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    Case(
+        name="granite-moe",
+        family="GraniteMoe",
+        more={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    Case(
+        name="granite-moe-shared",
+        family="GraniteMoeShared",
+        has_tied_embeddings=True,
+        embedding_scale=0.3,
+        more={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+        },
+    ),
 )
 _MORE_CASES = (
     Case(

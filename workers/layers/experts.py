@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.config import ExpertsConfig, TensorNames
+    from workers.layers.mlp import MLP
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ExpertLayer"]
@@ -37,15 +38,18 @@ class ExpertLayer(Layer):
         experts: ExpertsConfig,
         *,
         hidden_size: int,
+        shared: MLP | None,
         reduces: bool,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """`shared` is an MLP that every token passes, whose output is this rank's part."""
         self._hidden_size = hidden_size
         self._config = experts
         self._group = group
         self._reduces = reduces
+        self._shared = shared
         self._part = part_of(experts.intermediate_size, group)
         self._inputs = columns_of(
             [f"{prefix}.{name}" for name in names.expert_input],
@@ -67,6 +71,8 @@ class ExpertLayer(Layer):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
         out = self._product(x, self._router(x))
+        if self._shared is not None:
+            out.add_(self._shared(x))
         return self._group.all_reduce(out) if self._reduces else out
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -90,6 +96,8 @@ class ExpertLayer(Layer):
                 (slice(None), self._part),
                 self._product.down(expert),
             )
+        if self._shared is not None:
+            yield from self._shared.weight_shards()
 
     def _shard(
         self,
@@ -113,3 +121,5 @@ class ExpertLayer(Layer):
     def finalize(self) -> None:
         self._router.finalize()
         self._product.finalize()
+        if self._shared is not None:
+            self._shared.finalize()

@@ -31,25 +31,34 @@ def make_mlp(
     Without `reduces`, its output is this rank's part of the sum.
     """
     experts = config.experts_of(layer_index)
-    if experts is not None:
-        return ExpertLayer(
-            prefix,
-            config.names,
-            experts,
+    names = config.names
+
+    def mlp(inputs: tuple[str, ...], output: str, size: int, *, reduces: bool) -> MLP:
+        kind = GatedMLP if config.is_mlp_gated else PlainMLP
+        return kind(
+            tuple(f"{prefix}.{name}" for name in inputs),
+            f"{prefix}.{output}",
             hidden_size=config.hidden_size,
+            intermediate_size=size,
+            activation=config.activation,
+            has_bias=config.has_mlp_bias,
             reduces=reduces,
             group=group,
             dtype=dtype,
             device=device,
         )
-    kind = GatedMLP if config.is_mlp_gated else PlainMLP
-    return kind(
-        tuple(f"{prefix}.{name}" for name in config.names.mlp_input),
-        f"{prefix}.{config.names.mlp_output}",
+
+    if experts is None:
+        return mlp(names.mlp_input, names.mlp_output, config.intermediate_size, reduces=reduces)
+    shared = None
+    if experts.shared_size is not None:
+        shared = mlp(names.shared_input, names.shared_output, experts.shared_size, reduces=False)
+    return ExpertLayer(
+        prefix,
+        names,
+        experts,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        activation=config.activation,
-        has_bias=config.has_mlp_bias,
+        shared=shared,
         reduces=reduces,
         group=group,
         dtype=dtype,

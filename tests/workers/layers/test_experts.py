@@ -25,6 +25,7 @@ def filled_layer(
         names,
         config,
         hidden_size=HIDDEN,
+        shared=None,
         reduces=True,
         group=group or SoloGroup(),
         dtype=torch.float32,

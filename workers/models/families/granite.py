@@ -12,26 +12,32 @@ if TYPE_CHECKING:
     from pagedray.config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["GRANITE"]
+__all__ = ["GRANITE", "granite_config"]
 
 _MAX_FACTOR = 1e6
 
 
-def _read(file: ConfigFile) -> ModelConfig:
+def granite_config(file: ConfigFile, architecture: str) -> ModelConfig:
+    """Return what all Granites have in common."""
+
     def factor(key: str) -> float:
         return file.number(key, 1.0, most=_MAX_FACTOR)
 
     has_attention_bias = file.flag("attention_bias", False)
     return replace(
-        with_rope(base_config(file, GRANITE.architecture), file),
+        with_rope(base_config(file, architecture), file),
         embedding_scale=factor("embedding_multiplier"),
         attention_scale=factor("attention_multiplier"),
         residual_scale=factor("residual_multiplier"),
         logit_scale=1.0 / factor("logits_scaling"),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
-        has_mlp_bias=file.flag("mlp_bias", False),
     )
+
+
+def _read(file: ConfigFile) -> ModelConfig:
+    config = granite_config(file, GRANITE.architecture)
+    return replace(config, has_mlp_bias=file.flag("mlp_bias", False))
 
 
 GRANITE = Family(architecture="GraniteForCausalLM", model_types=("granite",), read=_read)

@@ -17,10 +17,12 @@ from workers.models.families.gemma2 import GEMMA2
 from workers.models.families.gemma3 import GEMMA3
 from workers.models.families.glm4 import GLM, GLM4
 from workers.models.families.granite import GRANITE
+from workers.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from workers.models.families.llama import LLAMA
 from workers.models.families.ministral import MINISTRAL
 from workers.models.families.ministral3 import MINISTRAL3
 from workers.models.families.mistral import MISTRAL
+from workers.models.families.mixtral import MIXTRAL
 from workers.models.families.mpt import MPT
 from workers.models.families.multimodal.gemma3 import GEMMA3_MULTIMODAL
 from workers.models.families.multimodal.mistral3 import MISTRAL3
@@ -28,6 +30,7 @@ from workers.models.families.multimodal.qwen2_5_vl import QWEN2_5_VL
 from workers.models.families.multimodal.qwen3_vl import QWEN3_VL
 from workers.models.families.olmo2 import OLMO2
 from workers.models.families.olmo3 import OLMO3
+from workers.models.families.olmoe import OLMOE
 from workers.models.families.phi3 import PHI3
 from workers.models.families.qwen2 import QWEN2
 from workers.models.families.qwen3 import QWEN3
@@ -45,9 +48,10 @@ if TYPE_CHECKING:
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
 
 _ALL = (
-    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL),
-    *(MINISTRAL3, MISTRAL, MPT, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA),
-    *(SEED_OSS, SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
+    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, GRANITE_MOE),
+    *(GRANITE_MOE_SHARED, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, MPT, OLMO2, OLMO3, OLMOE),
+    *(PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
+    *(GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -116,6 +120,9 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
     if model.experts is not None and model.experts.intermediate_size % num_ranks:
         size = model.experts.intermediate_size
         raise _not_divisible("columns of each expert", size, num_ranks)
+    shared_size = model.experts.shared_size if model.experts is not None else None
+    if shared_size is not None and shared_size % num_ranks:
+        raise _not_divisible("columns of the shared MLP", shared_size, num_ranks)
     if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
 

@@ -59,6 +59,7 @@ ADDED: dict[str, Any] = {
     "rope_local_base_freq": 5.0,
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "rope_theta": 77.0,
+    "shared_intermediate_size": 12,
     "sliding_window": 4,
     "sliding_window_pattern": 2,
     "tie_word_embeddings": True,

@@ -33,7 +33,6 @@ REFUSED = {
     "deepseek-v3",
     "glm-4-9b",
     "gpt-oss-20b",
-    "mixtral-8x7b",
     "qwen3-8b-fp8",
 }
 FILES = {file.name: file for file in published_files()}
