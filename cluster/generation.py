@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.sampling_params import SamplingParams as TextParams
+from cluster.serving.reasoning.reasoning_reader import ReasoningReader
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import PromptToken
@@ -45,6 +46,10 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
+    reasoning: str | None = None
+    """What the model wrote before its reply to a conversation, without marks; None if nothing."""
+    content: str = ""
+    """The text behind the reasoning; all of it without any."""
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     """For each token, its own and those of the likeliest tokens there; None if not asked for."""
 
@@ -96,13 +101,17 @@ class Collector:
         text = params if isinstance(params, TextParams) else TextParams()
         self._has_text = text.detokenize
         stops = StopStrings(request.sampling.stop)
+        marks = request.reasoning
+        skips_special_tokens = text.skip_special_tokens and not (
+            marks is not None and marks.has_special_tokens
+        )
         self._streams = [
             TextStream(
                 request,
                 index,
                 tokenizer.token_bytes,
                 stops=stops,
-                skips_special_tokens=text.skip_special_tokens,
+                skips_special_tokens=skips_special_tokens,
                 includes_stop=text.include_stop_str_in_output,
             )
             for index in range(request.sampling.n)
@@ -148,9 +157,16 @@ class Collector:
         assert last.finish_reason is not None
         token_ids = tuple(token for output in outputs for token in output.token_ids)
         entries = [entry for output in outputs for entry in output.logprobs]
+        text = "".join(output.text for output in outputs) if self._has_text else ""
+        reasoning, content = "", text
+        if self._request.reasoning is not None:
+            reader = ReasoningReader(self._request.reasoning)
+            reasoning, content = reader.read_piece(text, is_last=True)
         return Completion(
             index=index,
-            text="".join(output.text for output in outputs) if self._has_text else "",
+            text=text,
+            reasoning=reasoning or None,
+            content=content,
             token_ids=token_ids,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,

@@ -130,7 +130,8 @@ class LLM:
         """Return the assistant's reply to each conversation, which is a list of messages.
 
         Messages and `tools` are those of OpenAI's API; calls are in the text, as the model writes
-        them. `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
+        them. Outputs have what the model reasoned as `reasoning`, and the rest as `content`.
+        `chat_template_kwargs` are variables of the chat template. Otherwise as `generate`.
         """
         given = read_conversations(
             messages,

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from pagedray.errors import InvalidRequestError
+from pagedray.reasoning import Reasoning
 from pagedray.shown_value import shown_value
 
 __all__ = [
@@ -203,6 +204,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """When the request is aborted, on the monotonic clock."""
     grammar: Grammar | None = None
     """The compiled `sampling.structure`."""
+    reasoning: Reasoning | None = None
+    """How the model's reasoning is marked, which the structure does not apply to; None if it does
+    not reason or the prompt is no conversation."""
     generated_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     """The tokens that each sequence generated in another replica, None for one that has ended;
     empty for a request that begins with its prompt. Never from a client."""

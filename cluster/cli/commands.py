@@ -85,6 +85,7 @@ def _serve(parsed: argparse.Namespace) -> int:
             certificates=certificate_store(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca),
             tracer=otlp_tracer(parsed.otlp_endpoint),
             tool_format=parsed.tool_call_format,
+            reasoning_format=parsed.reasoning_format,
             reader_limits=ReaderLimits(
                 write_timeout_s=parsed.write_timeout_s,
                 unread_buffer=BufferLimits(parsed.unread_output_mib * 2**20),

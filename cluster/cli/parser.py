@@ -13,6 +13,7 @@ from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options import REMOTE_CODE_REFUSAL
 from cluster.serving.intake.limits import IntakeLimits
 from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.reasoning.formats import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
@@ -205,7 +206,7 @@ def _add_reader_limits(group: _Group) -> None:
 
 
 def _add_model_names(group: _Group) -> None:
-    """Add how clients call the model, and how the model writes tool calls."""
+    """Add how clients call the model, and how the model writes tool calls and reasoning."""
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
@@ -216,6 +217,12 @@ def _add_model_names(group: _Group) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_FORMATS,
         help="Format of the model's tool calls. (default: detected from the chat template)",
+    )
+    group.add_argument(
+        "--reasoning-format",
+        "--reasoning-parser",
+        choices=REASONING_FORMATS,
+        help="How the model marks its reasoning. (default: detected from the chat template)",
     )
 
 

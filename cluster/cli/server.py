@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
+    from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
@@ -56,6 +57,7 @@ class Server:
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         reader_limits: ReaderLimits,
         allowed_hosts: tuple[str, ...] = (),
         intake_limits: IntakeLimits,
@@ -65,7 +67,7 @@ class Server:
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
 
-        A `tool_format` of None is detected from the chat template.
+        A `tool_format` or `reasoning_format` of None is detected from the chat template.
         """
         self._config = config
         self._host = host
@@ -75,6 +77,7 @@ class Server:
         self._certificates = certificates
         self._tracer = tracer
         self._tool_format = tool_format
+        self._reasoning_format = reasoning_format
         self._reader_limits = reader_limits
         self._allowed_hosts = allowed_hosts
         self._intake_limits = intake_limits
@@ -119,6 +122,7 @@ class Server:
             certificates=self._certificates,
             tracer=self._tracer,
             tool_format=self._tool_format,
+            reasoning_format=self._reasoning_format,
             reader_limits=self._reader_limits,
             allowed_hosts=self._allowed_hosts,
             intake_limits=self._intake_limits,

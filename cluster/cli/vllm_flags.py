@@ -23,7 +23,6 @@ _SWITCHES_IGNORED = (
 _REFUSED: Mapping[str, str] = {
     "generation_config": "requests set their own temperature, top_p and top_k; vllm has no effect",
     "override_generation_config": "requests set their own parameters",
-    "reasoning_parser": "reasoning is part of the content",
     "seed": "requests set their own seed",
 }
 _VALUES = {"generation_config": ("vllm",)}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
+    from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class Frontends:
         certificates: CertificateStore | None = None,
         tracer: Tracer | None = None,
         tool_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         reader_limits: ReaderLimits | None = None,
         allowed_hosts: Iterable[str] = (),
         intake_limits: IntakeLimits | None = None,
@@ -71,6 +73,7 @@ class Frontends:
             authenticator=authenticator,
             tracer=tracer,
             tool_format=tool_format,
+            reasoning_format=reasoning_format,
             reader_limits=reader_limits,
             intake_limits=intake_limits,
             strict_parameters=strict_parameters,

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.engine_client import EngineClient
     from cluster.serving.inputs import Arrival, EmbeddingInput, Frontend, ScoreInput, TokenizeInput
+    from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.server_info import ServerInfo, ServerLoads
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
@@ -91,14 +92,16 @@ class Servicer:
         tracer: Tracer | None = None,
         authenticator: Authenticator | None = None,
         tool_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         reader_limits: ReaderLimits | None = None,
         intake_limits: IntakeLimits | None = None,
         strict_parameters: bool = False,
     ) -> None:
         """Long texts are tokenized in `text_pool`, which the servicer closes.
 
-        Without an `authenticator` no key is required. A `tool_format` of None is detected in the
-        model's chat template. `strict_parameters` refuses those that would be ignored.
+        Without an `authenticator` no key is required. A `tool_format` or `reasoning_format` of
+        None is detected in the model's chat template. `strict_parameters` refuses those that would
+        be ignored.
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -117,6 +120,7 @@ class Servicer:
             config,
             tokenizer,
             text_pool=self._text_pool,
+            reasoning_format=reasoning_format,
             note_compile=self.metrics.count_compile,
         )
         self._embedding_validator = EmbeddingValidator(config, tokenizer, text_pool=self._text_pool)

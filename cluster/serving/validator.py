@@ -28,6 +28,7 @@ from cluster.serving.prompt_reader import (
     check_unicode,
     warn_of_unknown_tokens,
 )
+from cluster.serving.reasoning.formats import detect_reasoning, reasoning_after, reasoning_of
 from cluster.structured.processes.compiler import StructureCompiler
 from cluster.structured.processes.messages import limits_for
 from cluster.structured.processes.vocabulary import vocabulary_of
@@ -46,15 +47,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.serving.continuation import Continuation
+    from cluster.serving.reasoning.formats import ReasoningFormat
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.structured.processes.compiled_grammar import CompiledGrammar
     from pagedray.config import EngineConfig
+    from pagedray.reasoning import Reasoning
 
 __all__ = ["Validator"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_PROMPT_LOGPROBS = 2**18
+_NUM_LAST_TOKENS = 32
+"""Tokens at the end of a prompt in which the mark of reasoning is looked for."""
 
 
 class Validator:
@@ -66,15 +71,22 @@ class Validator:
         tokenizer: Tokenizer,
         *,
         text_pool: TextPool | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         note_compile: Callable[[StructureKind, float], None] | None = None,
     ) -> None:
         """Without a pool, long texts are tokenized in place, which blocks an event loop.
 
+        A `reasoning_format` of None is detected in the model's chat template.
         `note_compile` is called with the seconds that a call waited for its structure.
         """
         if not config.model.pools:
             warn_of_unknown_tokens(config, tokenizer)
         self._note_compile = note_compile
+        self._tokenizer = tokenizer
+        self.reasoning = reasoning_of(
+            reasoning_format or detect_reasoning(tokenizer.template_source), tokenizer
+        )
+        """How the model marks its reasoning; None if it has none."""
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
@@ -171,7 +183,18 @@ class Validator:
             cache_salt=given.cache_salt,
             priority=given.priority,
             deadline_s=given.deadline_s,
+            reasoning=self._reasoning_after(prompt, token_ids),
         )
+
+    def _reasoning_after(self, prompt: Prompt, token_ids: tuple[int, ...]) -> Reasoning | None:
+        """Return how the reasoning is marked that may follow a prompt."""
+        if self.reasoning is None or not isinstance(prompt, ChatPrompt):
+            return None
+        if prompt.continues_final_message and prompt.messages[-1].content.strip():
+            # A message has no reasoning behind its beginning.
+            return None
+        end = self._tokenizer.decode(token_ids[-_NUM_LAST_TOKENS:], skip_special_tokens=False)
+        return reasoning_after(self.reasoning, end)
 
     def _check_continuation(self, given: GenerationInput, num_sequences: int) -> None:
         """Raise InvalidRequestError if the tokens so far are not those of such a call."""

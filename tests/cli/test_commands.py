@@ -88,6 +88,12 @@ def test_serve_accepts_a_tool_call_format() -> None:
     assert parsed("serve", "m").tool_call_format is None
 
 
+def test_serve_accepts_a_reasoning_format_by_both_names() -> None:
+    for flag in ("--reasoning-format", "--reasoning-parser"):
+        assert parsed("serve", "m", f"{flag}=deepseek_r1").reasoning_format == "deepseek_r1"
+    assert parsed("serve", "m").reasoning_format is None
+
+
 def test_more_than_one_rank_uses_ray_by_default() -> None:
     assert engine_options(parsed("chat", "m", "--tensor-parallel-size=2")).executor == "ray"
     given = parsed("chat", "m", "--tensor-parallel-size=2", "--executor=local")

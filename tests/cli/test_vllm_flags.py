@@ -44,7 +44,6 @@ def test_automatic_values_are_the_defaults() -> None:
         ("--pipeline-parallel-size 2", "use tensor_parallel_size"),
         ("--chat-template x.jinja", "write chat_template.jinja in the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),
-        ("--reasoning-parser qwen3", "reasoning is part of the content"),
         ("--revision main", "name it in the model: ORG/NAME@REVISION"),
         ("--seed 1", "requests set their own seed"),
         ("--max-model-len many", "such as 32768, 32K or auto, not 'many'"),

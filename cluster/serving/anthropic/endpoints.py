@@ -11,6 +11,7 @@ from cluster.serving.anthropic.messages_response import MessagesResponse
 from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
 from cluster.serving.openai.answer import answer_call
+from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class _MessagesHandlers:
             generation = await self._servicer.start_generation(given, call.entered)
         except InvalidRequestError as error:
             raise renamed(error, names) from error
-        response = MessagesResponse(generation, tools, model=self._servicer.config.model.name)
+        turns = Turns(tools, generation.reasoning, self._servicer.tokenizer.token_bytes)
+        response = MessagesResponse(generation, turns, model=self._servicer.config.model.name)
         return await answer_call(self._servicer, call, generation, response, is_stream=is_stream)
 
     async def count_tokens(self, call: HttpCall) -> Response:

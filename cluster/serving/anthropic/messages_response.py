@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from pydantic_core import from_json
 
 from cluster.serving.anthropic.errors import anthropic_error
 from cluster.serving.http.errors import Json, refusal_body
-from cluster.serving.tools.turn_reader import TurnDelta
-from pagedray.errors import InternalError, PagedRayError
+from cluster.serving.openai.event_response import EventResponse
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.tools.tool_choice import ToolUse
+    from cluster.serving.tools.turn_reader import TurnDelta
+    from cluster.serving.tools.turns import Turns
+    from pagedray.errors import PagedRayError
 
 __all__ = ["MessagesResponse"]
 
-logger = logging.getLogger(__name__)
-
-_OUTPUT_BYTES = 128
-"""Memory of an output beside its content."""
 _REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
@@ -38,84 +30,74 @@ _REASONS = {
 
 _encode = msgspec.json.Encoder().encode
 
+_Kind = Literal["text", "thinking", "tool_use"]
+
 
 @dataclass(slots=True)
 class _Block:
-    """A block of the message: text, or a tool call with its arguments."""
+    """A block of the message: text, thoughts, or a tool call with its arguments."""
 
+    kind: _Kind
     id: str | None = None
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
     def as_json(self) -> Json:
         text = "".join(self.pieces)
-        if self.id is None:
+        if self.kind == "text":
             return {"type": "text", "text": text, "citations": None}
-        try:
-            given = msgspec.json.decode(text or "{}")
-        except (msgspec.DecodeError, RecursionError):
-            # The output ended inside the call, which the stop reason says.
-            given = {}
-        return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": _input(text)}
+
+    def begun(self) -> Json:
+        """Return the block as a stream begins it."""
+        if self.kind == "text":
+            return {"type": "text", "text": ""}
+        return self.as_json()
 
 
-class MessagesResponse:
+def _input(text: str) -> object:
+    """Return the arguments of a call; of one that was cut off, those that are complete.
+
+    A client that reads the stream with Anthropic's library gets the same.
+    """
+    try:
+        given = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+class MessagesResponse(EventResponse):
     """The response to one call."""
 
-    def __init__(self, generation: GenerationCall, tools: ToolUse, *, model: str) -> None:
-        self._generation = generation
+    def __init__(self, generation: GenerationCall, turns: Turns, *, model: str) -> None:
+        super().__init__(generation, turns)
         self._model = model
-        self._reader = tools.reader() if tools.is_read else None
         self._is_new = True
+        self._blocks: list[_Block] = []
+        """The blocks of a complete response."""
         self._index = -1
         """Of the block that is being written."""
-        self._is_text_open = False
-        self._is_call_open = False
-        self._text_begin = b""
+        self._open: _Kind | None = None
+        """The kind of that block, until it ends."""
+        self._piece_begin = b""
         """The start of an event with text of the open block."""
 
-    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
-        """Return the response once it is complete. Raises PagedRayError.
+    def _collect(self, delta: TurnDelta) -> None:
+        for kind, text in _texts(delta):
+            if not self._blocks or self._blocks[-1].kind != kind:
+                self._blocks.append(_Block(kind))
+            self._blocks[-1].pieces.append(text)
+        for call in delta.calls:
+            if call.name is not None:
+                self._blocks.append(_Block("tool_use", call.id, call.name))
+            self._blocks[-1].pieces.append(call.arguments)
 
-        Its parts are counted in `buffer` while they are collected.
-        """
-        blocks: list[_Block] = []
-        usage = last = None
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for output in outputs:
-                usage = output.usage
-                (last,) = output.sequences
-                error = last.failure
-                try:
-                    if error is not None:
-                        raise error
-                    buffer.collect(_OUTPUT_BYTES + len(last.text))
-                except PagedRayError as refusal:
-                    self._generation.close(refusal)
-                    raise
-                _add(self._delta(last), blocks)
-        assert usage is not None
-        assert last is not None
-        await asyncio.sleep(0)
-        message = self._message([block.as_json() for block in blocks], usage)
-        return [_encode(message | self._end(last))]
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events; an error becomes the last one."""
-        if self._generation.replayed is not None:
-            # The client has received these events.
-            self._written(self._generation.replayed)
-        try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for output in outputs:
-                    written = self._written(output)
-                    if written:
-                        yield written
-                    for sequence in output.sequences:
-                        if (error := sequence.failure) is not None:
-                            raise error
-        except Exception as error:
-            yield self._error(error)
+    def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
+        message = self._message([block.as_json() for block in self._blocks], usage)
+        return message | self._end(last)
 
     def _written(self, output: GenerationOutput) -> bytes:
         events: list[bytes] = []
@@ -125,10 +107,11 @@ class MessagesResponse:
             started["usage"] = _usage(output.usage) | {"output_tokens": 0}
             events.append(_event("message_start", {"message": started}))
         for sequence in output.sequences:
-            if self._reader is None and self._is_text_open and sequence.finish_reason is None:
+            is_plain = self._turn is None or self._turn.is_plain
+            if is_plain and self._open == "text" and sequence.finish_reason is None:
                 # The fast path of most tokens.
                 if sequence.text:
-                    events.append(self._text_begin + _encode(sequence.text) + b"}}\n\n")
+                    events.append(self._piece(sequence.text))
                 continue
             if sequence.failure is not None:
                 continue
@@ -142,44 +125,40 @@ class MessagesResponse:
         return b"".join(events)
 
     def _write_delta(self, delta: TurnDelta, events: list[bytes]) -> None:
-        if delta.content:
-            if not self._is_text_open:
-                self._open_block({"type": "text", "text": ""}, events)
-                self._is_text_open = True
-            events.append(self._text_begin + _encode(delta.content) + b"}}\n\n")
+        for kind, text in _texts(delta):
+            if self._open != kind:
+                self._open_block(_Block(kind), events)
+            events.append(self._piece(text))
         for call in delta.calls:
             if call.name is not None:
-                started: Json = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                self._open_block(started, events)
-                self._is_call_open = True
+                self._open_block(_Block("tool_use", call.id, call.name), events)
             if call.arguments:
-                piece = {"type": "input_json_delta", "partial_json": call.arguments}
-                fields = {"index": self._index, "delta": piece}
-                events.append(_event("content_block_delta", fields))
+                events.append(self._piece(call.arguments))
 
-    def _open_block(self, block: Json, events: list[bytes]) -> None:
+    def _piece(self, text: str) -> bytes:
+        return self._piece_begin + _encode(text) + b"}}\n\n"
+
+    def _open_block(self, block: _Block, events: list[bytes]) -> None:
         self._close_block(events)
         self._index += 1
-        self._text_begin = (
+        self._open = block.kind
+        delta_type, key = _DELTAS[block.kind]
+        self._piece_begin = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-            b'"delta":{"type":"text_delta","text":' % self._index
+            b'"delta":{"type":"%b","%b":' % (self._index, delta_type, key)
         )
-        fields = {"index": self._index, "content_block": block}
+        fields = {"index": self._index, "content_block": block.begun()}
         events.append(_event("content_block_start", fields))
 
     def _close_block(self, events: list[bytes]) -> None:
-        if self._is_text_open or self._is_call_open:
+        if self._open == "thinking":
+            # Anthropic's clients expect a signature, which nothing checks here.
+            signature = {"type": "signature_delta", "signature": ""}
+            fields = {"index": self._index, "delta": signature}
+            events.append(_event("content_block_delta", fields))
+        if self._open is not None:
             events.append(_event("content_block_stop", {"index": self._index}))
-        self._is_text_open = self._is_call_open = False
-
-    def _delta(self, sequence: SequenceOutput) -> TurnDelta:
-        if self._reader is None:
-            return TurnDelta(content=sequence.text)
-        read = self._reader.read_piece(sequence.text)
-        if sequence.finish_reason is None:
-            return read
-        rest = self._reader.flush()
-        return TurnDelta(content=read.content + rest.content, calls=[*read.calls, *rest.calls])
+        self._open = None
 
     def _end(self, sequence: SequenceOutput) -> Json:
         assert sequence.finish_reason is not None
@@ -187,7 +166,7 @@ class MessagesResponse:
         stop = sequence.stop_reason if isinstance(sequence.stop_reason, str) else None
         if stop is not None:
             reason = "stop_sequence"
-        elif reason == "end_turn" and self._reader is not None and self._reader.num_calls:
+        elif reason == "end_turn" and self._turn is not None and self._turn.has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop}
 
@@ -203,26 +182,22 @@ class MessagesResponse:
             "usage": _usage(usage),
         }
 
-    def _error(self, error: Exception) -> bytes:
-        """End the call, and return the event for its client, who sees no details of a defect."""
-        if not isinstance(error, PagedRayError):
-            logger.error("Call %s failed.", self._generation.id, exc_info=error)
-            error = InternalError()
-        self._generation.close(error)
+    def _error_event(self, error: PagedRayError) -> bytes:
         written = _encode(anthropic_error(refusal_body(error), error.http_status))
         return b"event: error\ndata: " + written + b"\n\n"
 
 
-def _add(delta: TurnDelta, blocks: list[_Block]) -> None:
-    """Add what a turn gained to its blocks."""
-    if delta.content:
-        if not blocks or blocks[-1].id is not None:
-            blocks.append(_Block())
-        blocks[-1].pieces.append(delta.content)
-    for call in delta.calls:
-        if call.name is not None:
-            blocks.append(_Block(call.id, call.name))
-        blocks[-1].pieces.append(call.arguments)
+_DELTAS: dict[_Kind, tuple[bytes, bytes]] = {
+    "text": (b"text_delta", b"text"),
+    "thinking": (b"thinking_delta", b"thinking"),
+    "tool_use": (b"input_json_delta", b"partial_json"),
+}
+
+
+def _texts(delta: TurnDelta) -> list[tuple[_Kind, str]]:
+    """Return the texts that a turn gained, in their order."""
+    texts: list[tuple[_Kind, str]] = [("thinking", delta.reasoning), ("text", delta.content)]
+    return [(kind, text) for kind, text in texts if text]
 
 
 def _event(kind: str, fields: Json) -> bytes:

@@ -76,6 +76,11 @@ class GenerationCall:
         """The token ids of the prompts."""
         self.prompt_logprobs: dict[int, tuple[PromptLogprobs, ...]] = {}
         """Those of the prompts that asked for them, once they are computed."""
+        reasoning = self.reasoning = requests[0].reasoning
+        """How the reasoning of its sequences is marked; None if there is none."""
+        skips_special_tokens = given.skips_special_tokens and not (
+            reasoning is not None and reasoning.has_special_tokens
+        )
         self._call = call
         self._watch = watch
         self._deadline_s = requests[0].deadline_s
@@ -87,7 +92,7 @@ class GenerationCall:
                 token_bytes,
                 stops=stops,
                 prompt_index=prompt_index,
-                skips_special_tokens=given.skips_special_tokens,
+                skips_special_tokens=skips_special_tokens,
                 includes_stop=given.includes_stop,
             )
             for prompt_index, request in enumerate(requests)

@@ -23,7 +23,7 @@ from cluster.serving.openai.parameters import (
     REFUSED,
     WITHOUT_EFFECT,
 )
-from cluster.serving.openai.template_arguments import (
+from cluster.serving.text.template_arguments import (
     MAX_DOCUMENTS,
     Effort,
     TemplateArguments,
@@ -99,6 +99,10 @@ class ChatBody(GenerationBody):
         None,
         description="A variable of the chat template; `none` also sets `enable_thinking` to "
         "false. Ignored if the template reads neither.",
+    )
+
+    include_reasoning: bool = Field(
+        True, description="Whether the response contains the model's reasoning."
     )
 
     @property

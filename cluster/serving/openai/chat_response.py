@@ -11,14 +11,15 @@ from cluster.serving.openai.generation_response import (
     ResponseOptions,
 )
 from cluster.serving.openai.prompt_reports import finite
+from cluster.serving.tools.turn_reader import TurnDelta
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
-    from cluster.serving.servicer import GenerationCall
+    from cluster.serving.servicer import GenerationCall, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
-    from cluster.serving.tools.tool_choice import ToolUse
-    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnDelta, TurnReader
+    from cluster.serving.tools.turn_reader import ToolCallDelta
+    from cluster.serving.tools.turns import Turn, Turns
     from pagedray.batch import TokenLogprobs
 
 __all__ = ["ChatCompletionResponse"]
@@ -55,35 +56,45 @@ class ChatCompletionResponse(GenerationResponse):
         generation: GenerationCall,
         token_bytes: TokenBytes,
         options: ResponseOptions,
-        tools: ToolUse,
+        turns: Turns,
     ) -> None:
         super().__init__(generation, token_bytes, options)
-        self._tools = tools
+        self._turns = turns
+        self._reasoning: dict[int, list[str]] = {}
+        """That of each complete choice."""
         self._calls: dict[int, dict[int, _WholeCall]] = {}
         """The calls of each complete choice, by their indices in the turn."""
 
-    def _reader(self) -> TurnReader | None:
-        return self._tools.reader() if self._tools.is_read else None
+    def _turn(self) -> Turn | None:
+        return self._turns.begin_turn() if self._turns.are_read else None
+
+    def _usage(self, usage: Usage) -> Json:
+        written = super()._usage(usage)
+        if self._turns.has_reasoning:
+            details = {"reasoning_tokens": self._turns.num_reasoning_tokens}
+            written["completion_tokens_details"] = details
+        return written
 
     def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
         reason = super()._reason(sequence, choice)
-        has_calls = choice.reader is not None and choice.reader.num_calls
-        if reason == "stop" and has_calls and not self._tools.ends_as_text:
+        has_calls = choice.turn is not None and choice.turn.has_calls
+        if reason == "stop" and has_calls and not self._turns.tools.ends_as_text:
             return "tool_calls"
         return reason
 
-    def _add_content(self, text: str, choice: ResponseChoice) -> None:
-        if choice.reader is None:
-            choice.texts.append(text)
+    def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
+        if choice.turn is None:
+            choice.texts.append(sequence.text)
         else:
             # Reading all of it at the end would hold the event loop.
-            self._add_turn(choice.reader.read_piece(text), choice)
+            self._add_turn(choice.turn.read(sequence), choice)
 
     def _content(self, choice: ResponseChoice) -> Json:
-        if choice.reader is not None:
-            self._add_turn(choice.reader.flush(), choice)
         calls = self._calls.pop(choice.index, {})
         message: Json = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        reasoning = "".join(self._reasoning.pop(choice.index, ()))
+        if reasoning:
+            message |= _both_names(reasoning)
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls.values()]
             message["content"] = message["content"] or None
@@ -91,6 +102,8 @@ class ChatCompletionResponse(GenerationResponse):
 
     def _add_turn(self, read: TurnDelta, choice: ResponseChoice) -> None:
         choice.texts.append(read.content)
+        if read.reasoning:
+            self._reasoning.setdefault(choice.index, []).append(read.reasoning)
         calls = self._calls.setdefault(choice.index, {})
         for delta in read.calls:
             if delta.name is not None:
@@ -99,15 +112,14 @@ class ChatCompletionResponse(GenerationResponse):
             calls[delta.index].arguments.append(delta.arguments)
 
     def _delta(self, sequence: SequenceOutput, choice: ResponseChoice) -> Json:
-        content = sequence.text
-        calls: tuple[ToolCallDelta, ...] = ()
-        if choice.reader is not None:
-            content, calls = _read(choice.reader, sequence)
+        read = TurnDelta(sequence.text) if choice.turn is None else choice.turn.read(sequence)
         delta: Json = {"role": "assistant"} if choice.is_new else {}
-        if content or (choice.is_new and not calls):
-            delta["content"] = content
-        if calls:
-            delta["tool_calls"] = [_call_delta(call) for call in calls]
+        if read.reasoning:
+            delta |= _both_names(read.reasoning)
+        if read.content or (choice.is_new and not (read.calls or read.reasoning)):
+            delta["content"] = read.content
+        if read.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in read.calls]
         return delta
 
     def _wrapped(self, delta: Json) -> Json:
@@ -133,12 +145,9 @@ class ChatCompletionResponse(GenerationResponse):
         }
 
 
-def _read(reader: TurnReader, sequence: SequenceOutput) -> tuple[str, tuple[ToolCallDelta, ...]]:
-    read = reader.read_piece(sequence.text)
-    if sequence.finish_reason is None:
-        return read.content, tuple(read.calls)
-    rest = reader.flush()
-    return read.content + rest.content, (*read.calls, *rest.calls)
+def _both_names(reasoning: str) -> Json:
+    """Return reasoning by the names that clients of DeepSeek and vLLM, and of OpenRouter, read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def _call_delta(call: ToolCallDelta) -> Json:

@@ -25,6 +25,7 @@ from cluster.serving.openai.event_stream import unless_disconnected
 from cluster.serving.openai.generation_response import GenerationResponse, ResponseOptions
 from cluster.serving.openai.resuming import StreamHandlers, format_of
 from cluster.serving.resume.registry import StreamFormat
+from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class _Asked:
     """The client's name for the structure."""
     echoes: bool = False
     """Whether the text begins with the prompt."""
+    shows_reasoning: bool = True
 
 
 class _OpenAIHandlers:
@@ -136,6 +138,7 @@ class _OpenAIHandlers:
                     ),
                     note_ignored=call.ignored.note,
                 )
+                asked.shows_reasoning = body.include_reasoning
                 asked.param = "tools" if tools.is_forced else body.requested_structure().param
             return asked, tools
 
@@ -144,7 +147,10 @@ class _OpenAIHandlers:
             return self._resumed(call, asked)
         generation = await self._start(call, asked.given, asked.param)
         token_bytes = self._servicer.tokenizer.token_bytes
-        response = ChatCompletionResponse(generation, token_bytes, asked.options, tools)
+        turns = Turns(
+            tools, generation.reasoning, token_bytes, shows_reasoning=asked.shows_reasoning
+        )
+        response = ChatCompletionResponse(generation, token_bytes, asked.options, turns)
         return await self._respond(call, asked, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:

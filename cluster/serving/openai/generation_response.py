@@ -17,7 +17,7 @@ import msgspec
 from cluster.serving.http.errors import Json, refusal_body
 from cluster.serving.openai.prompt_reports import PromptReports
 from cluster.serving.text.text_stream import SequenceOutput
-from cluster.serving.tools.turn_reader import TurnReader
+from cluster.serving.tools.turns import Turn
 from pagedray.errors import InternalError, PagedRayError
 from pagedray.request import FinishReason
 
@@ -94,8 +94,8 @@ class ResponseChoice:
     is_new: bool = True
     is_plain: bool = True
     """Whether most chunks contain only text."""
-    reader: TurnReader | None = None
-    """Finds tool calls in the text."""
+    turn: Turn | None = None
+    """Finds reasoning and tool calls in the text."""
     token_ids: list[int] = field(default_factory=list)
     """The tokens of a complete choice, if they are asked for."""
 
@@ -172,7 +172,7 @@ class GenerationResponse(ABC):
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
             parts += [self._complete_choice(self._choices.pop(index), prompts), b","]
-        parts[-1] = b'],"usage":%b}' % _encode(_usage(usage))
+        parts[-1] = b'],"usage":%b}' % _encode(self._usage(usage))
         return parts
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -228,7 +228,7 @@ class GenerationResponse(ABC):
         }
 
     def _events_with_usage(self, output: GenerationOutput) -> Iterator[bytes]:
-        self._end_chunks(b',"usage":' + _encode(_usage(output.usage)))
+        self._end_chunks(b',"usage":' + _encode(self._usage(output.usage)))
         return self._events(output)
 
     def _events(self, output: GenerationOutput) -> Iterator[bytes]:
@@ -249,7 +249,10 @@ class GenerationResponse(ABC):
                 yield self._full_event(sequence, choice)
         if output.is_last and self._error is None and self._options.includes_usage:
             head = _encode(self._head(self.chunk_kind))[:-1]
-            yield b'data: %b,"choices":[],"usage":%b}\n\n' % (head, _encode(_usage(output.usage)))
+            yield b'data: %b,"choices":[],"usage":%b}\n\n' % (
+                head,
+                _encode(self._usage(output.usage)),
+            )
 
     def _full_event(self, sequence: SequenceOutput, choice: ResponseChoice) -> bytes:
         delta = self._delta(sequence, choice)
@@ -278,6 +281,8 @@ class GenerationResponse(ABC):
             fields |= prompt_ids
             end = b"]" + self._end
         choice.is_new = False
+        if choice.turn is not None:
+            choice.is_plain = choice.turn.is_plain and not has_token_ids
         # The first brace is dropped: the choice begins with its index.
         return self._begin + b"%d," % choice.index + _encode(fields)[1:] + end
 
@@ -289,8 +294,8 @@ class GenerationResponse(ABC):
         choice = self._choices.get(index)
         if choice is None:
             bare_begin = self._begin + b"%d" % index + self.bare_begin
-            choice = self._choices[index] = ResponseChoice(index, bare_begin, reader=self._reader())
-            choice.is_plain = choice.reader is None and not self._options.has_token_ids
+            choice = self._choices[index] = ResponseChoice(index, bare_begin, turn=self._turn())
+            choice.is_plain = choice.turn is None and not self._options.has_token_ids
             if self._options.echoed_texts:
                 choice.num_characters = len(self._options.echoed_texts[sequence.prompt_index])
         return choice
@@ -301,7 +306,7 @@ class GenerationResponse(ABC):
         choice.last = sequence
         if self._options.hides_output:
             return _OUTPUT_BYTES
-        self._add_content(sequence.text, choice)
+        self._add_content(sequence, choice)
         num_bytes = _OUTPUT_BYTES + len(sequence.text)
         if self._options.has_token_ids:
             choice.token_ids += sequence.token_ids
@@ -360,17 +365,25 @@ class GenerationResponse(ABC):
             choice,
         )
 
-    def _reader(self) -> TurnReader | None:
+    def _turn(self) -> Turn | None:
         return None
+
+    def _usage(self, usage: Usage) -> Json:
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_generated_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        }
 
     def _reason(self, sequence: SequenceOutput, choice: ResponseChoice) -> str | None:
         reason = sequence.finish_reason
         # OpenAI defines no such reason; an event with the error follows.
         return None if reason is None or reason is FinishReason.ERROR else reason.value
 
-    def _add_content(self, text: str, choice: ResponseChoice) -> None:
-        """Add text to a complete choice."""
-        choice.texts.append(text)
+    def _add_content(self, sequence: SequenceOutput, choice: ResponseChoice) -> None:
+        """Add an output to a complete choice."""
+        choice.texts.append(sequence.text)
 
     def _token_text(self, token_id: int) -> str:
         """Return a token as log-probabilities name it."""
@@ -404,12 +417,3 @@ def error_event(error: PagedRayError) -> bytes:
 
 def _numbered(event: bytes, number: int) -> bytes:
     return b"id: %d\n%b" % (number, event)
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_generated_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-    }

@@ -33,7 +33,6 @@ IGNORED: Mapping[str, str] = {
 
 WITHOUT_EFFECT: Defaults = {
     "best_of": (1,),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
@@ -65,7 +64,6 @@ CHAT_REFUSED: Mapping[str, str] = {
     "chat_template": "templates come from checkpoints, because they are programs",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "include_reasoning": "reasoning is part of the content",
     "modalities": "the output is text",
     "web_search_options": "the server has no access to the web",
 }

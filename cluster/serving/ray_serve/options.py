@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from cluster.engine.options import EngineOptions, refuse_remote_code
+from cluster.serving.reasoning.formats import ReasoningFormat
 from cluster.serving.telemetry.log_lines import LogFormat
 from cluster.serving.tools.tool_calls import ToolCallFormat
 from pagedray.errors import StartupError
@@ -44,6 +45,8 @@ class ServeOptions:
     """Whether calls of a replica that died or does not respond continue on another one."""
     tool_call_format: ToolCallFormat | None = None
     """The format of tool calls; None detects it from the chat template."""
+    reasoning_format: ReasoningFormat | None = None
+    """How reasoning is marked; None detects it from the chat template."""
     log_format: LogFormat = "text"
     """The format of a replica's log on standard error, which Ray stores."""
     log_level: Literal["debug", "info", "warning"] = "info"

@@ -64,6 +64,7 @@ class ReplicaEngine:
             authenticator=self._authenticator,
             tracer=self._tracer,
             tool_format=options.tool_call_format,
+            reasoning_format=options.reasoning_format,
         )
         self._watch = ProgressWatch(
             stall_timeout_s=options.stall_timeout_s, replace_timeout_s=_REPLACE_TIMEOUT_S

@@ -11,6 +11,7 @@ from cluster.serving.http.schema import renamed
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import ResponsesBody
+from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def responses_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
             raise renamed(error, names) from error
         response = ResponsesResponse(
             generation,
-            tools,
+            Turns(tools, generation.reasoning, servicer.tokenizer.token_bytes),
             model=servicer.config.model.name,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
             echoed=echoed,

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cluster.serving.tools.turn_reader import TurnDelta
-from pagedray.errors import InternalError, PagedRayError
+from cluster.serving.openai.event_response import EventResponse
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import Mapping
 
     from cluster.serving.http.errors import Json
-    from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput
-    from cluster.serving.tools.tool_choice import ToolUse
+    from cluster.serving.tools.turn_reader import TurnDelta
+    from cluster.serving.tools.turns import Turns
+    from pagedray.errors import PagedRayError
 
 __all__ = ["ResponsesResponse"]
 
-logger = logging.getLogger(__name__)
-
-_OUTPUT_BYTES = 128
-"""Memory of an output beside its content."""
-
 _encode = msgspec.json.Encoder().encode
+
+_Kind = Literal["message", "reasoning", "function_call"]
+_PREFIXES: Mapping[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_EVENTS: Mapping[_Kind, str] = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output: a message, or a tool call with its arguments."""
+    """An item of the output: a message, reasoning, or a tool call with its arguments."""
 
+    kind: _Kind
     id: str
     call_id: str | None = None
     name: str = ""
@@ -46,41 +47,36 @@ class _Item:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def part(self, text: str) -> Json:
+        """Return the item's content with this text."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
     def as_json(self, status: str) -> Json:
-        if self.call_id is not None:
-            return {
-                "id": self.id,
-                "type": "function_call",
-                "status": status,
-                "call_id": self.call_id,
-                "name": self.name,
-                "arguments": self.text,
-            }
-        content = [] if status == "in_progress" else [_part(self.text)]
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        written: Json = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return written | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+        content = [] if status == "in_progress" else [self.part(self.text)]
+        if self.kind == "reasoning":
+            return written | {"summary": [], "content": content, "encrypted_content": None}
+        return written | {"role": "assistant", "content": content}
 
 
-class ResponsesResponse:
+class ResponsesResponse(EventResponse):
     """The response to one call."""
 
     def __init__(
         self,
         generation: GenerationCall,
-        tools: ToolUse,
+        turns: Turns,
         *,
         model: str,
         created_s: int,
         echoed: Mapping[str, object],
     ) -> None:
         """`echoed` are the parameters that it repeats."""
-        self._generation = generation
-        self._reader = tools.reader() if tools.is_read else None
+        super().__init__(generation, turns)
         self._head: Json = {
             "id": f"resp_{generation.id}",
             "object": "response",
@@ -92,49 +88,10 @@ class ResponsesResponse:
         self._items: list[_Item] = []
         self._number = 0
         self._is_open = False
-        """Whether the last item is being streamed."""
+        """Whether the last item is being written."""
 
-    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
-        """Return the response once it is complete. Raises PagedRayError.
-
-        Its parts are counted in `buffer` while they are collected.
-        """
-        usage = last = None
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for output in outputs:
-                usage = output.usage
-                (last,) = output.sequences
-                error = last.failure
-                try:
-                    if error is not None:
-                        raise error
-                    buffer.collect(_OUTPUT_BYTES + len(last.text))
-                except PagedRayError as refusal:
-                    self._generation.close(refusal)
-                    raise
-                self._add(self._delta(last), None)
-        assert usage is not None
-        assert last is not None
-        await asyncio.sleep(0)
-        self._end_items(_status(last), None)
-        return [_encode(self._whole(last, usage))]
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events; an error becomes the last one."""
-        if self._generation.replayed is not None:
-            # The client has received these events.
-            self._written(self._generation.replayed)
-        try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for output in outputs:
-                    written = self._written(output)
-                    if written:
-                        yield written
-                    for sequence in output.sequences:
-                        if (error := sequence.failure) is not None:
-                            raise error
-        except Exception as error:
-            yield self._error(error)
+    def _collect(self, delta: TurnDelta) -> None:
+        self._add(delta, None)
 
     def _written(self, output: GenerationOutput) -> bytes:
         events: list[bytes] = []
@@ -154,28 +111,43 @@ class ResponsesResponse:
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
         """Add what the turn gained to the items, and its events."""
-        if delta.content:
-            if not self._is_open or self._items[-1].call_id is not None:
-                self._begin_item(_Item(self._id_of("msg")), events)
-            self._items[-1].pieces.append(delta.content)
-            fields = {**self._place_of_text(), "delta": delta.content, "logprobs": []}
-            self._write("response.output_text.delta", fields, events)
+        texts: dict[_Kind, str] = {"reasoning": delta.reasoning, "message": delta.content}
+        for kind, text in texts.items():
+            if text:
+                if not self._is_open or self._items[-1].kind != kind:
+                    self._begin_item(kind, events)
+                self._add_text(text, events)
         for call in delta.calls:
             if call.name is not None:
-                self._begin_item(_Item(self._id_of("fc"), call.id, call.name), events)
+                self._begin_item("function_call", events, call_id=call.id, name=call.name)
             if call.arguments:
-                self._items[-1].pieces.append(call.arguments)
-                fields = {**self._place(), "delta": call.arguments}
-                self._write("response.function_call_arguments.delta", fields, events)
+                self._add_text(call.arguments, events)
 
-    def _begin_item(self, item: _Item, events: list[bytes] | None) -> None:
+    def _add_text(self, text: str, events: list[bytes] | None) -> None:
+        item = self._items[-1]
+        item.pieces.append(text)
+        fields: Json = {**self._place(), "delta": text}
+        if item.kind == "message":
+            fields["logprobs"] = []
+        self._write(f"{_EVENTS[item.kind]}.delta", fields, events)
+
+    def _begin_item(
+        self,
+        kind: _Kind,
+        events: list[bytes] | None,
+        *,
+        call_id: str | None = None,
+        name: str = "",
+    ) -> None:
         self._end_item("completed", events)
+        item_id = f"{_PREFIXES[kind]}_{self._generation.id}_{len(self._items)}"
+        item = _Item(kind, item_id, call_id, name)
         self._items.append(item)
         self._is_open = True
         fields: Json = {"output_index": len(self._items) - 1, "item": item.as_json("in_progress")}
         self._write("response.output_item.added", fields, events)
-        if item.call_id is None:
-            fields = {**self._place_of_text(), "part": _part("")}
+        if kind != "function_call":
+            fields = {**self._place(), "part": item.part("")}
             self._write("response.content_part.added", fields, events)
 
     def _end_item(self, status: str, events: list[bytes] | None) -> None:
@@ -183,31 +155,31 @@ class ResponsesResponse:
             return
         self._is_open = False
         item = self._items[-1]
-        if item.call_id is None:
-            fields = {**self._place_of_text(), "text": item.text, "logprobs": []}
-            self._write("response.output_text.done", fields, events)
-            fields = {**self._place_of_text(), "part": _part(item.text)}
-            self._write("response.content_part.done", fields, events)
-        else:
+        ended = f"{_EVENTS[item.kind]}.done"
+        if item.kind == "function_call":
             fields = {**self._place(), "name": item.name, "arguments": item.text}
-            self._write("response.function_call_arguments.done", fields, events)
+            self._write(ended, fields, events)
+        else:
+            fields = {**self._place(), "text": item.text}
+            if item.kind == "message":
+                fields["logprobs"] = []
+            self._write(ended, fields, events)
+            fields = {**self._place(), "part": item.part(item.text)}
+            self._write("response.content_part.done", fields, events)
         fields = {"output_index": len(self._items) - 1, "item": item.as_json(status)}
         self._write("response.output_item.done", fields, events)
 
     def _end_items(self, status: str, events: list[bytes] | None) -> None:
         """End the output, which has an item even if it is empty."""
         if not self._items:
-            self._begin_item(_Item(self._id_of("msg")), events)
+            self._begin_item("message", events)
         self._end_item(status, events)
 
     def _place(self) -> Json:
-        return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-
-    def _place_of_text(self) -> Json:
-        return {**self._place(), "content_index": 0}
-
-    def _id_of(self, prefix: str) -> str:
-        return f"{prefix}_{self._generation.id}_{len(self._items)}"
+        """Return where the last item is, and its content if it is no call."""
+        item = self._items[-1]
+        place: Json = {"item_id": item.id, "output_index": len(self._items) - 1}
+        return place if item.kind == "function_call" else place | {"content_index": 0}
 
     def _write(self, kind: str, fields: Json, events: list[bytes] | None) -> None:
         """Add an event to those of a stream; a response that is not streamed has none."""
@@ -217,17 +189,9 @@ class ResponsesResponse:
         self._number += 1
         events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), written))
 
-    def _delta(self, sequence: SequenceOutput) -> TurnDelta:
-        if self._reader is None:
-            return TurnDelta(content=sequence.text)
-        read = self._reader.read_piece(sequence.text)
-        if sequence.finish_reason is None:
-            return read
-        rest = self._reader.flush()
-        return TurnDelta(content=read.content + rest.content, calls=[*read.calls, *rest.calls])
-
     def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
         status = _status(last)
+        self._end_items(status, None)
         items = [item.as_json("completed") for item in self._items[:-1]]
         items.append(self._items[-1].as_json(status))
         is_cut = last.finish_reason is FinishReason.LENGTH
@@ -235,15 +199,22 @@ class ResponsesResponse:
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
-            "usage": _usage(usage),
+            "usage": self._usage(usage),
         }
 
-    def _error(self, error: Exception) -> bytes:
-        """End the call, and return the event for its client, who sees no details of a defect."""
-        if not isinstance(error, PagedRayError):
-            logger.error("Call %s failed.", self._generation.id, exc_info=error)
-            error = InternalError()
-        self._generation.close(error)
+    def _usage(self, usage: Usage) -> Json:
+        return {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.num_generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._turns.num_reasoning_tokens},
+            "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        }
+
+    def _error_event(self, error: PagedRayError) -> bytes:
         events: list[bytes] = []
         fields: Json = {
             "code": error.openai_code or error.openai_type,
@@ -256,20 +227,3 @@ class ResponsesResponse:
 
 def _status(last: SequenceOutput) -> str:
     return "completed" if last.finish_reason is FinishReason.STOP else "incomplete"
-
-
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.num_cached_tokens,
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": usage.num_generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
-    }

@@ -11,15 +11,17 @@ from cluster.serving.json_body import read_json
 from cluster.serving.rpc.requests import check_size, generation_input, tokenize_input
 from cluster.serving.rpc.responses import finish_reason, logprobs_of, stop_reason, write_frame
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from cluster.serving.text.template_arguments import TemplateArguments
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta
+from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 from pagedray.request import FinishReason
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cluster.serving.auth.tenant import Tenant
     from cluster.serving.calls.generation_call import GenerationOutput
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.text.token_bytes import TokenBytes
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from cluster.serving.tools.turn_reader import ToolCallDelta, TurnReader
+    from cluster.serving.tools.turn_reader import ToolCallDelta
+    from cluster.serving.tools.turns import Turn
+    from pagedray.reasoning import Reasoning
 
 __all__ = ["Chat", "read_tokenize"]
 
@@ -53,7 +58,8 @@ class Chat:
     def __init__(self, message: pb.ChatRequest, tools: ToolUse) -> None:
         self._message = message
         self._tools = tools
-        self._readers: dict[int, TurnReader] = {}
+        self._turns = Turns(tools)
+        self._by_index: dict[int, Turn] = {}
         self._is_first = True
 
     @classmethod
@@ -67,15 +73,31 @@ class Chat:
         tools = yield from _read_tools(message.tools)
         return cls(message, ToolUse(tools, _read_choice(message), tool_format=tool_format))
 
-    def to_input(self, call: RpcCall, tenant: Tenant, size: RequestSize) -> Steps[GenerationInput]:
-        """Return the servicer's input. Raises InvalidRequestError."""
+    def to_input(
+        self,
+        call: RpcCall,
+        tenant: Tenant,
+        size: RequestSize,
+        *,
+        known_variables: Callable[[bool], frozenset[str]],
+        note_ignored: Callable[[str], None],
+    ) -> Steps[GenerationInput]:
+        """Return the servicer's input. Raises InvalidRequestError.
+
+        `known_variables` returns those that the chat template reads, with tools or without;
+        `note_ignored` is called with the names of fields that set others.
+        """
         message = self._message
+        variables = yield from _read_object(message.chat_template_kwargs, "chat_template_kwargs")
         messages = yield from _read_messages(message.messages, size)
         prompt = ChatPrompt(
             messages,
             self._tools.for_template,
             adds_generation_prompt=not message.continue_final_message,
             continues_final_message=message.continue_final_message,
+            variables=TemplateArguments(variables).variables(
+                known_variables(self._tools.is_read), note_ignored
+            ),
         )
         given = generation_input(prompt, message, call, tenant)
         forced = yield from self._tools.forced_structure()
@@ -91,25 +113,32 @@ class Chat:
             given = replace(given, skips_special_tokens=False)
         return given
 
+    def begin(self, reasoning: Reasoning | None, token_bytes: TokenBytes) -> None:
+        """Prepare for outputs, with the reasoning of the call's turns."""
+        self._turns = Turns(self._tools, reasoning, token_bytes)
+
     def response(self, request_id: str, output: GenerationOutput) -> pb.ChatResponse:
         """Return the response message of the next output."""
         response = pb.ChatResponse(request_id=request_id)
         for sequence in output.sequences:
             self._add_sequence(response, sequence)
         write_frame(response, output, is_first=self._is_first)
+        if output.is_last:
+            response.usage.num_reasoning_tokens = self._turns.num_reasoning_tokens
         self._is_first = False
         return response
 
     def _add_sequence(self, response: pb.ChatResponse, output: SequenceOutput) -> None:
         # Built in place: protobuf copies a message that is added to another.
         add = response.sequences.add
-        if not (self._tools.is_read or output.finish_reason or output.logprobs):
+        if not (self._turns.are_read or output.finish_reason or output.logprobs):
             # The fast path of most tokens.
             add(index=output.index, content=output.text, token_ids=output.token_ids)
             return
         delta = self._delta(output)
         add(
             index=output.index,
+            reasoning=delta.reasoning,
             content=delta.content,
             tool_calls=[_call_delta(call) for call in delta.calls],
             token_ids=output.token_ids,
@@ -119,22 +148,16 @@ class Chat:
         )
 
     def _delta(self, output: SequenceOutput) -> TurnDelta:
-        if not self._tools.is_read:
+        if not self._turns.are_read:
             return TurnDelta(content=output.text)
-        reader = self._readers.get(output.index)
-        if reader is None:
-            reader = self._readers[output.index] = self._tools.reader()
-        delta = reader.read_piece(output.text)
-        if output.finish_reason is not None:
-            rest = reader.flush()
-            delta = TurnDelta(
-                content=delta.content + rest.content, calls=[*delta.calls, *rest.calls]
-            )
-        return delta
+        turn = self._by_index.get(output.index)
+        if turn is None:
+            turn = self._by_index[output.index] = self._turns.begin_turn()
+        return turn.read(output)
 
     def _finish_reason(self, output: SequenceOutput) -> pb.FinishReason:
-        reader = self._readers.get(output.index)
-        has_calls = reader is not None and reader.num_calls > 0
+        turn = self._by_index.get(output.index)
+        has_calls = turn is not None and turn.has_calls
         if has_calls and output.finish_reason is FinishReason.STOP:
             return pb.FINISH_REASON_TOOL_CALLS
         return finish_reason(output)
@@ -189,6 +212,7 @@ def _read_message(message: pb.ChatMessage, place: int) -> Steps[ChatMessage]:
         tool_calls=tuple(calls),
         tool_call_id=message.tool_call_id or None,
         name=message.name or None,
+        reasoning=message.reasoning or None,
     )
 
 

@@ -104,6 +104,7 @@ class GrpcService:
                 tenant.name, call.num_bytes, self._read_chat(message, call, tenant)
             )
         generation = await self._servicer.start_generation(given, call.entered)
+        chat.begin(generation.reasoning, self._servicer.tokenizer.token_bytes)
         if message.resumable:
 
             def write(output: GenerationOutput, *, is_first: bool) -> pb.ChatResponse:
@@ -193,7 +194,15 @@ class GrpcService:
         self, message: pb.ChatRequest, call: RpcCall, tenant: Tenant
     ) -> Steps[tuple[grpc_chat.Chat, GenerationInput]]:
         chat = yield from grpc_chat.Chat.from_message(message, tool_format=self._tool_format)
-        given = yield from chat.to_input(call, tenant, self._intake.size)
+        given = yield from chat.to_input(
+            call,
+            tenant,
+            self._intake.size,
+            known_variables=lambda has_tools: self._servicer.tokenizer.template_variables(
+                has_tools=has_tools
+            ),
+            note_ignored=self._servicer.ignored.note,
+        )
         return chat, given
 
     async def _kept(

@@ -81,6 +81,10 @@ class Tokenizer:
         assert self._token_bytes is not None
         return self._token_bytes
 
+    def token_id_of(self, token: str) -> int | None:
+        """Return the id of a token, or None if the text is no token of the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
     def disable_cache(self) -> None:
         """Disable the cache of words, whose timing would reveal other tenants' texts.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from cluster.serving.text.marks import overlap
 from cluster.serving.tools.tool_call_object import ToolCallObject
-from cluster.serving.tools.turn_reader import TurnReader, overlap
+from cluster.serving.tools.turn_reader import TurnReader
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.serving.text.marks import overlap
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["ToolCallDelta", "TurnDelta", "TurnReader", "overlap"]
+__all__ = ["ToolCallDelta", "TurnDelta", "TurnReader"]
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -31,10 +33,11 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class TurnDelta:
-    """The new content and tool calls of a turn."""
+    """What a turn gained: its reasoning comes before all else."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
 
 class TurnReader(ABC):
@@ -123,9 +126,3 @@ class TurnReader(ABC):
         if self._has_short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `mark`."""
-    most = min(len(text), len(mark) - 1)
-    return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)

@@ -102,6 +102,7 @@ class MatcherHandle:
             sampling.ignore_eos,
             request.eos_token_ids,
             tuple(sampling.stop_token_ids),
+            reasoning=request.reasoning,
             tenant=grammar.tenant,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)

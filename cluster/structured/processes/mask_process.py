@@ -28,13 +28,14 @@ from cluster.structured.processes.messages import (
     MaskReply,
     StepQuery,
 )
+from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
 from cluster.structured.processes.sequence_matcher import SequenceMatcher
 
 if TYPE_CHECKING:
     import socket
 
-    from cluster.structured.processes.messages import MadeMask, MaskQuery
-    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+    from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
+    from cluster.structured.processes.xgrammar_library import GrammarMatcher, XGrammarLibrary
 
 __all__ = ["serve_masks"]
 
@@ -157,10 +158,18 @@ class _MaskServer:
             expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
         )
 
+    def _grammar_matcher(self, start: MatcherStart) -> GrammarMatcher | ReasoningMatcher:
+        matcher = self._library.matcher(self._grammars[start.grammar_id])
+        if start.reasoning is None:
+            return matcher
+        return ReasoningMatcher(
+            matcher, start.reasoning, self._library.index, eos_token_ids=start.eos_token_ids
+        )
+
     def _matcher_of(self, query: MaskQuery) -> SequenceMatcher:
         if query.start is not None:
             self._matchers[query.sequence_id] = SequenceMatcher(
-                self._library.matcher(self._grammars[query.start.grammar_id]),
+                self._grammar_matcher(query.start),
                 query.start,
                 self._library.vocab_size,
                 lambda: self._budgets.budget_of(query.sequence_id),

@@ -3,6 +3,7 @@
 import msgspec
 
 from cluster.structured.processes.vocabulary import Vocabulary
+from pagedray.reasoning import Reasoning
 from pagedray.request import FinishReason
 
 __all__ = [
@@ -86,6 +87,8 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...]
     cpu_s: float = 0.0
     """CPU time that the sequence took in another process, if its tokens are replayed."""
+    reasoning: Reasoning | None = None
+    """The reasoning that may precede the structure."""
     tenant: str = ""
     """The tenant whose CPU budget its masks are charged to."""
 

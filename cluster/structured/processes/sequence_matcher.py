@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from cluster.structured.processes.cpu_budgets import CpuBudget
     from cluster.structured.processes.messages import MaskQuery, MatcherStart
+    from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
     from cluster.structured.processes.xgrammar_library import GrammarMatcher
 
 __all__ = ["BASE_CPU_S", "REJECTED_TOKEN", "SequenceMatcher", "allowed_cpu_s"]
@@ -48,7 +49,7 @@ class SequenceMatcher:
 
     def __init__(
         self,
-        matcher: GrammarMatcher,
+        matcher: GrammarMatcher | ReasoningMatcher,
         start: MatcherStart,
         vocab_size: int,
         budget_of: Callable[[], CpuBudget],

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.structured.processes.token_index import TokenIndex
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -74,6 +76,7 @@ class XGrammarLibrary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocab_size = len(vocabulary.tokens)
+        self.index = TokenIndex(vocabulary.tokens)
         # Any: the library's constructors are untyped.
         self._info: Any = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
@@ -129,6 +132,10 @@ class GrammarMatcher:
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if the grammar does not allow it."""
         return bool(self._matcher.accept_token(token_id))
+
+    def reset(self) -> None:
+        """Return to the start of the grammar."""
+        self._matcher.reset()
 
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         """Set the bits of the allowed tokens in a row of zeros."""

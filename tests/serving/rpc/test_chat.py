@@ -32,6 +32,10 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = pb.Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA))
 
 
+TEMPLATE: dict[str, Any] = {  # Any: functions
+    "known_variables": lambda has_tools: frozenset(),
+    "note_ignored": lambda name: None,
+}
 REQUIRED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
 LARGE_TOOLS = [
     pb.Tool(name=f"tool{i}", parameters=json.dumps({"description": "x" * 20_000})) for i in range(4)
@@ -90,7 +94,9 @@ def _output(text: str, reason: FinishReason | None = None) -> GenerationOutput:
 
 def test_named_tool_is_forced() -> None:
     chat = _chat(tools=[TOOL], tool_choice=pb.ToolChoice(tool="weather"))
-    structure = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST)).sampling["structure"]
+    structure = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)).sampling[
+        "structure"
+    ]
     assert isinstance(structure, Structure)
     assert (structure.kind, json.loads(structure.text)) == ("json_schema", SCHEMA)
     outputs = [_output('{"city": '), _output('"Oslo"}', FinishReason.STOP)]
@@ -128,7 +134,7 @@ def test_turns_of_tools_reach_the_template() -> None:
     ]
     message = pb.ChatRequest(messages=turns, tools=[TOOL])
     chat = finish(Chat.from_message(message, tool_format="hermes"))
-    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST))
+    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
     (prompt,) = given.prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
@@ -148,9 +154,9 @@ def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
     reading = Chat.from_message(pb.ChatRequest(tools=tools), tool_format="hermes")
     assert sum(1 for _ in reading) >= 100
     chat = finish(Chat.from_message(pb.ChatRequest(messages=[turn]), tool_format=None))
-    assert sum(1 for _ in chat.to_input(RpcCall(), ANONYMOUS, LARGEST)) >= 100
+    assert sum(1 for _ in chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)) >= 100
     forced = _chat(tools=tools, tool_choice=REQUIRED)
-    assert sum(1 for _ in forced.to_input(RpcCall(), ANONYMOUS, LARGEST)) >= 100
+    assert sum(1 for _ in forced.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE)) >= 100
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_others_run_between_tools_and_between_the_calls_of_a_message() -> None:
 def test_bad_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     # Any: fields of all types
     with pytest.raises(InvalidRequestError) as caught:
-        finish(_chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST))
+        finish(_chat(**fields).to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
     assert caught.value.param == param
     assert len(str(caught.value)) < 300
 
@@ -217,5 +223,5 @@ def test_bad_conversation_is_refused(
 )  # fmt: skip
 def test_structure_is_passed_to_the_engine(structure: pb.Structure, wanted: Structure) -> None:
     chat = _chat(sampling=pb.SamplingParams(structure=structure))
-    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST))
+    given = finish(chat.to_input(RpcCall(), ANONYMOUS, LARGEST, **TEMPLATE))
     assert given.sampling == {"structure": wanted}

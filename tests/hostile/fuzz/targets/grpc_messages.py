@@ -43,7 +43,14 @@ def _read(method: str, body: bytes) -> None:
     elif method == "Chat":
         message = _parsed(pb.ChatRequest, body)
         chat = finish(Chat.from_message(message, tool_format="hermes"))
-        _check(finish(chat.to_input(_CALL, _TENANT, LARGEST)))
+        given = chat.to_input(
+            _CALL,
+            _TENANT,
+            LARGEST,
+            known_variables=lambda has_tools: frozenset(("enable_thinking",)),
+            note_ignored=lambda name: None,
+        )
+        _check(finish(given))
     elif method == "Embed":
         read_embedding(_parsed(pb.EmbedRequest, body), _CALL, _TENANT)
     else:

@@ -1,0 +1,111 @@
+"""The base of responses that are streamed as events with names: one turn, whole or in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.serving.tools.turn_reader import TurnDelta
+from pagedray.errors import InternalError, PagedRayError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from cluster.serving.http.errors import Json
+    from cluster.serving.memory.output_buffer import OutputBuffer
+    from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
+    from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.tools.turns import Turns
+
+__all__ = ["EventResponse"]
+
+logger = logging.getLogger(__name__)
+
+_OUTPUT_BYTES = 128
+"""Memory of an output beside its content."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventResponse(ABC):
+    """The response to a call of one sequence."""
+
+    def __init__(self, generation: GenerationCall, turns: Turns) -> None:
+        self._generation = generation
+        self._turns = turns
+        self._turn = turns.begin_turn() if turns.are_read else None
+
+    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
+        """Return the response once it is complete. Raises PagedRayError.
+
+        Its parts are counted in `buffer` while they are collected.
+        """
+        usage = last = None
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for output in outputs:
+                usage = output.usage
+                (last,) = output.sequences
+                error = last.failure
+                try:
+                    if error is not None:
+                        raise error
+                    buffer.collect(_OUTPUT_BYTES + len(last.text))
+                except PagedRayError as refusal:
+                    self._generation.close(refusal)
+                    raise
+                self._collect(self._delta(last))
+        assert usage is not None
+        assert last is not None
+        await asyncio.sleep(0)
+        return [_encode(self._whole(last, usage))]
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield server-sent events; an error becomes the last one."""
+        if self._generation.replayed is not None:
+            # The client has received these events.
+            self._written(self._generation.replayed)
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for output in outputs:
+                    written = self._written(output)
+                    if written:
+                        yield written
+                    for sequence in output.sequences:
+                        if (error := sequence.failure) is not None:
+                            raise error
+        except Exception as error:
+            yield self._ended_by(error)
+
+    def _ended_by(self, error: Exception) -> bytes:
+        """End the call, and return the event for its client, who sees no details of a defect."""
+        if not isinstance(error, PagedRayError):
+            logger.error("Call %s failed.", self._generation.id, exc_info=error)
+            error = InternalError()
+        self._generation.close(error)
+        return self._error_event(error)
+
+    def _delta(self, sequence: SequenceOutput) -> TurnDelta:
+        if self._turn is None:
+            return TurnDelta(content=sequence.text)
+        return self._turn.read(sequence)
+
+    @abstractmethod
+    def _collect(self, delta: TurnDelta) -> None:
+        """Add what the turn gained to the complete response."""
+
+    @abstractmethod
+    def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
+        """Return the complete response; `last` is the last output."""
+
+    @abstractmethod
+    def _written(self, output: GenerationOutput) -> bytes:
+        """Return the events of the next output, none of them for an error."""
+
+    @abstractmethod
+    def _error_event(self, error: PagedRayError) -> bytes:
+        """Return the event of an error."""

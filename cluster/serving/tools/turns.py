@@ -1,0 +1,131 @@
+"""The turns of one call: what its sequences write becomes reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.tools.turn_reader import TurnDelta
+from pagedray.reasoning import ReasoningPlace, ReasoningTracker
+
+if TYPE_CHECKING:
+    from cluster.serving.text.text_stream import SequenceOutput
+    from cluster.serving.text.token_bytes import TokenBytes
+    from cluster.serving.tools.tool_choice import ToolUse
+    from pagedray.reasoning import Reasoning
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turns:
+    """Makes the readers of a call's turns."""
+
+    def __init__(
+        self,
+        tools: ToolUse,
+        reasoning: Reasoning | None = None,
+        token_bytes: TokenBytes | None = None,
+        *,
+        shows_reasoning: bool = True,
+    ) -> None:
+        """A model that reasons needs `token_bytes`.
+
+        Without `shows_reasoning` it is left out of the turns.
+        """
+        self.tools = tools
+        self._reasoning = reasoning
+        self._token_bytes = token_bytes
+        self._shows_reasoning = shows_reasoning
+        self._turns: list[Turn] = []
+
+    @property
+    def are_read(self) -> bool:
+        """Whether turns contain anything but text as it is."""
+        return self.has_reasoning or self.tools.is_read
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model may reason."""
+        return self._reasoning is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all turns so far, with its marks."""
+        return sum(turn.num_reasoning_tokens for turn in self._turns)
+
+    def begin_turn(self) -> Turn:
+        """Return the reader of another turn."""
+        turn = Turn(
+            self.tools, self._reasoning, self._token_bytes, shows_reasoning=self._shows_reasoning
+        )
+        self._turns.append(turn)
+        return turn
+
+
+class Turn:
+    """Reads the outputs of one sequence."""
+
+    def __init__(
+        self,
+        tools: ToolUse,
+        reasoning: Reasoning | None,
+        token_bytes: TokenBytes | None,
+        *,
+        shows_reasoning: bool,
+    ) -> None:
+        self.num_reasoning_tokens = 0
+        """Tokens of the reasoning so far, with its marks."""
+        self._calls = tools.reader() if tools.is_read else None
+        self._reasoning = None if reasoning is None else ReasoningReader(reasoning)
+        self._tracker = None if reasoning is None else ReasoningTracker(reasoning)
+        self._token_bytes = token_bytes
+        self._shows_reasoning = shows_reasoning
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text that follows is content as it is."""
+        return self._calls is None and (self._reasoning is None or self._reasoning.is_passed)
+
+    def read(self, output: SequenceOutput) -> TurnDelta:
+        """Return what the turn gains by an output, all that was held back included at the end."""
+        is_last = output.finish_reason is not None
+        if self._tracker is not None:
+            self._count(output.token_ids, self._tracker, is_last=is_last)
+        reasoning, text = "", output.text
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.read_piece(text, is_last=is_last)
+        if not self._shows_reasoning:
+            reasoning = ""
+        if self._calls is None:
+            return TurnDelta(content=text, reasoning=reasoning)
+        read = self._calls.read_piece(text)
+        if not is_last:
+            return TurnDelta(content=read.content, calls=read.calls, reasoning=reasoning)
+        rest = self._calls.flush()
+        return TurnDelta(
+            content=read.content + rest.content,
+            calls=[*read.calls, *rest.calls],
+            reasoning=reasoning,
+        )
+
+    def _count(
+        self, token_ids: tuple[int, ...], tracker: ReasoningTracker, *, is_last: bool
+    ) -> None:
+        """Count tokens until it is certain that no more of them are reasoning."""
+        for token_id in token_ids:
+            if tracker.is_passed:
+                break
+            assert self._token_bytes is not None
+            tracker.add_token(token_id, self._token_bytes.bytes_of(token_id))
+            self.num_reasoning_tokens += 1
+        if tracker.place is ReasoningPlace.ABSENT or (
+            is_last and tracker.place is ReasoningPlace.START
+        ):
+            self.num_reasoning_tokens = 0
+        if tracker.is_passed:
+            self._tracker = None

@@ -1,0 +1,154 @@
+"""A grammar that applies to what follows the model's reasoning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagedray.reasoning import ReasoningPlace, ReasoningTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from cluster.structured.processes.token_index import TokenIndex
+    from cluster.structured.processes.xgrammar_library import GrammarMatcher
+    from pagedray.reasoning import Reasoning
+
+__all__ = ["ReasoningMatcher"]
+
+_MAX_LINE_FEEDS = 2
+"""Between the reasoning and the structure, as models write them."""
+
+
+class ReasoningMatcher:
+    """Lets a sequence reason freely before its grammar, but not end there.
+
+    It has the methods of GrammarMatcher.
+    """
+
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        reasoning: Reasoning,
+        index: TokenIndex,
+        *,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._matcher = matcher
+        self._reasoning = reasoning
+        self._index = index
+        self._eos_token_ids = eos_token_ids
+        self._tracker = ReasoningTracker(reasoning)
+        self._is_matching = not reasoning.is_open
+        """Whether all tokens so far, if they are no reasoning, match the grammar."""
+        self._num_tokens = 0
+        self._num_line_feeds = 0
+        self._has_begun = False
+        """Whether the structure has begun behind the reasoning."""
+        self._end = reasoning.end.encode()
+        self._usual_mask: NDArray[np.int32] | None = None
+        """The mask inside of the reasoning, unless a part of its end has been written."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar matches what follows the reasoning."""
+        return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by a token, or return False if neither the grammar nor a mark allows it."""
+        self._num_tokens += 1
+        match self._tracker.place:
+            case ReasoningPlace.ABSENT:
+                return self._matcher.accept_token(token_id)
+            case ReasoningPlace.AFTER:
+                return self._accept_after(token_id)
+        was_undecided = self._tracker.place is ReasoningPlace.START
+        self._tracker.add_token(token_id, self._index.tokens[token_id])
+        if was_undecided:
+            is_text = token_id not in (
+                self._reasoning.begin_token_id,
+                self._reasoning.end_token_id,
+            )
+            self._is_matching = (
+                self._is_matching and is_text and self._matcher.accept_token(token_id)
+            )
+        match self._tracker.place:
+            case ReasoningPlace.START:
+                return True
+            case ReasoningPlace.ABSENT:
+                return self._is_matching
+            case ReasoningPlace.AFTER:
+                self._matcher.reset()
+                return self._accept_line_feeds(self._tracker.after)
+        return True
+
+    def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
+        """Set the bits of the allowed tokens in a row of zeros."""
+        place = self._tracker.place
+        if place is ReasoningPlace.INSIDE:
+            masks[row] = self._inside_mask(masks.shape[1])
+            return
+        if place is not ReasoningPlace.START or self._is_matching:
+            self._matcher.write_mask(masks, row)
+        if place is ReasoningPlace.START:
+            masks[row] |= _bits(list(self._beginning()), masks.shape[1])
+        elif place is ReasoningPlace.AFTER and not self._has_begun:
+            counts = range(1, _MAX_LINE_FEEDS - self._num_line_feeds + 1)
+            blanks = [one for n in counts for one in self._index.equal_to(b"\n" * n)]
+            masks[row] |= _bits(blanks, masks.shape[1])
+
+    def _accept_after(self, token_id: int) -> bool:
+        if not self._has_begun and self._accept_line_feeds(self._index.tokens[token_id]):
+            return True
+        self._has_begun = True
+        return self._matcher.accept_token(token_id)
+
+    def _accept_line_feeds(self, text: bytes) -> bool:
+        """Count line feeds between the reasoning and the structure."""
+        if text.strip(b"\n") or self._num_line_feeds + len(text) > _MAX_LINE_FEEDS:
+            return False
+        self._num_line_feeds += len(text)
+        return True
+
+    def _beginning(self) -> set[int]:
+        """Return the tokens that continue the mark at which reasoning begins."""
+        rest = self._tracker.rest
+        found = set(self._index.beginning_with(rest))
+        for length in range(1, len(rest)):
+            found.update(self._index.equal_to(rest[:length]))
+        if self._reasoning.begin_token_id is not None and rest == self._reasoning.begin.encode():
+            found.add(self._reasoning.begin_token_id)
+        if not self._num_tokens:
+            found.update(self._index.equal_to(b"\n"))
+        return found
+
+    def _inside_mask(self, num_words: int) -> NDArray[np.int32]:
+        is_usual = self._tracker.rest == self._end
+        if is_usual and self._usual_mask is not None:
+            return self._usual_mask
+        mask = _bits(np.arange(len(self._index.tokens)), num_words)
+        mask &= ~_bits(list(self._forbidden_inside()), num_words)
+        if is_usual:
+            self._usual_mask = mask
+        return mask
+
+    def _forbidden_inside(self) -> set[int]:
+        """Return the tokens that would end the sequence, or begin the structure unchecked."""
+        found = set(self._eos_token_ids)
+        tokens, rest = self._index.tokens, self._tracker.rest
+        ending = self._index.containing(self._end)
+        behind = {one: tokens[one].partition(self._end)[2] for one in ending}
+        behind |= {one: tokens[one][len(rest) :] for one in self._index.beginning_with(rest)}
+        for one, text in behind.items():
+            if text.strip(b"\n") or len(text) > _MAX_LINE_FEEDS:
+                found.add(one)
+        return found
+
+
+def _bits(token_ids: list[int] | NDArray[np.int64], num_words: int) -> NDArray[np.int32]:
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

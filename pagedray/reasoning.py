@@ -1,0 +1,97 @@
+"""The marks around a model's reasoning, and where in them the tokens of a sequence are."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import msgspec
+
+__all__ = ["BLANKS", "MAX_BLANKS", "Reasoning", "ReasoningPlace", "ReasoningTracker"]
+
+BLANKS = " \t\r\n"
+MAX_BLANKS = 16
+"""Blanks that may precede the mark at which reasoning begins."""
+_BLANK_BYTES = BLANKS.encode()
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """How the reasoning of one request begins and ends."""
+
+    begin: str
+    """The text at which it begins; a turn that begins otherwise has none."""
+    end: str
+    """The text at which it ends."""
+    begin_token_id: int | None = None
+    """The token of `begin`, if it is one."""
+    end_token_id: int | None = None
+    """The token of `end`, if it is one."""
+    has_special_tokens: bool = False
+    """Whether one of these is a special token, which texts usually leave out."""
+    is_open: bool = False
+    """Whether it begins in the prompt, so that the generated text needs no `begin`."""
+
+
+class ReasoningPlace(Enum):
+    """Where the tokens of a sequence have come to."""
+
+    START = auto()
+    """Nothing but blanks and a part of `begin`: it may begin or not."""
+    INSIDE = auto()
+    AFTER = auto()
+    """It has ended."""
+    ABSENT = auto()
+    """The sequence began without it."""
+
+
+class ReasoningTracker:
+    """Follows the tokens of one sequence through its reasoning."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self.place = ReasoningPlace.INSIDE if reasoning.is_open else ReasoningPlace.START
+        self.rest = b""
+        """What is missing of the mark that comes next, `begin` or `end`, of which a part may be at
+        the end of the tokens so far."""
+        self.after = b""
+        """The bytes behind `end` of the token in which it ended."""
+        self._begin, self._end = reasoning.begin.encode(), reasoning.end.encode()
+        self._ids = {
+            reasoning.begin_token_id: self._begin,
+            reasoning.end_token_id: self._end,
+        }
+        self._tail = b""
+        self._set_rest()
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether no more reasoning follows."""
+        return self.place in (ReasoningPlace.AFTER, ReasoningPlace.ABSENT)
+
+    def add_token(self, token_id: int, token: bytes) -> None:
+        """Add a token and its bytes, which may be empty for a special one."""
+        if self.is_passed:
+            return
+        self._tail += self._ids.get(token_id, token)
+        if self.place is ReasoningPlace.START:
+            self._begin_or_not()
+        if self.place is ReasoningPlace.INSIDE:
+            _, found, after = self._tail.partition(self._end)
+            if found:
+                self.place, self.after, self._tail = ReasoningPlace.AFTER, after, b""
+            else:
+                self._tail = self._tail[max(0, len(self._tail) - len(self._end) + 1) :]
+        self._set_rest()
+
+    def _begin_or_not(self) -> None:
+        begun = self._tail.lstrip(_BLANK_BYTES)
+        if begun.startswith(self._begin):
+            self.place, self._tail = ReasoningPlace.INSIDE, begun[len(self._begin) :]
+        elif not self._begin.startswith(begun) or len(self._tail) - len(begun) > MAX_BLANKS:
+            self.place, self._tail = ReasoningPlace.ABSENT, b""
+
+    def _set_rest(self) -> None:
+        if self.place is ReasoningPlace.START:
+            self.rest = self._begin[len(self._tail.lstrip(_BLANK_BYTES)) :]
+        elif self.place is ReasoningPlace.INSIDE:
+            sizes = range(min(len(self._tail), len(self._end) - 1), 0, -1)
+            num_begun = next((n for n in sizes if self._end.startswith(self._tail[-n:])), 0)
+            self.rest = self._end[num_begun:]

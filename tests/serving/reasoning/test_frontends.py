@@ -1,0 +1,240 @@
+"""Reasoning over every API that has conversations, as their clients read it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from cluster.serving.text.tokenizer import Tokenizer
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+from tests.serving.checkpoint import write_tokenizer
+from tests.serving.conftest import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TEMPLATE = (
+    "{# <tool_call> #}{% if tools %}tools {% endif %}"
+    "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }})"
+    "={{ message.content }};{% endfor %}>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif reasoning_effort is defined %}<think>\n{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
+THOUGHT = "First <b> then </thi c."
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\nIt is 5. "
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]  # Any: what clients call a param
+ASK: list[Any] = [{"role": "user", "content": "hi"}]  # Any: as above
+
+
+@pytest.fixture(scope="module")
+def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that reasons, whose template writes all that it gets."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+        yield server
+
+
+@pytest.fixture
+def client(thinking_server: Server) -> Iterator[openai.OpenAI]:
+    thinking_server.engine.reset()
+    url = f"{thinking_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+def say(server: Server, text: str) -> int:
+    """Let the model write a text and end; return the number of its tokens."""
+    token_ids = server.tokenizer.encode(text, add_special_tokens=False)
+    server.engine.script = lambda request, index: [*token_ids, 1]
+    return len(token_ids)
+
+
+def streamed(client: openai.OpenAI, **options: Any) -> tuple[dict[str, str], str, Any]:
+    """Return the joined texts of a stream's deltas by their names, its end and its usage."""
+    texts: dict[str, str] = {}
+    reason, usage = "", None
+    options.setdefault("stream_options", {"include_usage": True})
+    for chunk in client.chat.completions.create(model="tiny", messages=ASK, stream=True, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            for name, value in choice.delta.model_dump(exclude_none=True).items():
+                if isinstance(value, str):
+                    texts[name] = texts.get(name, "") + value
+            reason = choice.finish_reason or reason
+    return texts, reason, usage
+
+
+def test_chat_separates_reasoning(thinking_server: Server, client: openai.OpenAI) -> None:
+    say(thinking_server, TEXT)
+    num_inside = len(
+        thinking_server.tokenizer.encode(TEXT.partition("\n\nIt")[0], add_special_tokens=False)
+    )
+    whole = client.chat.completions.create(model="tiny", messages=ASK)
+    message = whole.choices[0].message.model_dump()
+    assert message["reasoning_content"] == message["reasoning"] == THOUGHT
+    assert message["content"] == "It is 5. "
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens == num_inside
+    texts, reason, usage = streamed(client)
+    assert texts == {
+        "role": "assistant",
+        "reasoning_content": THOUGHT,
+        "reasoning": THOUGHT,
+        "content": "It is 5. ",
+    }
+    assert (reason, usage) == ("stop", whole.usage)
+
+
+def test_reasoning_is_streamed_as_it_is_generated(
+    thinking_server: Server, client: openai.OpenAI
+) -> None:
+    say(thinking_server, TEXT)
+    stream = client.chat.completions.create(model="tiny", messages=ASK, stream=True)
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in stream]
+    assert sum(bool(delta.get("reasoning")) for delta in deltas) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "found"),
+    [
+        ({"reasoning_effort": "high"}, "hm</think>Yes", ("hm", "Yes")),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            "Yes",
+            (None, "Yes"),
+        ),
+        ({"extra_body": {"include_reasoning": False}}, TEXT, (None, "It is 5. ")),
+        ({}, "No <think>", (None, "No <think>")),
+        ({}, "<think>cut", ("cut", "")),
+        ({"n": 2}, TEXT, (THOUGHT, "It is 5. ")),
+    ],
+)
+def test_prompt_decides_where_a_turn_begins(
+    thinking_server: Server,
+    client: openai.OpenAI,
+    options: dict[str, Any],
+    text: str,
+    found: tuple[str | None, str],
+) -> None:
+    say(thinking_server, text)
+    whole = client.chat.completions.create(model="tiny", messages=ASK, **options)
+    for choice in whole.choices:
+        message = choice.message.model_dump()
+        assert (message.get("reasoning"), message["content"]) == found
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_calls_follow_reasoning(
+    thinking_server: Server, client: openai.OpenAI, is_stream: bool
+) -> None:
+    say(thinking_server, f"<think>I look {CALL}</think>\n\n{CALL}")
+    if is_stream:
+        texts, reason, _ = streamed(client, tools=TOOLS)
+        assert (texts["reasoning"], texts.get("content", "")) == (f"I look {CALL}", "")
+        assert reason == "tool_calls"
+        return
+    whole = client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    (choice,) = whole.choices
+    assert choice.message.model_dump()["reasoning"] == f"I look {CALL}"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1}  # type: ignore[union-attr]  # a function
+
+
+def test_reasoning_of_earlier_turns_reaches_the_template(
+    thinking_server: Server, client: openai.OpenAI
+) -> None:
+    say(thinking_server, "ok")
+    turn: Any = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
+    client.chat.completions.create(model="tiny", messages=[*ASK, turn, *ASK])
+    (request,) = thinking_server.engine.log.submitted
+    assert "assistant(hm)=5;" in thinking_server.tokenizer.decode(request.prompt_token_ids)
+
+
+def test_responses_have_reasoning_items(thinking_server: Server, client: openai.OpenAI) -> None:
+    say(thinking_server, f"{TEXT}{CALL}")
+    tools: list[Any] = [{"type": "function", "strict": None, **FUNCTION}]
+    whole = client.responses.create(model="tiny", input="hi", tools=tools)
+    Response.model_validate_json(whole.model_dump_json())
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    reasoning: Any = whole.output[0]
+    assert reasoning.content[0].text == THOUGHT
+    assert whole.output_text == "It is 5."
+    assert whole.usage is not None
+    assert whole.usage.output_tokens_details.reasoning_tokens > 5
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    events = list(client.responses.create(model="tiny", input="hi", tools=tools, stream=True))
+    for event in events:
+        adapter.validate_python(event.model_dump())
+    kinds = [event.type for event in events]
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+    parts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(parts) == THOUGHT
+    assert len(parts) > 5
+    final: Any = events[-1]
+    assert [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in final.response.model_dump()["output"]
+    ] == [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in whole.model_dump()["output"]
+    ]
+
+
+def test_messages_have_thinking_blocks(thinking_server: Server) -> None:
+    thinking_server.engine.reset()
+    say(thinking_server, TEXT)
+    body = {"model": "tiny", "max_tokens": 512, "messages": ASK}
+    url = f"{thinking_server.url}/v1/messages"
+    whole = httpx.post(url, json=body, timeout=20).json()
+    assert whole["content"] == [
+        {"type": "thinking", "thinking": THOUGHT, "signature": ""},
+        {"type": "text", "text": "It is 5. ", "citations": None},
+    ]
+    streamed = httpx.post(url, json=body | {"stream": True}, timeout=20).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert blocks == [
+        {"type": "thinking", "thinking": "", "signature": ""},
+        {"type": "text", "text": ""},
+    ]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.get("text", "") for delta in deltas) == "It is 5. "
+    signatures = [i for i, delta in enumerate(deltas) if delta["type"] == "signature_delta"]
+    assert signatures == [sum("thinking" in delta for delta in deltas)]
+
+
+def test_grpc_separates_reasoning(thinking_server: Server) -> None:
+    thinking_server.engine.reset()
+    say(thinking_server, TEXT)
+    user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="hi")
+    past = pb.ChatMessage(role=pb.CHAT_ROLE_ASSISTANT, content="5", reasoning="hm")
+    with grpc.insecure_channel(thinking_server.grpc_target) as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        parts = list(stub.Chat(pb.ChatRequest(messages=[user, past, user])))
+        say(thinking_server, "5")
+        plain = pb.ChatRequest(
+            messages=[user], chat_template_kwargs='{"enable_thinking": false, "other": 1}'
+        )
+        assert "".join(part.sequences[0].content for part in stub.Chat(plain)) == "5"
+    first, second = thinking_server.engine.log.submitted
+    decode = thinking_server.tokenizer.decode
+    assert "assistant(hm)=5;" in decode(first.prompt_token_ids)
+    assert decode(second.prompt_token_ids).endswith("</think>\n\n")
+    assert "".join(part.sequences[0].reasoning for part in parts) == THOUGHT
+    assert "".join(part.sequences[0].content for part in parts) == "It is 5. "
+    assert 5 < parts[-1].usage.num_reasoning_tokens < parts[-1].usage.num_generated_tokens

@@ -1,0 +1,73 @@
+"""A model that reasons before its structure, with real masks and a real engine."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagedray import LLM, SamplingParams
+from pagedray.request import FinishReason, Structure
+from tests.reasoning_model import END_TOKEN_ID, write_reasoning_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REGEX = "[a-f]{2,6}-[0-9]{3}"
+ASK = [{"role": "user", "content": "Some things are"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("reasoning")
+    write_reasoning_model(folder)
+    options: dict[str, Any] = {  # Any: options of all types
+        "device": "cpu",
+        "num_threads": 1,
+        "show_progress": False,
+        "max_model_len": 512,
+        "structure_compile_s": 20.0,
+    }
+    with LLM(folder, executor="local", **options) as llm:
+        yield llm
+
+
+def params(**changes: Any) -> SamplingParams:  # Any: fields of all types
+    fields: dict[str, Any] = {
+        "max_tokens": 300,
+        "temperature": 1.5,
+        "structure": Structure(kind="regex", text=REGEX),
+        "logit_bias": {END_TOKEN_ID: 6.0},
+        "n": 8,
+        "seed": 5,
+    }
+    return SamplingParams(**(fields | changes))
+
+
+def test_structure_applies_behind_the_reasoning(llm: LLM) -> None:
+    (result,) = llm.chat(ASK, params(), use_tqdm=False)
+    for output in result.outputs:
+        assert output.finish_reason is FinishReason.STOP
+        assert re.fullmatch(REGEX, output.content), output.text
+        assert output.text.count("</think>") == 1
+    assert sum(len(output.reasoning or "") > 10 for output in result.outputs) >= 4
+
+
+def test_reasoning_without_an_end_has_no_answer(llm: LLM) -> None:
+    given = params(logit_bias={END_TOKEN_ID: -100.0, 0: 5.0, 1: 5.0}, max_tokens=30)
+    (result,) = llm.chat(ASK, given, use_tqdm=False)
+    for output in result.outputs:
+        assert output.finish_reason is FinishReason.LENGTH
+        assert (output.content, len(output.token_ids)) == ("", 30)
+
+
+def test_prompt_may_end_the_reasoning(llm: LLM) -> None:
+    (result,) = llm.chat(
+        ASK, params(), use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
+    )
+    for output in result.outputs:
+        assert output.reasoning is None
+        assert re.fullmatch(REGEX, output.content.lstrip()), output.text
+    (plain,) = llm.generate("Some things are", params(), use_tqdm=False)
+    assert all(re.fullmatch(REGEX, output.text) for output in plain.outputs)
