@@ -52,9 +52,11 @@ def load_kernels(source: Path) -> ctypes.CDLL | None:
     if compiler is None or platform.system() != "Linux":
         logger.warning("No C compiler found; %s falls back to a slower path.", source.stem)
         return None
-    command = [compiler, *_FLAGS, str(source), "-Wl,--as-needed", *_openmp_library()]
+    options = [*_FLAGS, "-Wl,--as-needed", *_openmp_library()]
     try:
-        return _loaded(command, f"{source.stem}-{_fingerprint(source, command)}.so")
+        name = f"{source.stem}-{_fingerprint(source, [compiler, *options])}.so"
+        # Libraries follow what uses them.
+        return _loaded([compiler, str(source), *options], name)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Could not compile %s; falling back to a slower path: %s", source.name, error
@@ -111,10 +113,11 @@ def _cache_folder() -> Path:
     return Path(root) / "pagedray" / "kernels"
 
 
-def _fingerprint(source: Path, command: list[str]) -> str:
-    digest = hashlib.sha256(repr(command).encode())
+def _fingerprint(source: Path, options: list[str]) -> str:
+    # Not of the path, so that several installations share the library.
+    digest = hashlib.sha256(repr(options).encode())
     for part in sorted((source, *source.parent.glob("*.h"))):
-        digest.update(part.read_bytes())
+        digest.update(part.name.encode() + b"\0" + part.read_bytes())
     digest.update(_cpu_features())
     return digest.hexdigest()[:16]
 
