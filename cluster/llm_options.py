@@ -65,6 +65,8 @@ class LLMOptions(TypedDict, total=False):
     load_seed: int
     structure_compile_s: float
     message_special_tokens: MessageSpecialTokens
+    generation_config: str
+    """`auto`, `none`, or a folder whose generation_config.json has the default parameters."""
 
     gpu_memory_utilization: float
     """The same as `memory_fraction`."""

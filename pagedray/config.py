@@ -437,6 +437,8 @@ class EngineConfig:
     """CPU time limit for compiling one JSON schema, regular expression or grammar."""
     message_special_tokens: MessageSpecialTokens = "text"
     """Whether special tokens that clients write in messages are text, or parsed as such."""
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
+    """Names and values of sampling parameters for requests that do not set them."""
 
     def __post_init__(self) -> None:
         _check_at_least("max_graph_tokens", self.max_graph_tokens, 0)

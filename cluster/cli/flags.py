@@ -79,6 +79,13 @@ _GROUPS = {
             "embed for other encoders and with modules.json)",
             get_args(Task),
         ),
+        _Flag(
+            "generation_config",
+            "Where requests take temperature, top_p, top_k, min_p and repetition_penalty from if "
+            "they do not set them: auto is the model's generation_config.json, none is no file.",
+            str,
+            "FOLDER",
+        ),
         _Flag("attention_backend", "Attention backend; auto selects one.", str, "NAME"),
         _Flag("enforce_eager", "Disable CUDA graphs, which saves memory and slows decoding.", bool),
         _Flag(

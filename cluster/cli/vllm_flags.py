@@ -21,11 +21,9 @@ _SWITCHES_IGNORED = (
     "--enable-prefix-caching",
 )
 _REFUSED: Mapping[str, str] = {
-    "generation_config": "requests set their own temperature, top_p and top_k; vllm has no effect",
-    "override_generation_config": "requests set their own parameters",
+    "override_generation_config": "edit generation_config.json in the folder of the model",
     "seed": "requests set their own seed",
 }
-_VALUES = {"generation_config": ("vllm",)}
 _NOT_FLAGS = frozenset(("enable_chunked_prefill",))
 
 
@@ -42,8 +40,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(_flag(name), action=_Ignore, nargs="?", help=hidden)
     for name, reason in sorted({**REFUSED, **_REFUSED}.items()):
         if name not in _NOT_FLAGS:
-            values = (*WITHOUT_EFFECT.get(name, ()), *_VALUES.get(name, ()))
-            allowed = tuple(str(value) for value in values)
+            allowed = tuple(str(value) for value in WITHOUT_EFFECT.get(name, ()))
             parser.add_argument(
                 _flag(name), action=_Refuse, reason=reason, allowed=allowed, help=hidden
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from cluster.engine.generation_config import sampling_defaults
 from pagedray.config import (
     AllReduce,
     CacheConfig,
@@ -82,6 +83,7 @@ class EngineOptions:
     load_seed: int = _DEFAULTS["load_seed"]
     structure_compile_s: float = _DEFAULTS["structure_compile_s"]
     message_special_tokens: MessageSpecialTokens = _DEFAULTS["message_special_tokens"]
+    generation_config: str = "auto"
 
 
 def engine_config(
@@ -126,6 +128,7 @@ def engine_config(
         load_seed=options.load_seed,
         structure_compile_s=options.structure_compile_s,
         message_special_tokens=options.message_special_tokens,
+        sampling_defaults=sampling_defaults(options.generation_config, located.folder),
     )
 
 

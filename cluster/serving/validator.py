@@ -91,6 +91,7 @@ class Validator:
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
+        self._sampling_defaults = dict(config.sampling_defaults)
         self._structures = StructureCompiler(
             lambda: vocabulary_of(
                 tokenizer.token_bytes, size=self._vocab_size, eos_token_ids=self._eos_token_ids
@@ -157,7 +158,7 @@ class Validator:
 
     def _read_sampling(self, given: GenerationInput) -> SamplingParams:
         # SamplingParams checks the type and range of every field itself.
-        fields: dict[str, Any] = dict(given.sampling)
+        fields: dict[str, Any] = {**self._sampling_defaults, **given.sampling}
         # How much room the prompt leaves is known after tokenizing.
         fields.setdefault("max_tokens", self._context)
         sampling = SamplingParams(**fields)
