@@ -14,7 +14,7 @@ from pagedray.batch import PromptToken
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.tokenizer import Tokenizer
@@ -37,13 +37,14 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One finished completion of a prompt."""
+    """One completion of a prompt."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     """Includes the end-of-sequence or stop token."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None while it is generated, which only `AsyncLLM` shows."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
     reasoning: str | None = None
@@ -79,8 +80,60 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """True: `generate` returns when all completions have ended."""
-        return True
+        """Whether all completions have ended, which is so for results of `LLM`."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class _Progress:
+    """What one completion has so far, or since the last result."""
+
+    def __init__(self, index: int, reader: ReasoningReader | None, *, has_text: bool) -> None:
+        self._index = index
+        self._reader = reader
+        self._has_text = has_text
+        self._text = ""
+        self._reasoning = ""
+        self._content = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[Mapping[int, Logprob]] = []
+        self._last: SequenceOutput | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there was an output since `clear`."""
+        return self._last is not None
+
+    def add(self, output: SequenceOutput, logprobs: Iterable[Mapping[int, Logprob]]) -> None:
+        text = output.text if self._has_text else ""
+        content = text
+        if self._reader is not None:
+            is_last = output.finish_reason is not None
+            reasoning, content = self._reader.read_piece(text, is_last=is_last)
+            self._reasoning += reasoning
+        self._text += text
+        self._content += content
+        self._token_ids += output.token_ids
+        self._logprobs += logprobs
+        self._last = output
+
+    def clear(self) -> None:
+        """Forget what the last result has."""
+        self._text = self._reasoning = self._content = ""
+        self._token_ids.clear()
+        self._logprobs.clear()
+        self._last = None
+
+    def completion(self, *, has_logprobs: bool) -> Completion:
+        return Completion(
+            index=self._index,
+            text=self._text,
+            reasoning=self._reasoning or None,
+            content=self._content,
+            token_ids=tuple(self._token_ids),
+            finish_reason=None if self._last is None else self._last.finish_reason,
+            stop_reason=None if self._last is None else self._last.stop_reason,
+            logprobs=tuple(self._logprobs) if has_logprobs else None,
+        )
 
 
 class Collector:
@@ -91,15 +144,18 @@ class Collector:
         request: Request,
         tokenizer: Tokenizer,
         *,
+        request_id: str | None = None,
         prompt: str | None = None,
         params: SamplingParams | None = None,
     ) -> None:
-        """`params` decide what becomes of the text; None is their default."""
+        """`request_id` is what results are called, by default as the request.
+
+        `params` decide what becomes of the text; None is their default."""
         self._request = request
         self._token_text = tokenizer.token_bytes.text_of
+        self._id = request_id or request.id
         self._prompt = prompt
         text = params if isinstance(params, TextParams) else TextParams()
-        self._has_text = text.detokenize
         stops = StopStrings(request.sampling.stop)
         marks = request.reasoning
         skips_special_tokens = text.skip_special_tokens and not (
@@ -116,7 +172,14 @@ class Collector:
             )
             for index in range(request.sampling.n)
         ]
-        self._outputs: list[list[SequenceOutput]] = [[] for _ in self._streams]
+        self._progress = [
+            _Progress(
+                index,
+                None if request.reasoning is None else ReasoningReader(request.reasoning),
+                has_text=text.detokenize,
+            )
+            for index in range(request.sampling.n)
+        ]
         self._num_cached_tokens = 0
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
 
@@ -133,47 +196,34 @@ class Collector:
         for part in event.prompt_logprobs:
             self._prompt_logprobs += map(self._described, part.tokens(), self._prompt_ids(part))
         output = stream.add_events([event])
-        self._outputs[event.index].append(output)
+        self._progress[event.index].add(
+            output, map(self._described, output.logprobs, output.token_ids)
+        )
         return output
 
     def generation(self) -> Generation:
+        """Return what there is so far, of all completions."""
+        return self._result(self._progress)
+
+    def take_delta(self) -> Generation:
+        """Return what completions gained since the last call, of those that did."""
+        found = self._result([one for one in self._progress if one.has_news])
+        for one in self._progress:
+            one.clear()
+        return found
+
+    def _result(self, progress: Sequence[_Progress]) -> Generation:
+        has_logprobs = self._request.sampling.logprobs is not None
         return Generation(
-            request_id=self._request.id,
+            request_id=self._id,
             prompt=self._prompt,
             prompt_token_ids=self._request.prompt_token_ids,
-            outputs=tuple(
-                self._completion(index, outputs) for index, outputs in enumerate(self._outputs)
-            ),
+            outputs=tuple(one.completion(has_logprobs=has_logprobs) for one in progress),
             num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=(
                 None
                 if self._request.sampling.prompt_logprobs is None
                 else (None, *self._prompt_logprobs)
-            ),
-        )
-
-    def _completion(self, index: int, outputs: Sequence[SequenceOutput]) -> Completion:
-        last = outputs[-1]
-        assert last.finish_reason is not None
-        token_ids = tuple(token for output in outputs for token in output.token_ids)
-        entries = [entry for output in outputs for entry in output.logprobs]
-        text = "".join(output.text for output in outputs) if self._has_text else ""
-        reasoning, content = "", text
-        if self._request.reasoning is not None:
-            reader = ReasoningReader(self._request.reasoning)
-            reasoning, content = reader.read_piece(text, is_last=True)
-        return Completion(
-            index=index,
-            text=text,
-            reasoning=reasoning or None,
-            content=content,
-            token_ids=token_ids,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            logprobs=(
-                None
-                if self._request.sampling.logprobs is None
-                else tuple(map(self._described, entries, token_ids))
             ),
         )
 

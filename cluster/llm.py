@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -26,9 +25,9 @@ from cluster.llm_prompts import (
     read_prompts,
     read_stream_prompt,
 )
-from cluster.sampling_params import engine_fields
+from cluster.llm_requests import RequestMaker
 from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
-from cluster.serving.inputs import EmbeddingInput, GenerationInput, ScoreInput
+from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.score_validator import MAX_PAIRS, ScoreValidator
 from cluster.serving.text.tokenizer import Tokenizer
 from cluster.serving.validator import Validator
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from cluster.engine.executor import ReportProgress
     from cluster.engine.stats import EngineStats
     from cluster.llm_options import LLMOptions
+    from cluster.sampling_params import SamplingParams as TextParams
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling
@@ -85,18 +85,20 @@ class LLM:
         **options: Unpack[LLMOptions],
     ) -> None:
         own: dict[str, Any] = own_options(options)  # Any: fields of all types
-        self._seeds = None if seed is None else random.Random(seed)
         line = ProgressLine()
         report = line.report if show_progress else _ignore_progress
         try:
-            self._open(engine_config(model, EngineOptions(**own), report), report)
+            self._open(engine_config(model, EngineOptions(**own), report), report, seed)
         finally:
             line.close()
 
-    def _open(self, config: EngineConfig, report_progress: ReportProgress) -> None:
+    def _open(
+        self, config: EngineConfig, report_progress: ReportProgress, seed: int | None
+    ) -> None:
         self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=config.model.pools)
         kind = _VALIDATORS[config.model.task]
         self._validator = kind(config, self._tokenizer)
+        self._requests = RequestMaker(self._validator, config, seed)
         self._sink = EventDispatcher()
         self._engine = open_engine(config, self._sink, report_progress)
 
@@ -141,6 +143,10 @@ class LLM:
             variables=chat_template_kwargs,
         )
         return self._run(given, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> TextParams:
+        """Return the parameters of calls without any, which the model's file recommends."""
+        return self._requests.default_params
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, which has `encode` and `decode`."""
@@ -263,7 +269,7 @@ class LLM:
         show_progress: bool,
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self._requests.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"sampling_params must have one entry per prompt, {len(prompts)}, not "
@@ -296,23 +302,7 @@ class LLM:
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
-        validator = self._validator
-        if not isinstance(validator, Validator):
-            raise InvalidRequestError("The model does not generate text; use embed() or score().")
-
-        async def validate() -> list[Request]:
-            requests: list[Request] = []
-            for prompt, sampling in zip(prompts, params, strict=True):
-                fields = engine_fields(sampling)
-                if self._seeds is not None and sampling.seed is None:
-                    fields["seed"] = self._seeds.randrange(2**63)
-                given = GenerationInput(
-                    prompts=(prompt.value,), sampling=fields, cache_salt=prompt.salt
-                )
-                requests += await validator.validate(given)
-            return requests
-
-        return _run_apart(validate())
+        return _run_apart(self._requests.make(prompts, params))
 
     def _collect(
         self,

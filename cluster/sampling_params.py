@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,9 +13,22 @@ from pagedray.request import MAX_COUNT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SamplingParams", "engine_fields"]
+__all__ = ["RequestOutputKind", "SamplingParams", "engine_fields"]
 
-_TEXT_FIELDS = frozenset(("detokenize", "skip_special_tokens", "include_stop_str_in_output"))
+_TEXT_FIELDS = frozenset(
+    ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind")
+)
+
+
+class RequestOutputKind(IntEnum):
+    """What each result of `AsyncLLM.generate` has."""
+
+    CUMULATIVE = 0
+    """All tokens so far."""
+    DELTA = 1
+    """The tokens since the last result."""
+    FINAL_ONLY = 2
+    """All tokens, in a single result."""
 
 
 class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,6 +47,8 @@ class SamplingParams(request.SamplingParams, frozen=True, kw_only=True, omit_def
     """Whether special tokens are left out of the text."""
     include_stop_str_in_output: bool = False
     """Whether the text includes the stop string or token that ended it."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each result of `AsyncLLM.generate` has."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
+    from cluster.async_llm import AsyncLLM
     from cluster.llm import LLM, Completion, Generation
-    from cluster.sampling_params import SamplingParams
+    from cluster.sampling_params import RequestOutputKind, SamplingParams
     from cluster.serving.ray_serve.deployment import build_app
     from cluster.serving.ray_serve.llm import PagedRayLLM
     from pagedray.errors import PagedRayError
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "FinishReason",
     "Generation",
     "PagedRayError",
     "PagedRayLLM",
+    "RequestOutputKind",
     "SamplingParams",
     "Structure",
     "__version__",
@@ -34,11 +37,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "cluster.async_llm",
     "LLM": "cluster.llm",
     "Completion": "cluster.llm",
     "Generation": "cluster.llm",
     "FinishReason": "pagedray.request",
     "PagedRayError": "pagedray.errors",
+    "RequestOutputKind": "cluster.sampling_params",
     "SamplingParams": "cluster.sampling_params",
     "Structure": "pagedray.request",
     "PagedRayLLM": "cluster.serving.ray_serve.llm",

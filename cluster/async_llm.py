@@ -1,0 +1,258 @@
+"""The asynchronous Python API: `async for result in AsyncLLM(model).generate(prompt)`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from cluster.engine.controller import Controller
+from cluster.engine.open_engine import open_engine
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.progress import ProgressLine
+from cluster.engine.vllm_options import own_options
+from cluster.generation import Collector
+from cluster.llm_prompts import read_conversations, read_prompts
+from cluster.llm_requests import RequestMaker
+from cluster.sampling_params import RequestOutputKind, SamplingParams
+from cluster.serving.engine_client import EngineClient
+from cluster.serving.text.text_pool import TextPool
+from cluster.serving.text.tokenizer import Tokenizer
+from cluster.serving.validator import Validator
+from pagedray.errors import (
+    DuplicateIdError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    StartupError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from cluster.engine.stats import EngineStats
+    from cluster.generation import Generation
+    from cluster.llm_options import LLMOptions
+    from cluster.llm_prompts import Conversation, GivenPrompt, SaltedPrompt
+    from cluster.scheduling.event import TokenEvent
+    from cluster.serving.engine_client import EngineStream
+    from pagedray.request import Request
+
+__all__ = ["AsyncLLM"]
+
+_HELD_POLL_S = 0.05
+
+
+class AsyncLLM:
+    """A model and its engine for one event loop; requests that run at once share every step.
+
+    Takes a model and options as `LLM` does, and loads the model before it returns. The first
+    request binds it to its event loop. Raises StartupError for an option that is not supported, or
+    a model that does not generate text.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = None,
+        show_progress: bool = True,
+        **options: Unpack[LLMOptions],
+    ) -> None:
+        own: dict[str, Any] = own_options(options)  # Any: fields of all types
+        line = ProgressLine()
+        report = line.report if show_progress else _ignore_progress
+        try:
+            config = engine_config(model, EngineOptions(**own), report)
+            if config.model.task != "generate":
+                raise StartupError(
+                    "AsyncLLM generates text; use LLM for models that embed or score."
+                )
+            self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=False)
+            self._validator = Validator(config, self._tokenizer, text_pool=TextPool())
+            self._requests = RequestMaker(self._validator, config, seed)
+            self._sink = _Sink()
+            engine = open_engine(config, self._sink, report)
+        finally:
+            line.close()
+        assert isinstance(engine, Controller)
+        self._engine = engine
+        self._streams: dict[str, EngineStream | None] = {}
+
+    async def generate(
+        self,
+        prompt: GivenPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Generation]:
+        """Yield the result as it grows, and last the finished one.
+
+        A prompt is a text, its token ids, or a dictionary as for `LLM.generate`. Each result has
+        all tokens so far, only those since the last one with `output_kind` DELTA of the parameters,
+        or there is a single one with FINAL_ONLY. A `request_id` of None is a random one.
+
+        Cancelling the task, or closing the generator, aborts the request. While the queue is full
+        the request waits. Raises InvalidRequestError for an invalid prompt or parameter,
+        DuplicateIdError for a `request_id` that is in use, and EngineError if the engine fails.
+        """
+        prompts = read_prompts(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequestError(
+                "generate() takes one prompt; call it once for each.", param="prompt"
+            )
+        async with aclosing(self._generate(prompts[0], sampling_params, request_id)) as results:
+            async for result in results:
+                yield result
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[Generation]:
+        """Yield the assistant's reply to a conversation as `generate` does."""
+        conversations = read_conversations(
+            messages,
+            tools=tools,
+            adds_generation_prompt=add_generation_prompt,
+            continues_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        if len(conversations) != 1:
+            raise InvalidRequestError(
+                "chat() takes one conversation; call it once for each.", param="messages"
+            )
+        work = self._generate(conversations[0], sampling_params, request_id)
+        async with aclosing(work) as results:
+            async for result in results:
+                yield result
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests, whose last results have the finish reason `abort`; unknown ones are
+        ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for one in ids:
+            if (stream := self._streams.get(one)) is not None:
+                stream.abort()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer, which has `encode` and `decode`."""
+        return self._tokenizer
+
+    async def check_health(self) -> None:
+        """Raise EngineError if the engine has failed."""
+        if self._engine.error is not None:
+            raise self._engine.error
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the engine's counters."""
+        return self._engine.stats()
+
+    def shutdown(self) -> None:
+        """End the engine and its ranks; requests that run end with EngineError. May be called
+        twice."""
+        self._sink.fail_all(EngineError("The engine was shut down."))
+        self._engine.close()
+        self._validator.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # It waits for processes.
+        await asyncio.to_thread(self.shutdown)
+
+    async def _generate(
+        self, prompt: SaltedPrompt, params: SamplingParams | None, given_id: str | None
+    ) -> AsyncGenerator[Generation]:
+        params = params or self._requests.default_params
+        client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
+        request_id = given_id or secrets.token_hex(16)
+        if request_id in self._streams:
+            raise DuplicateIdError(request_id)
+        self._streams[request_id] = None
+        try:
+            request = await self._validated(prompt, params)
+            collector = Collector(
+                request,
+                self._tokenizer,
+                request_id=request_id,
+                prompt=prompt.value if isinstance(prompt.value, str) else None,
+                params=params,
+            )
+            async with await _opened(client, request) as stream:
+                self._streams[request_id] = stream
+                async with aclosing(_results(stream, collector, params.output_kind)) as results:
+                    async for result in results:
+                        yield result
+        finally:
+            del self._streams[request_id]
+
+    async def _validated(self, prompt: SaltedPrompt, params: SamplingParams) -> Request:
+        while True:
+            # Long texts are tokenized in a few threads, for which not too many may wait.
+            with suppress(OverloadedError):
+                (request,) = await self._requests.make([prompt], [params])
+                return request
+            await asyncio.sleep(_HELD_POLL_S)
+
+
+class _Sink:
+    """Events of the engine, for the event loop of its first request."""
+
+    def __init__(self) -> None:
+        self._client: EngineClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def client_of(self, loop: asyncio.AbstractEventLoop, engine: Controller) -> EngineClient:
+        """Return the client of a loop. Raises InvalidRequestError for a second loop."""
+        if self._client is None:
+            self._loop = loop
+            self._client = EngineClient(loop)
+            self._client.attach_generation_engine(engine)
+        if loop is not self._loop:
+            raise InvalidRequestError(
+                "AsyncLLM belongs to the event loop of its first request; use LLM for several."
+            )
+        return self._client
+
+    def publish(self, events: Sequence[TokenEvent]) -> None:
+        if self._client is not None:
+            self._client.publish(events)
+
+    def fail_all(self, error: EngineError) -> None:
+        if self._client is not None:
+            self._client.fail_all(error)
+
+
+async def _opened(client: EngineClient, request: Request) -> EngineStream:
+    """Submit a request as soon as the queue has room, and return its stream."""
+    while True:
+        with suppress(OverloadedError):
+            return client.open_stream([request])
+        await asyncio.sleep(_HELD_POLL_S)
+
+
+async def _results(
+    stream: EngineStream, collector: Collector, kind: RequestOutputKind
+) -> AsyncGenerator[Generation]:
+    is_delta = kind is RequestOutputKind.DELTA
+    async for events in stream:
+        for event in events:
+            output = collector.push_event(event)
+            if output.finish_reason is not None and event.finish_reason is None:
+                # A stop string ended it, which the engine does not see.
+                stream.finish_sequence(event.request_id, event.index)
+        if collector.is_finished or kind is not RequestOutputKind.FINAL_ONLY:
+            yield collector.take_delta() if is_delta else collector.generation()
+
+
+def _ignore_progress(what: str, fraction: float) -> None:
+    pass

@@ -1,0 +1,58 @@
+"""From prompts and parameters of the Python API to requests."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from cluster.sampling_params import SamplingParams, engine_fields
+from cluster.serving.inputs import GenerationInput
+from cluster.serving.validator import Validator
+from pagedray.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.llm_prompts import SaltedPrompt
+    from cluster.serving.embedding_validator import EmbeddingValidator
+    from cluster.serving.score_validator import ScoreValidator
+    from pagedray import request
+    from pagedray.config import EngineConfig
+    from pagedray.request import Request
+
+__all__ = ["RequestMaker"]
+
+
+class RequestMaker:
+    """Makes requests of prompts, which have a seed each if the model was given one."""
+
+    def __init__(
+        self,
+        validator: Validator | EmbeddingValidator | ScoreValidator,
+        config: EngineConfig,
+        seed: int | None,
+    ) -> None:
+        # Any: values of several fields.
+        defaults: dict[str, Any] = dict(config.sampling_defaults)
+        self.default_params = SamplingParams(**defaults)
+        """The parameters of requests without any: those that the model's file recommends."""
+        self._validator = validator
+        self._seeds = None if seed is None else random.Random(seed)
+
+    async def make(
+        self, prompts: Sequence[SaltedPrompt], params: Sequence[request.SamplingParams]
+    ) -> list[Request]:
+        """Return a request for each prompt. Raises InvalidRequestError."""
+        validator = self._validator
+        if not isinstance(validator, Validator):
+            raise InvalidRequestError("The model does not generate text; use embed() or score().")
+        requests: list[Request] = []
+        for prompt, sampling in zip(prompts, params, strict=True):
+            fields = engine_fields(sampling)
+            if self._seeds is not None and sampling.seed is None:
+                fields["seed"] = self._seeds.randrange(2**63)
+            given = GenerationInput(
+                prompts=(prompt.value,), sampling=fields, cache_salt=prompt.salt
+            )
+            requests += await validator.validate(given)
+        return requests

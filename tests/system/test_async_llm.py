@@ -1,0 +1,212 @@
+"""`AsyncLLM`: results as they grow, requests that share the engine, cancelled tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pagedray
+from pagedray import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from pagedray.errors import DuplicateIdError, EngineError, InvalidRequestError, StartupError
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.generation import Generation
+
+TEXT = "def read_config(path):"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
+    """On Ray, as by default."""
+    found = AsyncLLM(
+        TINY_LLAMA, device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, show_progress=False
+    )
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(
+        TINY_LLAMA, device="cpu", dtype="float32", executor="local", show_progress=False
+    ) as found:
+        yield found
+
+
+async def results(engine: AsyncLLM, prompt: str, params: SamplingParams) -> list[Generation]:
+    return [result async for result in engine.generate(prompt, params, None)]
+
+
+def test_results_grow_to_what_llm_returns(
+    engine: AsyncLLM, llm: LLM, runner: asyncio.Runner
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, n=2, seed=5)
+    (expected,) = llm.generate(TEXT, params, use_tqdm=False)
+    found = runner.run(results(engine, TEXT, params))
+    assert [output.token_ids for output in found[-1].outputs] == [
+        output.token_ids for output in expected.outputs
+    ]
+    assert [output.text for output in found[-1].outputs] == [o.text for o in expected.outputs]
+    assert found[-1].prompt_token_ids == expected.prompt_token_ids
+    assert found[-1].prompt == TEXT
+    assert [one.finished for one in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) > 4
+    for earlier, later in itertools.pairwise(found):
+        for before, after in zip(earlier.outputs, later.outputs, strict=True):
+            assert after.text.startswith(before.text)
+            assert after.token_ids[: len(before.token_ids)] == before.token_ids
+            assert after.logprobs is not None
+            assert len(after.logprobs) == len(after.token_ids)
+
+
+def test_deltas_join_to_the_whole(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    final = SamplingParams(
+        temperature=0.0, max_tokens=12, n=2, stop="e", output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    (whole,) = runner.run(results(engine, TEXT, final))
+    delta = SamplingParams(
+        temperature=0.0, max_tokens=12, n=2, stop="e", output_kind=RequestOutputKind.DELTA
+    )
+    parts = runner.run(results(engine, TEXT, delta))
+    for output in whole.outputs:
+        gained = [one for part in parts for one in part.outputs if one.index == output.index]
+        assert "".join(one.text for one in gained) == output.text
+        assert sum((one.token_ids for one in gained), ()) == output.token_ids
+        assert [one.finish_reason for one in gained[:-1]] == [None] * (len(gained) - 1)
+        assert gained[-1].finish_reason == output.finish_reason
+        assert gained[-1].stop_reason == output.stop_reason
+
+
+def test_requests_at_once_share_steps(engine: AsyncLLM, llm: LLM, runner: asyncio.Runner) -> None:
+    prompts = [f"def function_{index}(value):" for index in range(24)]
+    expected = [one.outputs[0].text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    async def run() -> list[str]:
+        found = await asyncio.gather(*(results(engine, prompt, GREEDY) for prompt in prompts))
+        return [one[-1].outputs[0].text for one in found]
+
+    steps = engine.stats().num_steps
+    assert runner.run(run()) == expected
+    assert engine.stats().num_steps - steps < 24 * 12 / 2
+
+
+def num_free(engine: AsyncLLM) -> int:
+    return engine.stats().scheduler.num_free_blocks
+
+
+def wait_until_free(engine: AsyncLLM) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while num_free(engine) != NUM_BLOCKS and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert num_free(engine) == NUM_BLOCKS
+
+
+def test_cancelling_a_task_frees_its_blocks(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> int:
+        has_begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in engine.generate(TEXT * 8, ENDLESS):
+                has_begun.set()
+
+        task = asyncio.create_task(read())
+        await has_begun.wait()
+        held = NUM_BLOCKS - num_free(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return held
+
+    assert runner.run(run()) > 0
+    wait_until_free(engine)
+
+
+def test_leaving_the_loop_frees_its_blocks(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        stream = engine.generate(TEXT, ENDLESS, "left")
+        async for _ in stream:
+            break
+        await stream.aclose()
+        # The id is free again.
+        await anext(again := engine.generate(TEXT, ENDLESS, "left"))
+        await again.aclose()
+
+    runner.run(run())
+    wait_until_free(engine)
+
+
+def test_aborted_requests_end_with_a_result(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> list[Generation]:
+        found = []
+        async for result in engine.generate(TEXT, ENDLESS, "one"):
+            found.append(result)
+            with pytest.raises(DuplicateIdError):
+                await anext(engine.generate(TEXT, ENDLESS, "one"))
+            await engine.abort(["one", "unknown"])
+        return found
+
+    last = runner.run(run())[-1]
+    assert (last.request_id, last.outputs[0].finish_reason) == ("one", "abort")
+    assert last.finished
+    wait_until_free(engine)
+
+
+def test_conversations_are_rendered_as_by_llm(
+    engine: AsyncLLM, llm: LLM, runner: asyncio.Runner
+) -> None:
+    messages = [{"role": "user", "content": "Write a queue."}]
+    (expected,) = llm.chat(messages, GREEDY, use_tqdm=False)
+
+    async def run() -> Generation:
+        async for result in engine.chat(messages, GREEDY):
+            last = result
+        return last
+
+    found = runner.run(run())
+    assert found.prompt_token_ids == expected.prompt_token_ids
+    assert found.outputs[0].text == expected.outputs[0].text
+
+
+def test_mistakes_are_refused(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def first(prompt: object) -> None:
+        await anext(engine.generate(prompt, GREEDY))  # type: ignore[arg-type]  # a mistake
+
+    for prompt in ("", ["a", "b"], {"multi_modal_data": 1}):
+        with pytest.raises(InvalidRequestError):
+            runner.run(first(prompt))
+    with pytest.raises(InvalidRequestError, match="event loop"):
+        asyncio.run(first(TEXT))
+    with pytest.raises(StartupError, match="quantisation"):
+        AsyncLLM(TINY_LLAMA, quantisation=None)  # type: ignore[call-arg]  # a mistake
+
+
+def test_shutdown_ends_what_runs() -> None:
+    engine = AsyncLLM(TINY_LLAMA, device="cpu", executor="local", show_progress=False)
+
+    async def run() -> None:
+        async for _ in engine.generate(TEXT, ENDLESS):
+            engine.shutdown()
+
+    with pytest.raises(EngineError, match="shut down"):
+        asyncio.run(run())
+    engine.shutdown()
+
+
+def test_public_names_are_shown() -> None:
+    assert {"LLM", "AsyncLLM", "SamplingParams", "RequestOutputKind"} <= set(dir(pagedray))
