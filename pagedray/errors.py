@@ -7,11 +7,13 @@
     |-- RequestError            the request cannot be served
     |   |-- InvalidRequestError 400 INVALID_ARGUMENT
     |   |   |-- CapacityError   it exceeds the whole KV cache
-    |   |   `-- ContextLengthError prompt and output exceed the context
+    |   |   |-- ContextLengthError prompt and output exceed the context
+    |   |   `-- UnknownPreviousError it continues a response that is not stored
     |   |-- AuthenticationError 401 UNAUTHENTICATED
     |   |-- ForbiddenError      403 PERMISSION_DENIED
     |   |-- UnknownModelError   404 NOT_FOUND
     |   |-- UnknownStreamError  404 NOT_FOUND
+    |   |-- UnknownResponseError 404 NOT_FOUND
     |   |-- DuplicateIdError    409 ALREADY_EXISTS
     |   |-- OverloadedError     429 RESOURCE_EXHAUSTED
     |   |-- StalledReaderError  408 ABORTED: a client does not read its stream
@@ -55,6 +57,8 @@ __all__ = [
     "StartupError",
     "StreamTakenError",
     "UnknownModelError",
+    "UnknownPreviousError",
+    "UnknownResponseError",
     "UnknownStreamError",
     "UnreadError",
     "UnsupportedError",
@@ -131,6 +135,18 @@ class ContextLengthError(InvalidRequestError):
     outcome = "too_large"
 
 
+class UnknownPreviousError(InvalidRequestError):
+    """A call continues a response that its tenant has not stored, or that is forgotten."""
+
+    openai_code = "previous_response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"Previous response with id {response_id[:80]!r} not found.",
+            param="previous_response_id",
+        )
+
+
 class AuthenticationError(RequestError):
     """Missing or invalid API key."""
 
@@ -182,6 +198,19 @@ class UnknownStreamError(RequestError):
             "The stream cannot be resumed from there: no resumable request of this tenant has this "
             "id, its grace time is over, or it has not sent so much."
         )
+
+
+class UnknownResponseError(RequestError):
+    """The tenant has stored no response of this id, or it is forgotten."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    grpc_reason = "UNKNOWN_RESPONSE"
+    openai_type = "invalid_request_error"
+    outcome = "unknown_response"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id {response_id[:80]!r} not found.")
 
 
 class DuplicateIdError(RequestError):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.reasoning.formats import ReasoningFormat
+    from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.tokenizer import Tokenizer
@@ -58,12 +59,14 @@ class Frontends:
         intake_limits: IntakeLimits | None = None,
         strict_parameters: bool = False,
         allowed_origins: AllowedOrigins | None = None,
+        store_limits: StoreLimits | None = None,
     ) -> None:
         """Port 0 lets the system choose; None disables the frontend.
 
         Without certificates, TLS is disabled. Without keys, HTTP answers for `allowed_hosts`
         besides IP addresses, `localhost` and `host`. `strict_parameters` refuses parameters that
-        would be ignored. Web pages of `allowed_origins` may use HTTP from a browser.
+        would be ignored. Web pages of `allowed_origins` may use HTTP from a browser. Responses of
+        /v1/responses are not stored if `store_limits` is None.
         """
         self.servicer = Servicer(
             client,
@@ -100,6 +103,7 @@ class Frontends:
                         allowed_hosts, own_name=host, origins=allowed_origins
                     ),
                     allowed_origins=allowed_origins,
+                    store_limits=store_limits,
                 ),
                 host=host,
                 port=http_port,

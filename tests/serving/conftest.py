@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.serving.connections.tls import CertificateStore
     from cluster.serving.http.allowed_origins import AllowedOrigins
     from cluster.serving.memory.reader_limits import ReaderLimits
+    from cluster.serving.responses.stored_responses import StoreLimits
     from pagedray.request import Request
 
 CONTEXT = 256
@@ -67,6 +68,7 @@ class Server:
         allowed_hosts: tuple[str, ...] = (),
         strict_parameters: bool = False,
         allowed_origins: AllowedOrigins | None = None,
+        store_limits: StoreLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.loop = asyncio.new_event_loop()
@@ -85,6 +87,7 @@ class Server:
             allowed_hosts=allowed_hosts,
             strict_parameters=strict_parameters,
             allowed_origins=allowed_origins,
+            store_limits=store_limits,
         )
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

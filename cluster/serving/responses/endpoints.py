@@ -1,65 +1,157 @@
-"""The endpoint of OpenAI's Responses API."""
+"""The endpoints of OpenAI's Responses API."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cluster.serving.http.endpoint import Endpoint, HttpCall
+import msgspec
+from starlette.responses import Response
+
+from cluster.serving.http.body import JSON_TYPE
+from cluster.serving.http.endpoint import Endpoint, HttpCall, json_response
 from cluster.serving.http.schema import renamed
+from cluster.serving.inputs import ChatPrompt, GenerationInput
+from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
+from cluster.serving.openai.chat_body import MAX_MESSAGES
+from cluster.serving.responses.items import read_items
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import ResponsesBody
+from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn
+from cluster.serving.text.chat_template import ChatMessage
+from cluster.serving.tools.tool_choice import ToolUse
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
-
-    from cluster.serving.inputs import GenerationInput
+    from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
-    from cluster.serving.tools.tool_choice import ToolUse
 
 __all__ = ["responses_endpoints"]
 
 _NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 
-_Asked = tuple["GenerationInput", "ToolUse", dict[str, object], bool]
+
+@dataclass(slots=True)
+class _Asked:
+    """What a client asks for."""
+
+    given: GenerationInput
+    tools: ToolUse
+    echoed: dict[str, object]
+    is_stream: bool
+    is_stored: bool
+    previous: StoredTurn | None
+    messages: tuple[ChatMessage, ...]
+    """The input without instructions and earlier messages."""
 
 
-def responses_endpoints(servicer: Servicer) -> tuple[Endpoint, ...]:
-    """Return the endpoint of OpenAI's Responses API."""
+def responses_endpoints(servicer: Servicer, stored: StoredResponses) -> tuple[Endpoint, ...]:
+    """Return the endpoints, whose responses are kept in `stored`."""
+    handlers = _Handlers(servicer, stored)
+    path = "/v1/responses/{response_id}"
+    return (
+        Endpoint(method="POST", path="/v1/responses", handler=handlers.create, operation="chat"),
+        Endpoint(method="GET", path=path, handler=handlers.retrieve),
+        Endpoint(method="DELETE", path=path, handler=handlers.delete),
+    )
 
-    async def create(call: HttpCall) -> Response:
-        def read(body: ResponsesBody, _: bytes) -> Steps[_Asked]:
-            tools = yield from body.tool_use(servicer.tool_format)
-            given = yield from body.to_input(
-                call.client_id,
-                tools,
-                known_variables=servicer.tokenizer.template_variables(has_tools=tools.is_read),
-                note_ignored=call.ignored.note,
-            )
-            return given, tools, body.echoed(), body.stream
 
-        given, tools, echoed, is_stream = await call.body(ResponsesBody, read)
+class _Handlers:
+    def __init__(self, servicer: Servicer, stored: StoredResponses) -> None:
+        self._servicer = servicer
+        self._stored = stored
+
+    async def create(self, call: HttpCall) -> Response:
+        asked = await call.body(ResponsesBody, lambda body, _: self._asked(call, body))
         continuation = call.continuation
         given = replace(
-            given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
+            asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
         )
-        names = {"structure": "tools" if tools.is_forced else "text.format", **_NAMES}
+        names = {"structure": "tools" if asked.tools.is_forced else "text.format", **_NAMES}
         try:
-            generation = await servicer.start_generation(given, call.entered)
+            generation = await self._servicer.start_generation(given, call.entered)
         except InvalidRequestError as error:
             raise renamed(error, names) from error
+        # Clients may choose the ids of calls, but not those of stored responses.
+        number = secrets.token_hex(16) if asked.is_stored else generation.id
+
+        def keep(response: Json) -> None:
+            self._keep(call.tenant.name, asked, response)
+
         response = ResponsesResponse(
             generation,
-            Turns(tools, generation.reasoning, servicer.tokenizer.token_bytes),
-            model=servicer.config.model.name,
+            Turns(asked.tools, generation.reasoning, self._servicer.tokenizer.token_bytes),
+            model=self._servicer.config.model.name,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
-            echoed=echoed,
+            echoed=asked.echoed,
+            response_id=f"resp_{number}",
+            keep=keep if asked.is_stored else None,
         )
-        return await answer_call(servicer, call, generation, response, is_stream=is_stream)
+        return await answer_call(
+            self._servicer, call, generation, response, is_stream=asked.is_stream
+        )
 
-    return (Endpoint(method="POST", path="/v1/responses", handler=create, operation="chat"),)
+    async def retrieve(self, call: HttpCall) -> Response:
+        if call.request.url.query:
+            raise InvalidRequestError("Parameters in the query are not supported.", param="query")
+        turn = self._stored.find(call.tenant.name, call.rest)
+        return Response(turn.body, media_type=JSON_TYPE)
+
+    async def delete(self, call: HttpCall) -> Response:
+        self._stored.delete(call.tenant.name, call.rest)
+        return json_response({"id": call.rest, "object": "response", "deleted": True})
+
+    def _asked(self, call: HttpCall, body: ResponsesBody) -> Steps[_Asked]:
+        previous = self._previous(call.tenant.name, body)
+        earlier = () if previous is None else previous.conversation()
+        is_stored = self._stored.is_enabled and body.store is not False
+        if body.store and not is_stored:
+            call.ignored.note("store")
+        tools = yield from body.tool_use(self._servicer.tool_format)
+        known = self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
+        given = yield from body.to_input(
+            call.client_id,
+            tools,
+            known_variables=known,
+            note_ignored=call.ignored.note,
+            earlier=earlier,
+        )
+        (prompt,) = given.prompts
+        assert isinstance(prompt, ChatPrompt)
+        return _Asked(
+            given=given,
+            tools=tools,
+            echoed=body.echoed(is_stored=is_stored),
+            is_stream=body.stream,
+            is_stored=is_stored,
+            previous=previous,
+            messages=prompt.messages[len(earlier) + bool(body.instructions) :],
+        )
+
+    def _previous(self, tenant: str, body: ResponsesBody) -> StoredTurn | None:
+        given = body.previous_response_id
+        if given is None:
+            return None
+        if not self._stored.is_enabled:
+            raise InvalidRequestError(
+                "previous_response_id is not supported: responses are not stored here; send the "
+                "earlier items as input.",
+                param="previous_response_id",
+            )
+        return self._stored.find_previous(tenant, given, MAX_MESSAGES)
+
+    def _keep(self, tenant: str, asked: _Asked, response: Json) -> None:
+        """Store a complete response with the messages that it adds to its conversation."""
+        problem = ""
+        messages = asked.messages
+        try:
+            messages += finish(read_items(response["output"]))
+        except InvalidRequestError:
+            problem = "a tool call in it is cut off or invalid."
+        turn = StoredTurn(msgspec.json.encode(response), messages, asked.previous, problem=problem)
+        self._stored.keep(tenant, str(response["id"]), turn)

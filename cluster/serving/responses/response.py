@@ -11,7 +11,7 @@ from cluster.serving.openai.event_response import EventResponse
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from cluster.serving.http.errors import Json
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
@@ -74,11 +74,14 @@ class ResponsesResponse(EventResponse):
         model: str,
         created_s: int,
         echoed: Mapping[str, object],
+        response_id: str,
+        keep: Callable[[Json], None] | None = None,
     ) -> None:
-        """`echoed` are the parameters that it repeats."""
+        """`echoed` are the parameters that it repeats; `keep` stores it once it is complete."""
         super().__init__(generation, turns)
+        self._keep = keep
         self._head: Json = {
-            "id": f"resp_{generation.id}",
+            "id": response_id,
             "object": "response",
             "created_at": created_s,
             "model": model,
@@ -195,12 +198,16 @@ class ResponsesResponse(EventResponse):
         items = [item.as_json("completed") for item in self._items[:-1]]
         items.append(self._items[-1].as_json(status))
         is_cut = last.finish_reason is FinishReason.LENGTH
-        return self._head | {
+        whole = self._head | {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": self._usage(usage),
         }
+        # Before the client has it, who may continue it at once.
+        if self._keep is not None and last.finish_reason is not FinishReason.ABORT:
+            self._keep(whole)
+        return whole
 
     def _usage(self, usage: Usage) -> Json:
         return {

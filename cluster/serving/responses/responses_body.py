@@ -95,7 +95,6 @@ class ResponsesBody(Body):
                 "prompt_cache_retention",
                 "safety_identifier",
                 "service_tier",
-                "store",
                 "user",
             )
         },
@@ -106,7 +105,6 @@ class ResponsesBody(Body):
     refused: ClassVar[Mapping[str, str]] = {
         "background": "the response is the answer to the request",
         "conversation": "responses are not stored; send the earlier items as input",
-        "previous_response_id": "responses are not stored; send the earlier items as input",
         "prompt": "prompts are not stored; send instructions and input",
         "top_logprobs": "use /v1/chat/completions",
         "truncation": "shorten the input instead",
@@ -129,6 +127,14 @@ class ResponsesBody(Body):
         }
     )
     instructions: str | None = Field(None, description="A first message of the system.")
+    previous_response_id: str | None = Field(
+        None, description="The stored response whose conversation the input continues."
+    )
+    store: bool | None = Field(
+        None,
+        description="Whether the response is kept in memory, so that it can be continued, read and "
+        "deleted by its id; true by default.",
+    )
     max_output_tokens: int | None = bounds(1)
     temperature: float | None = bounds(0, 100)
     top_p: float | None = bounds(0, 1)
@@ -176,9 +182,11 @@ class ResponsesBody(Body):
         *,
         known_variables: frozenset[str],
         note_ignored: Callable[[str], None],
+        earlier: tuple[ChatMessage, ...] = (),
     ) -> Steps[GenerationInput]:
-        """Return the input of the call. Raises InvalidRequestError."""
-        messages = yield from read_items(self.input)
+        """Return the input of the call, after the `earlier` messages. Raises
+        InvalidRequestError."""
+        messages = (*earlier, *(yield from read_items(self.input)))
         if self.instructions:
             messages = (ChatMessage("system", self.instructions), *messages)
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -202,18 +210,19 @@ class ResponsesBody(Body):
             skips_special_tokens=not tools.is_read,
         )
 
-    def echoed(self) -> dict[str, object]:
+    def echoed(self, *, is_stored: bool) -> dict[str, object]:
         """Return the parameters that a response repeats."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": {},
             "parallel_tool_calls": self.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {
                 "effort": None if self.reasoning is None else self.reasoning.effort,
                 "summary": None,
             },
+            "store": is_stored,
             "temperature": self.temperature,
             "text": self.text or {"format": {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",

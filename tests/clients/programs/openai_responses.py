@@ -42,11 +42,21 @@ def main(url: str, folder: str) -> None:
     schema = {"type": "json_schema", "name": "city", "schema": TOOL["parameters"], "strict": True}
     written = client.responses.create(**ASKED, max_output_tokens=120, text={"format": schema})
     assert set(json.loads(written.output_text)) == {"city"}
+    check_conversation(client)
     check_refusal(client)
 
 
+def check_conversation(client: openai.OpenAI) -> None:
+    """Continue a stored response, read it and delete it."""
+    first = client.responses.create(**ASKED, max_output_tokens=8)
+    second = client.responses.create(**ASKED, max_output_tokens=8, previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.input_tokens, second.usage
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+
+
 def check_refusal(client: openai.OpenAI) -> None:
-    """Ask for an earlier response, of which none is stored."""
+    """Continue a response that is not stored."""
     try:
         client.responses.create(**ASKED, previous_response_id="resp_1")
     except openai.BadRequestError as error:

@@ -15,6 +15,7 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
+from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
@@ -43,7 +44,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(Tokenizer.from_folder(folder), context=1024) as server:
+    with Server(Tokenizer.from_folder(folder), context=1024, store_limits=StoreLimits()) as server:
         yield server
 
 
@@ -159,8 +160,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "text.", "input.0.content.0"),
     ({"input": [{**USE, "arguments": "[]"}]},
      "input.0.arguments must be a JSON object as a string.", "input.0.arguments"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: responses are "
-     "not stored; send the earlier items as input.", "previous_response_id"),
+    ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found.",
+     "previous_response_id"),
     ({"tools": [{"type": "web_search"}]},
      "tools.0.type must be function: OpenAI's own tools are not available.", "tools.0.type"),
     ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",

@@ -107,6 +107,7 @@ def test_every_error_has_a_code_and_a_reason() -> None:
         wanted = {
             "CapacityError": (5, 3), "InternalError": (), "ShuttingDownError": (),
             "UnknownModelError": ("a", "b"), "StreamTakenError": (), "UnknownStreamError": (),
+            "UnknownPreviousError": ("a",), "UnknownResponseError": ("a",),
             "UnreadError": ("call", 5), "LethalRequestError": (),
         }.get(name, ("text",))  # fmt: skip
         error = kind(*wanted)

@@ -1,0 +1,210 @@
+"""Responses in memory, which clients continue, read and delete by their ids."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.serving.memory.tenant_bytes import BufferLimits, TenantBytes
+from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
+
+if TYPE_CHECKING:
+    from cluster.serving.text.chat_template import ChatMessage
+
+__all__ = ["StoreLimits", "StoredResponses", "StoredTurn"]
+
+_TURN_BYTES = 2048
+_MESSAGE_BYTES = 256
+_VALUE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """How many responses are kept."""
+
+    num_responses: int = 1000
+    """Of each tenant; 0 keeps none."""
+    memory: BufferLimits = field(default_factory=BufferLimits)
+
+
+class StoredTurn:
+    """What one response adds to its conversation.
+
+    It is kept as long as a response that clients can name is it or continues it.
+    """
+
+    def __init__(
+        self,
+        body: bytes,
+        messages: tuple[ChatMessage, ...],
+        previous: StoredTurn | None,
+        *,
+        problem: str = "",
+    ) -> None:
+        """`body` is the response in JSON, `messages` are its input and output.
+
+        A `problem` says why it cannot be continued.
+        """
+        self.problem = problem
+        self.body = body
+        self.messages = messages
+        self.previous = previous
+        self.num_holders = 0
+        """Whether clients can name it, and the turns that continue it."""
+        self.num_bytes = _TURN_BYTES + len(body) + sum(map(_size_of, messages))
+        self.conversation_bytes = self.num_bytes
+        self.num_messages = len(messages)
+        if previous is not None:
+            self.conversation_bytes += previous.conversation_bytes
+            self.num_messages += previous.num_messages
+
+    def conversation(self) -> tuple[ChatMessage, ...]:
+        """Return all messages up to the end of this turn."""
+        turns: list[tuple[ChatMessage, ...]] = []
+        turn: StoredTurn | None = self
+        while turn is not None:
+            turns.append(turn.messages)
+            turn = turn.previous
+        return tuple(message for messages in reversed(turns) for message in messages)
+
+
+class StoredResponses:
+    """The responses of all tenants. Used from the event loop only.
+
+    At a limit, the oldest response of a tenant is forgotten: the same tenant's at its own limits,
+    that of the tenant with the most bytes at the limit of the server.
+    """
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self._limits = limits
+        self._bytes = TenantBytes(limits.memory)
+        self._by_tenant: dict[str, OrderedDict[str, StoredTurn]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_tenant.values()))
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._limits.num_responses > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all turns."""
+        return self._bytes.num_bytes
+
+    def find(self, tenant: str, response_id: str) -> StoredTurn:
+        """Return a tenant's response. Raises UnknownResponseError."""
+        turn = self._found(tenant, response_id)
+        if turn is None:
+            raise UnknownResponseError(response_id)
+        return turn
+
+    def find_previous(self, tenant: str, response_id: str, max_messages: int) -> StoredTurn:
+        """Return the response that a call continues.
+
+        Raises InvalidRequestError if there is none, or its conversation is too long.
+        """
+        turn = self._found(tenant, response_id)
+        if turn is None:
+            raise UnknownPreviousError(response_id)
+        if turn.problem:
+            raise InvalidRequestError(
+                f"The response of previous_response_id cannot be continued: {turn.problem} Send "
+                "the earlier items as input.",
+                param="previous_response_id",
+            )
+        if turn.num_messages >= max_messages:
+            raise InvalidRequestError(
+                f"The conversation of previous_response_id has {turn.num_messages} messages; at "
+                f"most {max_messages - 1} are allowed.",
+                param="previous_response_id",
+            )
+        most = self._limits.memory.call_bytes
+        if turn.conversation_bytes > most:
+            raise InvalidRequestError(
+                f"The conversation of previous_response_id takes {turn.conversation_bytes} bytes "
+                f"of memory; at most {most} are allowed.",
+                param="previous_response_id",
+            )
+        return turn
+
+    def keep(self, tenant: str, response_id: str, turn: StoredTurn) -> None:
+        """Keep a response, unless it is too large."""
+        memory = self._limits.memory
+        if not self.is_enabled or turn.num_bytes > memory.call_bytes:
+            return
+        own = self._by_tenant.setdefault(tenant, OrderedDict())
+        own[response_id] = turn
+        turn.num_holders += 1
+        if turn.previous is not None:
+            self._hold(tenant, turn.previous)
+        self._bytes.count(tenant, turn.num_bytes)
+        while len(own) > self._limits.num_responses or (
+            self._bytes.full_scope(tenant, 0) == "tenant"
+        ):
+            self._forget_oldest(tenant)
+        while self._bytes.full_scope(tenant, 0) == "server":
+            self._forget_oldest(max(self._by_tenant, key=self._bytes.held_by))
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response; those that continue it stay. Raises UnknownResponseError."""
+        self.find(tenant, response_id)
+        self._forget(tenant, response_id)
+
+    def _found(self, tenant: str, response_id: str) -> StoredTurn | None:
+        own = self._by_tenant.get(tenant)
+        return None if own is None else own.get(response_id)
+
+    def _hold(self, tenant: str, turn: StoredTurn) -> None:
+        """Count one more turn that continues another one."""
+        held: StoredTurn | None = turn
+        # It may have been forgotten while the response that continues it was generated.
+        while held is not None:
+            held.num_holders += 1
+            if held.num_holders > 1:
+                return
+            self._bytes.count(tenant, held.num_bytes)
+            held = held.previous
+
+    def _forget_oldest(self, tenant: str) -> None:
+        self._forget(tenant, next(iter(self._by_tenant[tenant])))
+
+    def _forget(self, tenant: str, response_id: str) -> None:
+        own = self._by_tenant[tenant]
+        turn: StoredTurn | None = own.pop(response_id)
+        if not own:
+            del self._by_tenant[tenant]
+        while turn is not None:
+            turn.num_holders -= 1
+            if turn.num_holders:
+                return
+            self._bytes.count(tenant, -turn.num_bytes)
+            turn = turn.previous
+
+
+def _size_of(message: ChatMessage) -> int:
+    """Return the bytes that a message takes in memory, or a few more."""
+    texts = (message.content, message.reasoning, message.tool_call_id, message.name)
+    size = _MESSAGE_BYTES + sum(sys.getsizeof(text) for text in texts if text is not None)
+    for call in message.tool_calls:
+        size += _MESSAGE_BYTES + sys.getsizeof(call.id) + sys.getsizeof(call.name)
+        size += _value_size(call.arguments)
+    return size
+
+
+def _value_size(value: object) -> int:
+    """Return the bytes of a value of JSON."""
+    size = 0
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        size += sys.getsizeof(one) + _VALUE_BYTES
+        if isinstance(one, Mapping):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return size

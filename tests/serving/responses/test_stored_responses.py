@@ -1,0 +1,253 @@
+"""Responses in memory: conversations, limits of tenants, and what is forgotten."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
+from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
+from pagedray.errors import InvalidRequestError, UnknownPreviousError, UnknownResponseError
+from tests.load.tenant_keys import write_keys
+from tests.serving.conftest import Server
+from tests.serving.responses.test_responses import CALL, OUTPUT, TOOL, posted, say, tool_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cluster.serving.text.tokenizer import Tokenizer
+
+__all__ = ["tool_server"]
+
+MIB = 2**20
+
+
+@pytest.fixture
+def client(tool_server: Server) -> Iterator[openai.OpenAI]:
+    tool_server.engine.reset()
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def last_prompt(server: Server) -> str:
+    return server.tokenizer.decode(server.engine.log.submitted[-1].prompt_token_ids)
+
+
+def create(client: Any, **given: Any) -> Any:  # the client's types are unions of many items
+    return client.responses.create(model="tiny", **given)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chained_calls_render_what_clients_would_send(
+    tool_server: Server, client: openai.OpenAI, is_stream: bool
+) -> None:
+    first_input = [{"role": "user", "content": "look"}]
+    say(tool_server, "ok" + CALL)
+    given = {"tools": [TOOL], "instructions": "Be brief.", "input": first_input}
+    first = create(client, **given, stream=is_stream)
+    if is_stream:
+        first = list(first)[-1].response
+    assert [item.type for item in first.output] == ["message", "function_call"]
+    say(tool_server, "It is five.")
+    result = {**OUTPUT, "call_id": first.output[1].call_id}
+    second = create(client, tools=[TOOL], input=[result], previous_response_id=first.id)
+    third = create(client, input="so?", previous_response_id=second.id)
+    chained = last_prompt(tool_server)
+    items = [*first_input, *(item.model_dump() for item in first.output), result]
+    items += [*(item.model_dump() for item in second.output), {"role": "user", "content": "so?"}]
+    create(client, input=items)
+    # Instructions belong to their own call only.
+    assert chained == last_prompt(tool_server)
+    assert "Be brief." not in chained
+    assert third.previous_response_id == second.id
+
+
+def test_stored_responses_are_read_and_deleted(tool_server: Server, client: openai.OpenAI) -> None:
+    say(tool_server, "Hello.")
+    first = client.responses.create(model="tiny", input="hi")
+    assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
+    second = client.responses.create(model="tiny", input="and", previous_response_id=first.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="tiny", input="x", previous_response_id=first.id)
+    assert (caught.value.code, caught.value.param) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    # What continued it is whole.
+    client.responses.create(model="tiny", input="more", previous_response_id=second.id)
+    assert "hi" in last_prompt(tool_server)
+
+
+def test_only_complete_responses_that_may_be_stored_are(
+    tool_server: Server, client: openai.OpenAI
+) -> None:
+    say(tool_server, "Hello.")
+    transient = client.responses.create(model="tiny", input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(transient.id)
+    body = {"model": "tiny", "input": "hi"}
+    found = httpx.post(
+        f"{tool_server.url}/v1/responses", json=body, headers={"x-request-id": "mine"}, timeout=20
+    )
+    # Its id cannot be chosen, or guessed.
+    assert len(found.json()["id"]) == len("resp_") + 32
+    refused = httpx.get(f"{tool_server.url}/v1/responses/{found.json()['id']}?stream=true")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query")
+
+
+def test_cut_tool_calls_cannot_be_continued(tool_server: Server, client: openai.OpenAI) -> None:
+    begun = CALL[: CALL.index("1}")]
+    say(tool_server, begun)
+    num_tokens = len(tool_server.tokenizer.encode(begun, add_special_tokens=False))
+    cut = create(client, input="x", tools=[TOOL], max_output_tokens=num_tokens)
+    assert cut.status == "incomplete"
+    assert cut.output[-1].type == "function_call"
+    answer = posted(tool_server, {"previous_response_id": cut.id})
+    assert answer.status_code == 400
+    assert "cut off" in answer.json()["error"]["message"]
+
+
+def test_other_tenants_responses_are_unknown(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.toml", "one", "two")
+    with Server(
+        tokenizer, key_file=tmp_path / "keys.toml", store_limits=StoreLimits(), context=1024
+    ) as server:
+        url = f"{server.url}/v1/responses"
+        headers = {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
+        body = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
+        known = httpx.post(url, json=body, headers=headers["one"], timeout=20).json()["id"]
+        unknown = "resp_" + "0" * 32
+        assert httpx.get(f"{url}/{known}", headers=headers["one"]).status_code == 200
+        for method in ("GET", "DELETE"):
+            theirs, none = (
+                httpx.request(method, f"{url}/{one}", headers=headers["two"])
+                for one in (known, unknown)
+            )
+            assert (theirs.status_code, theirs.text.replace(known, unknown)) == (404, none.text)
+        theirs, none = (
+            httpx.post(url, json=body | {"previous_response_id": one}, headers=headers["two"])
+            for one in (known, unknown)
+        )
+        assert (theirs.status_code, theirs.text.replace(known, unknown)) == (400, none.text)
+        assert httpx.get(f"{url}/{known}").status_code == 401
+
+
+def test_servers_may_store_nothing(server: Server) -> None:
+    url = f"{server.url}/v1/responses"
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 4, "store": True}
+    answer = httpx.post(url, json=body, timeout=20).json()
+    assert answer["store"] is False
+    assert httpx.get(f"{url}/{answer['id']}").status_code == 404
+    refused = httpx.post(url, json=body | {"previous_response_id": answer["id"]})
+    assert "responses are not stored here" in refused.json()["error"]["message"]
+
+
+def turn(size: int = 0, previous: StoredTurn | None = None) -> StoredTurn:
+    return StoredTurn(
+        b"x" * size, (ChatMessage("user", "a"), ChatMessage("assistant", "b")), previous
+    )
+
+
+def small(num_responses: int = 10, mib: int = 32) -> StoredResponses:
+    return StoredResponses(StoreLimits(num_responses, BufferLimits(mib * MIB)))
+
+
+def test_the_oldest_of_the_same_tenant_is_forgotten() -> None:
+    stored = small(num_responses=2)
+    stored.keep("b", "other", turn())
+    for name in ("r1", "r2", "r3"):
+        stored.keep("a", name, turn())
+    assert len(stored) == 3
+    with pytest.raises(UnknownResponseError):
+        stored.find("a", "r1")
+    with pytest.raises(UnknownPreviousError):
+        stored.find_previous("a", "r1", 100)
+    assert stored.find("b", "other")
+
+
+def test_a_tenant_has_a_quarter_of_the_memory() -> None:
+    stored = small(num_responses=1000)
+    for number in range(40):
+        stored.keep("a", str(number), turn(MIB - 4096))
+    assert stored.num_bytes <= 8 * MIB
+    assert len(stored) == 8
+    # Too large to be kept at all: a 32nd.
+    stored.keep("a", "large", turn(MIB))
+    with pytest.raises(UnknownResponseError):
+        stored.find("a", "large")
+
+
+def test_long_conversations_are_refused() -> None:
+    stored = small(num_responses=1000)
+    last = None
+    for number in range(5):
+        last = turn(MIB // 4, last)
+        stored.keep("a", str(number), last)
+    assert stored.find_previous("a", "2", 100)
+    with pytest.raises(InvalidRequestError, match="bytes of memory"):
+        stored.find_previous("a", "4", 100)
+    with pytest.raises(InvalidRequestError, match="has 6 messages; at most 5"):
+        stored.find_previous("a", "2", 6)
+
+
+def test_memory_is_that_of_what_can_be_reached() -> None:
+    draws = random.Random(3)
+    stored = small(num_responses=6, mib=32)
+    known: dict[tuple[str, str], StoredTurn] = {}
+    for number in range(3000):
+        tenant = draws.choice("abcdef")
+        own = [name for owner, name in known if owner == tenant]
+        if own and draws.random() < 0.2:
+            name = draws.choice(own)
+            stored.delete(tenant, name)
+        else:
+            previous = known[tenant, draws.choice(own)] if own and draws.random() < 0.7 else None
+            size = draws.choice((0, 1000, MIB // 2))
+            stored.keep(tenant, str(number), known.setdefault(
+                (tenant, str(number)), turn(size, previous)))  # fmt: skip
+        for place in list(known):
+            try:
+                stored.find(*place)
+            except UnknownResponseError:
+                del known[place]
+        assert len(stored) == len(known)
+        reachable: dict[int, int] = {}
+        for held in known.values():
+            one: StoredTurn | None = held
+            while one is not None:
+                reachable[id(one)] = one.num_bytes
+                one = one.previous
+        assert stored.num_bytes == sum(reachable.values()) <= 32 * MIB
+    for place in list(known):
+        stored.delete(*place)
+    assert stored.num_bytes == 0
+
+
+def test_sizes_count_all_that_messages_hold() -> None:
+    call = MessageToolCall(id="c", name="f", arguments={"a": ["y" * 10_000, {"b": "é" * 10_000}]})
+    message = ChatMessage("assistant", "ü" * 10_000, tool_calls=(call,), reasoning="z" * 10_000)
+    assert StoredTurn(b"", (message,), None).num_bytes > 40_000
+
+
+def test_a_turn_that_was_forgotten_meanwhile_is_counted_again() -> None:
+    stored = small()
+    first = turn(1000)
+    stored.keep("a", "first", first)
+    stored.delete("a", "first")
+    assert stored.num_bytes == 0
+    second = turn(1000, first)
+    stored.keep("a", "second", second)
+    assert stored.num_bytes == first.num_bytes + second.num_bytes
+    stored.delete("a", "second")
+    assert stored.num_bytes == 0
