@@ -1,4 +1,4 @@
-"""The command `pagedray`: serve, generate, chat, keys, top, bench."""
+"""The command `pagedray`: serve, generate, chat, keys, top, bench, completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.cli.flags import engine_options, sampling_params
-from cluster.cli.parser import USAGE_EXIT, make_parser
+from cluster.cli.parser import CONFIG_FLAG, USAGE_EXIT, command_parser, make_parser
 from cluster.engine.options import engine_config
 from cluster.engine.progress import ProgressLine
 from pagedray.descriptor_limit import raise_descriptor_limit
@@ -28,7 +28,13 @@ _RAY_DEATH = "^A worker died or was killed while executing a task"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = make_parser().parse_args(arguments)
+    parser = make_parser()
+    try:
+        parsed = parser.parse_args(
+            _with_config(parser, sys.argv[1:] if arguments is None else arguments)
+        )
+    except StartupError as error:
+        parser.error(str(error))
     # The engine logs the death of a rank in one line; Ray's paragraph of guesses is filtered out.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _RAY_DEATH)
     # A thread that still calls Ray after its end would start another cluster.
@@ -41,6 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_EXIT if is_mistake else _FAILURE_EXIT
     except KeyboardInterrupt:
         return _INTERRUPT_EXIT
+
+
+def _with_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments to parse; a file of flags changes the defaults of the parser."""
+    if not any(one.partition("=")[0] == CONFIG_FLAG for one in arguments):
+        return arguments
+    # YAML is only loaded if it is used.
+    from cluster.cli.config_file import apply_config
+
+    command, *others = arguments
+    return [command, *apply_config(command_parser(parser, command), others)]
 
 
 # Each command imports what it runs, so that --help is quick.
@@ -67,6 +84,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.memory.tenant_bytes import BufferLimits
+    from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.telemetry.log_lines import logging_to
     from cluster.serving.telemetry.tracing import otlp_tracer
 
@@ -103,6 +121,9 @@ def _serve(parsed: argparse.Namespace) -> int:
             ),
             strict_parameters=parsed.strict_parameters,
             allowed_origins=AllowedOrigins(parsed.allowed_origins or ()),
+            store_limits=StoreLimits(
+                parsed.stored_responses, BufferLimits(parsed.stored_responses_mib * 2**20)
+            ),
             drain_s=parsed.drain_s,
         )
         code = server.serve_until_stopped()
@@ -150,6 +171,13 @@ def _bench(parsed: argparse.Namespace) -> int:
     return bench_serve(parsed)
 
 
+def _completion(parsed: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(make_parser(), parsed.shell))
+    return 0
+
+
 _COMMANDS = {
     "serve": _serve,
     "generate": _generate,
@@ -157,4 +185,5 @@ _COMMANDS = {
     "keys": _new_key,
     "top": _top,
     "bench": _bench,
+    "completion": _completion,
 }

@@ -17,7 +17,9 @@ from cluster.serving.reasoning.formats import REASONING_FORMATS
 from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
 from pagedray.version import __version__
 
-__all__ = ["USAGE_EXIT", "make_parser"]
+__all__ = ["CONFIG_FLAG", "USAGE_EXIT", "command_parser", "make_parser"]
+
+CONFIG_FLAG = "--config"
 
 USAGE_EXIT = 2
 _FILES = {
@@ -78,12 +80,29 @@ def make_parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_top(commands)
     _add_bench(commands)
+    _add_completion(commands)
+    return parser
+
+
+def command_parser(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, or `parser` if there is no such command."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict) and command in action.choices:
+            found: argparse.ArgumentParser = action.choices[command]
+            return found
     return parser
 
 
 def _add_serve(commands: _Commands) -> None:
     what = "Start a server with an OpenAI-compatible HTTP API and gRPC."
     serve = _model_command(commands, "serve", what)
+    serve.add_argument(
+        CONFIG_FLAG,
+        type=Path,
+        metavar="FILE",
+        help="Flags in YAML, such as `max-model-len: 32K`, and `model`; those on the command line "
+        "have priority.",
+    )
     group = serve.add_argument_group("frontends")
     _add_ports(group)
     _add_request_limits(group)
@@ -199,6 +218,21 @@ def _add_reader_limits(group: _Group) -> None:
         help="Memory for resumable streams, shared like --unread-output-mib.",
     )
     group.add_argument(
+        "--stored-responses",
+        type=count(0, 10**6),
+        default=1000,
+        metavar="N",
+        help="Responses of /v1/responses that are kept of a tenant for previous_response_id, the "
+        "oldest of which are forgotten; 0 keeps none.",
+    )
+    group.add_argument(
+        "--stored-responses-mib",
+        type=count(32, 2**20),
+        default=BufferLimits().total_bytes // 2**20,
+        metavar="MIB",
+        help="Memory for stored responses, shared like --unread-output-mib.",
+    )
+    group.add_argument(
         "--resume-anonymous",
         action="store_true",
         help="Allow resumable streams without --api-keys: anyone who knows its id can read one.",
@@ -307,6 +341,12 @@ def _add_bench(commands: _Commands) -> None:
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
     )
     add_bench_flags(serve)
+
+
+def _add_completion(commands: _Commands) -> None:
+    what = "Print a script that completes commands and flags in a shell."
+    completion = commands.add_parser("completion", help=what, description=what)
+    completion.add_argument("shell", choices=("bash", "tcsh", "zsh"), help="The shell.")
 
 
 def _model_command(

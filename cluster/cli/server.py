@@ -10,6 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from cluster.cli.exit_guard import guard_exit
+from cluster.cli.ready_lines import ready_lines
 from cluster.engine.open_engine import open_engine
 from cluster.engine.progress import ProgressLine
 from cluster.serving.engine_client import EngineClient
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.serving.intake.limits import IntakeLimits
     from cluster.serving.memory.reader_limits import ReaderLimits
     from cluster.serving.reasoning.formats import ReasoningFormat
+    from cluster.serving.responses.stored_responses import StoreLimits
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from pagedray.config import EngineConfig
@@ -63,6 +65,7 @@ class Server:
         intake_limits: IntakeLimits,
         strict_parameters: bool,
         allowed_origins: AllowedOrigins,
+        store_limits: StoreLimits,
         drain_s: float,
     ) -> None:
         """`drain_s` is the time that running requests have after SIGTERM.
@@ -83,6 +86,7 @@ class Server:
         self._intake_limits = intake_limits
         self._strict_parameters = strict_parameters
         self._allowed_origins = allowed_origins
+        self._store_limits = store_limits
         self._drain_s = drain_s
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -128,6 +132,7 @@ class Server:
             intake_limits=self._intake_limits,
             strict_parameters=self._strict_parameters,
             allowed_origins=self._allowed_origins,
+            store_limits=self._store_limits,
         )
         # Ports are bound before the model is loaded, so that a port in use fails at once.
         await frontends.start_servers()
@@ -162,7 +167,7 @@ class Server:
             gc.collect()
             gc.freeze()
             await frontends.set_ready()
-            self._announce(frontends)
+            self._announce(frontends, engine)
             following = asyncio.create_task(self._follow_outage(engine))
             await self._until_stopped(engine)
             await self._drain(frontends)
@@ -201,11 +206,17 @@ class Server:
         finally:
             line.close()
 
-    def _announce(self, frontends: Frontends) -> None:
+    def _announce(self, frontends: Frontends, engine: Controller | Embedder) -> None:
         model = self._config.model
         s = "" if self._certificates is None else "s"
+        url = f"http{s}://{self._host}:{frontends.http_port}"
         print(
-            f"Ready: {model.name} at http{s}://{self._host}:{frontends.http_port}/v1 "
+            *ready_lines(self._config, engine.stats()),
+            f"Page {url}/  API {url}/docs  metrics {url}/metrics",
+            sep="\n",
+        )
+        print(
+            f"Ready: {model.name} at {url}/v1 "
             f"and grpc{s}://{self._host}:{frontends.grpc_port}. Press Ctrl-C to stop.",
             flush=True,
         )

@@ -1,0 +1,135 @@
+"""`--config FILE`: flags of a command in YAML, which those on the command line override."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from cluster.cli.parser import CONFIG_FLAG
+from pagedray.errors import StartupError
+from pagedray.shown_value import shown_value
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["apply_config"]
+
+_MODEL = "model"
+_MAX_BYTES = 2**20
+
+
+def apply_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Make the flags in the file that `arguments` name the defaults of a command's parser.
+
+    Keys are flags without their dashes, `_` being the same as `-`, and `model`. Values are checked
+    as on the command line. Returns the arguments to parse. Raises StartupError.
+    """
+    path = _config_path(arguments)
+    if path is None:
+        return list(arguments)
+    given = _read(path)
+    model = given.pop(_MODEL, None)
+    if model is not None and not isinstance(model, str):
+        raise StartupError(f"{path}: model must be a folder or a Hub id, not {shown_value(model)}.")
+    options = parser._option_string_actions
+    words: list[str] = []
+    for key, value in given.items():
+        words += _words(key, value, options, path)
+    # Parsed alone, so that each value is checked and converted.
+    parsed = vars(parser.parse_args([model or _MODEL, *words]))
+    named = {options[word.partition("=")[0]].dest for word in words if word.startswith("--")}
+    parser.set_defaults(**{name: parsed[name] for name in named if name in parsed})
+    if model is None or _has_operand(arguments, options):
+        return list(arguments)
+    return [model, *arguments]
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{CONFIG_FLAG}="):
+            return Path(argument.partition("=")[2])
+        if argument == CONFIG_FLAG and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+    return None
+
+
+def _has_operand(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> bool:
+    """Return whether one of the arguments is neither a flag nor the value of one."""
+    num_values = 0.0
+    for argument in arguments:
+        if argument.startswith("-"):
+            action = options.get(argument)
+            has_one = action is not None and action.nargs in (None, "?")
+            num_values = float("inf") if action is not None and action.nargs == "+" else has_one
+        elif num_values < 1.0:
+            return True
+        else:
+            num_values -= 1.0
+    return False
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Return what a file has, by the names of flags."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise StartupError(f"--config {path} is larger than 1 MiB.")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        found = yaml.safe_load(text)
+    except OSError as error:
+        raise StartupError(f"Cannot read --config {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise StartupError(f"--config {path} is not valid YAML: {reason:.200}.") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not isinstance(node, yaml.MappingNode):
+        raise StartupError(f"--config {path} must have lines such as `max-model-len: 32K`.")
+    # YAML would take the last of equal keys.
+    keys = [str(key.value).replace("_", "-") for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise StartupError(f"--config {path} has {key} twice.")
+    return {str(key).replace("_", "-"): value for key, value in found.items()}
+
+
+def _words(
+    key: str, value: object, options: Mapping[str, argparse.Action], path: Path
+) -> list[str]:
+    """Return a key and its value as on the command line."""
+    flag = f"--{key}"
+    action = options.get(flag)
+    if action is None or flag in (CONFIG_FLAG, "--help"):
+        names = [name[2:] for name in options if name.startswith("--")]
+        nearest = difflib.get_close_matches(key, [*names, _MODEL], n=1, cutoff=0.6)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        raise StartupError(f"{path}: {key:.80} is not a flag of pagedray serve{hint}")
+    if value is None:
+        return []
+    if action.nargs == 0:
+        return _switch(key, value, options, path)
+    if isinstance(value, bool):
+        raise StartupError(f"{path}: {key} must be a value, not {str(value).lower()}.")
+    if isinstance(value, list) and action.nargs == "+":
+        return [flag, *map(str, value)]
+    if isinstance(value, list):
+        return [f"{flag}={','.join(map(str, value))}"]
+    if isinstance(value, dict):
+        raise StartupError(f"{path}: {key} must be a value, not {shown_value(value)}.")
+    return [flag, str(value)] if action.nargs == "+" else [f"{flag}={value}"]
+
+
+def _switch(
+    key: str, value: object, options: Mapping[str, argparse.Action], path: Path
+) -> list[str]:
+    if not isinstance(value, bool):
+        raise StartupError(f"{path}: {key} must be true or false, not {shown_value(value)}.")
+    if value:
+        return [f"--{key}"]
+    opposite = f"--no-{key}"
+    return [opposite] if opposite in options else []

@@ -1,0 +1,38 @@
+"""What a server runs and how much it holds, as `pagedray serve` prints it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.engine.stats import EngineStats
+    from pagedray.config import EngineConfig
+
+__all__ = ["ready_lines"]
+
+
+def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
+    """Yield lines about the model, its device and the capacity of its KV cache."""
+    model = config.model
+    ranks = config.parallel.tensor_parallel_size
+    device = config.parallel.device.upper() if config.parallel.device == "cpu" else "CUDA"
+    s = "" if ranks == 1 else "s"
+    yield (
+        f"{model.architecture} on {device} in {model.dtype}, {ranks} rank{s}, context length "
+        f"{config.max_model_len}"
+    )
+    num_blocks = stats.scheduler.num_blocks
+    if num_blocks:
+        block_size = config.cache.block_size
+        num_full = num_blocks // -(-config.max_model_len // block_size)
+        dtype = config.cache.kv_cache_dtype
+        yield (
+            f"KV cache of {num_blocks * block_size} tokens in "
+            f"{model.dtype if dtype == 'auto' else dtype}: "
+            f"{min(num_full, config.scheduler.max_num_seqs)} requests of full length at once"
+        )
+    if config.sampling_defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in config.sampling_defaults)
+        yield f"Requests that set nothing else use {values} (generation_config.json)"

@@ -1,0 +1,113 @@
+"""`pagedray serve --config FILE`: flags of a YAML file, which the command line overrides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.cli.commands import main
+from cluster.cli.config_file import apply_config
+from cluster.cli.parser import command_parser, make_parser
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+TEXT = """\
+model: org/name
+max_model_len: 32K
+dtype: half
+http-port: 8001
+enforce-eager: true
+enable-prefix-caching: false
+allowed-hosts: [a.example, b.example]
+api-key: [sk-12345678, sk-87654321]
+num-blocks: null
+trust-remote-code: false
+"""
+
+
+def parsed(path: Path, *arguments: str) -> argparse.Namespace:
+    parser = command_parser(make_parser(), "serve")
+    return parser.parse_args(apply_config(parser, [*arguments, "--config", str(path)]))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "serve.yaml"
+    found.write_text(TEXT)
+    return found
+
+
+def test_flags_of_the_file_are_as_on_the_command_line(path: Path) -> None:
+    expected = command_parser(make_parser(), "serve").parse_args(
+        [
+            *("org/name", "--max-model-len=32K", "--dtype=half", "--http-port=8001"),
+            *("--enforce-eager", "--no-enable-prefix-caching"),
+            *("--allowed-hosts=a.example,b.example", "--api-key", "sk-12345678", "sk-87654321"),
+            f"--config={path}",
+        ]
+    )
+    assert vars(parsed(path)) == vars(expected)
+    assert (expected.max_model_len, expected.dtype) == (32768, "float16")
+
+
+def test_the_command_line_has_priority(path: Path) -> None:
+    found = parsed(path, "--http-port", "9", "other", "--dtype=float32", "--api-key", "sk-abcdefgh")
+    assert (found.model, found.http_port, found.dtype) == ("other", 9, "float32")
+    assert found.api_key == ["sk-abcdefgh"]
+    assert found.max_model_len == 32768
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "max-modl-len: 5",
+            "max-modl-len is not a flag of pagedray serve; did you mean max-model-len?",
+        ),
+        ("config: x", "config is not a flag"),
+        ("port: 1\nport: 2", "has port twice"),
+        ("max-model-len: 1\nmax_model_len: 2", "has max-model-len twice"),
+        ("dtype: int3", "argument --dtype: invalid choice: 'int3'"),
+        ("http-port: yes", "http-port must be a value, not true"),
+        ("http-port: {a: 1}", "http-port must be a value"),
+        ("enforce-eager: 1", "enforce-eager must be true or false, not 1"),
+        ("quantization: awq", "--quantization is not supported"),
+        ("model: 5", "model must be a folder or a Hub id"),
+        ("- a", "must have lines such as"),
+        ("a: [", "is not valid YAML"),
+        ("\x00", "is not valid YAML"),
+        ("a: !!python/object/apply:os.system [x]", "is not valid YAML"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "folder", f"--config={path}"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "folder", "--config", str(tmp_path / "absent.yaml")])
+    assert "absent.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_flags(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("serve", "bench", "--max-model-len", "--tool-call-format"):
+        assert word in script
+    # Flags of vLLM that are hidden from the help are hidden here too.
+    assert "--pipeline-parallel-size" not in script

@@ -1,0 +1,53 @@
+"""What `pagedray serve` prints of its model and its KV cache once it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.cli.ready_lines import ready_lines
+from cluster.engine.options import EngineOptions, engine_config
+from cluster.engine.stats import EngineStats
+from cluster.scheduling.stats import SchedulerStats
+from tests.system.server_process import TINY_LLAMA
+
+if TYPE_CHECKING:
+    from pagedray.config import EngineConfig
+
+
+def lines(config: EngineConfig, num_blocks: int) -> list[str]:
+    scheduler = SchedulerStats(
+        num_running=0,
+        num_waiting=0,
+        num_queued_requests=0,
+        num_scheduled_tokens=0,
+        num_steps=0,
+        num_blocks=num_blocks,
+    )
+    stats = EngineStats(
+        scheduler=scheduler,
+        num_steps=0,
+        last_step_s=0.0,
+        num_prompt_tokens=0,
+        num_generated_tokens=0,
+        block_bytes=0,
+        attention_providers={},
+    )
+    return list(ready_lines(config, stats))
+
+
+def test_requests_of_full_length_are_counted_in_whole_blocks() -> None:
+    options = EngineOptions(device="cpu", dtype="float32", max_model_len=100, max_num_seqs=9)
+    config = engine_config(TINY_LLAMA, options)
+    model, cache = lines(config, 64)
+    assert model == "LlamaForCausalLM on CPU in float32, 1 rank, context length 100"
+    # 100 tokens need 7 blocks of 16.
+    assert cache == "KV cache of 1024 tokens in float32: 9 requests of full length at once"
+    assert "8 requests" in lines(config, 62)[1]
+    assert len(lines(config, 0)) == 1
+
+
+def test_defaults_of_the_model_are_shown() -> None:
+    config = engine_config(TINY_LLAMA, EngineOptions(device="cpu"))
+    config = replace(config, sampling_defaults=(("temperature", 0.6), ("top_k", 20)))
+    assert "temperature 0.6, top_k 20" in lines(config, 64)[-1]
