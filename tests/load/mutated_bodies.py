@@ -42,6 +42,12 @@ _GRPC_CODES = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.PERMISSION_DENIED,
 }
+_EVENT_ENDS = {
+    "/v1/responses": (b"event: response.completed", b"event: response.incomplete"),
+    "/v1/messages": (b"event: message_stop",),
+}
+"""What the last event of a stream may be, in APIs other than OpenAI's older ones."""
+_MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _CONNECTIONS = 4
 _TIMEOUT_S = 30.0
 _MOST_REFUSAL_BYTES = 2000
@@ -189,15 +195,20 @@ def _check_http(found: Findings, kind: str, body: bytes, answer: Answer) -> None
     content_type = answer.headers.get("content-type", "")
     if answer.status == 200:
         if content_type.startswith("text/event-stream"):
-            if not answer.body.endswith(b"data: [DONE]\n\n"):
+            mark = b"event: " if kind in _EVENT_ENDS else b"data: "
+            last = answer.body[answer.body.rfind(mark) :]
+            if not last.startswith(_EVENT_ENDS.get(kind, (b"data: [DONE]",))):
                 found.add_fault(kind, body, "a stream without an end")
         elif not isinstance(json.loads(answer.body), dict):
             found.add_fault(kind, body, "an answer that is no object")
         return
     error = json.loads(answer.body)["error"]
+    fields = {"message", "type"}
+    if kind not in _MESSAGES_PATHS:
+        fields |= {"param", "code"}
     is_good = (
         content_type == "application/json"
-        and set(error) == {"message", "type", "param", "code"}
+        and set(error) == fields
         and isinstance(error["message"], str)
         and "Traceback" not in error["message"]
         and len(answer.body) < _MOST_REFUSAL_BYTES

@@ -104,6 +104,26 @@ _MESSAGES = [
     },
     {"role": "tool", "tool_call_id": "c", "content": "1"},
 ]
+_ITEMS = [
+    {"role": "developer", "content": "s"},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": _TEXT}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
+    {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"a":1}'},
+    {"type": "function_call_output", "call_id": "c", "output": "1"},
+]
+_ITEM_TOOL = {"type": "function", "name": "look", "description": "d", "parameters": _PARAMETERS}
+_BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": _TEXT}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "h", "signature": "s"},
+            {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}]},
+]
+_BLOCK_TOOL = {"name": "look", "description": "d", "input_schema": _PARAMETERS}
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 _SHORT = {"model": _MODEL, "max_tokens": 2}
 _CHAT = {**_SHORT, "messages": [{"role": "user", "content": "x"}]}
@@ -138,6 +158,44 @@ _BY_PATH: dict[str, tuple[dict[str, Any], ...]] = {  # Any: JSON
             },
         },
         {**_CHAT, "tools": [_TOOL_OBJECT], "tool_choice": "required"},
+    ),
+    "/v1/responses": (
+        {
+            "model": _MODEL,
+            "max_output_tokens": 2,
+            "instructions": "s",
+            "input": _ITEMS,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "tools": [_ITEM_TOOL],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "low"},
+            "store": True,
+            "metadata": {"a": "b"},
+            "include": ["reasoning.encrypted_content"],
+        },
+        {"model": _MODEL, "max_output_tokens": 2, "input": _TEXT, "stream": True},
+        {"model": _MODEL, "max_output_tokens": 2, "input": "x", "previous_response_id": "resp_1"},
+    ),
+    "/v1/messages": (
+        {
+            "model": _MODEL,
+            "max_tokens": 2,
+            "system": "s",
+            "messages": _BLOCKS,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "stop_sequences": ["zz"],
+            "tools": [_BLOCK_TOOL],
+            "tool_choice": {"type": "none"},
+            "metadata": {"user_id": "u"},
+        },
+        {**_SHORT, "messages": [{"role": "user", "content": _TEXT}], "stream": True},
+    ),
+    "/v1/messages/count_tokens": (
+        {"model": _MODEL, "system": "s", "messages": _BLOCKS, "tools": [_BLOCK_TOOL]},
     ),
     "/v1/embeddings": (
         {"model": _MODEL, "input": ["x", "y"], "dimensions": 3, "encoding_format": "float"},

@@ -1,0 +1,134 @@
+"""One conversation over every API: the same prompt, text and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+
+from cluster.serving.inputs import ChatPrompt
+from cluster.serving.ray_serve.handle import ServeHandle
+from cluster.serving.ray_serve.pace import Pace
+from cluster.serving.text.chat_template import ChatMessage
+from pagedray.errors import InvalidRequestError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
+
+if TYPE_CHECKING:
+    from tests.serving.conftest import Server
+
+TURNS = (
+    ("system", "Be brief."),
+    ("user", "What is a h\u00e9ron?"),
+    ("assistant", "A bird."),
+    ("user", "How large?"),
+)
+_ROLES = {
+    "system": pb.CHAT_ROLE_SYSTEM,
+    "user": pb.CHAT_ROLE_USER,
+    "assistant": pb.CHAT_ROLE_ASSISTANT,
+}
+Sampling = dict[str, Any]  # Any: fields of all types
+Ask = Callable[["Server", Sampling], tuple[str, str]]
+"""Returns the text and no error, or no text and the error."""
+
+
+def posted(server: Server, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    answer = httpx.post(f"{server.url}{path}", json={"model": "tiny"} | body, timeout=20).json()
+    return answer, answer["error"]["message"] if answer.get("error") else ""
+
+
+def ask_chat(server: Server, sampling: Sampling) -> tuple[str, str]:
+    messages = [{"role": role, "content": text} for role, text in TURNS]
+    answer, error = posted(server, "/v1/chat/completions", {"messages": messages} | sampling)
+    return ("" if error else answer["choices"][0]["message"]["content"]), error
+
+
+def ask_responses(server: Server, sampling: Sampling) -> tuple[str, str]:
+    given = {{"max_tokens": "max_output_tokens"}.get(name, name): v for name, v in sampling.items()}
+    items = [{"role": role, "content": text} for role, text in TURNS]
+    answer, error = posted(server, "/v1/responses", {"input": items} | given)
+    return ("" if error else answer["output"][0]["content"][0]["text"]), error
+
+
+def ask_messages(server: Server, sampling: Sampling) -> tuple[str, str]:
+    (_, system), *others = TURNS
+    messages = [{"role": role, "content": text} for role, text in others]
+    answer, error = posted(
+        server, "/v1/messages", {"system": system, "messages": messages} | sampling
+    )
+    return ("" if error else answer["content"][0]["text"]), error
+
+
+def ask_grpc(server: Server, sampling: Sampling) -> tuple[str, str]:
+    request = pb.ChatRequest(
+        messages=[pb.ChatMessage(role=_ROLES[role], content=text) for role, text in TURNS],
+        sampling=pb.SamplingParams(**sampling),
+    )
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        try:
+            answers = list(pagedray_pb2_grpc.GenerationServiceStub(channel).Chat(request))
+        except grpc.RpcError as error:
+            return "", error.details() or ""
+    return "".join(one.content for answer in answers for one in answer.sequences), ""
+
+
+def ask_handle(server: Server, sampling: Sampling) -> tuple[str, str]:
+    prompt = ChatPrompt(tuple(ChatMessage(role, text) for role, text in TURNS))
+
+    async def run() -> str:
+        outputs = ServeHandle(server.frontends.servicer, Pace(1e6)).generate(
+            prompt,
+            sampling,
+            model=None,
+            request_id=None,
+            priority=0,
+            timeout_s=None,
+            key=None,
+        )
+        return "".join([one.text async for output in outputs for one in output.sequences])
+
+    try:
+        return asyncio.run_coroutine_threadsafe(run(), server.loop).result(20), ""
+    except InvalidRequestError as error:
+        return "", str(error)
+
+
+APIS: dict[str, Ask] = {
+    "chat": ask_chat,
+    "responses": ask_responses,
+    "messages": ask_messages,
+    "grpc": ask_grpc,
+    "handle": ask_handle,
+}
+PLAIN = {"max_tokens": 24, "temperature": 0.5, "top_p": 0.9}
+
+
+def test_every_api_gives_the_model_the_same_request(server: Server) -> None:
+    texts = {name: ask(server, PLAIN) for name, ask in APIS.items()}
+    assert len(set(texts.values())) == 1, texts
+    assert texts["chat"][0] != ""
+    submitted = server.engine.log.submitted
+    assert len(submitted) == len(APIS)
+    assert len({request.prompt_token_ids for request in submitted}) == 1
+    assert len({(r.sampling.temperature, r.sampling.top_p) for r in submitted}) == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 101.0}, {"top_p": 1.5}, {"temperature": -1.0}, {"max_tokens": 100_000}],
+    ids=str,
+)
+def test_every_api_refuses_with_the_same_words(server: Server, sampling: Sampling) -> None:
+    errors = {name: ask(server, PLAIN | sampling) for name, ask in APIS.items()}
+    # Each names fields as its own clients do.
+    same = {
+        (text, error.replace("max_output_tokens", "max_tokens")) for text, error in errors.values()
+    }
+    assert len(same) == 1, errors
+    assert errors["chat"][1] != ""
+    assert server.engine.log.submitted == []
