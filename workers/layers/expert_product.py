@@ -12,7 +12,7 @@ from workers.layers.linear_kernels import make_linear_kernel
 if TYPE_CHECKING:
     from workers.layers.router import Choice
 
-__all__ = ["ExpertProduct", "LinearExperts"]
+__all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "expert_product_class"]
 
 
 class ExpertProduct(ABC):
@@ -20,6 +20,19 @@ class ExpertProduct(ABC):
 
     What a row becomes does not depend on the other rows, but for the rounding of a library.
     """
+
+    @abstractmethod
+    def __init__(
+        self,
+        *,
+        experts: range,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`experts` are those of this rank, of `num_experts` on all ranks together."""
 
     @abstractmethod
     def gate_up(self, expert: int) -> torch.Tensor:
@@ -41,7 +54,7 @@ class ExpertProduct(ABC):
 
 
 class LinearExperts(ExpertProduct):
-    """One expert after the other, by the kernels of linear layers."""
+    """One expert after the other, by the kernels of linear layers, for CPUs."""
 
     def __init__(
         self,
@@ -53,7 +66,6 @@ class LinearExperts(ExpertProduct):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`experts` are those of this rank, of `num_experts` on all ranks together."""
         self._experts = experts
         self._num_experts = num_experts
         self._gate_up, self._down = (
@@ -91,3 +103,46 @@ class LinearExperts(ExpertProduct):
     def finalize(self) -> None:
         for kernel in (*self._gate_up, *self._down):
             kernel.finalize()
+
+
+class GroupedExperts(ExpertProduct):
+    """All experts at once, by kernels whose tiles have rows of one expert each, for GPUs."""
+
+    def __init__(
+        self,
+        *,
+        experts: range,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (len(experts), 2 * intermediate_size, hidden_size)
+        self._first_expert = experts.start
+        self._gate_up = torch.empty(shape, dtype=dtype, device=device)
+        self._down = self._gate_up.new_empty((len(experts), hidden_size, intermediate_size))
+
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return self._gate_up[expert]
+
+    def down(self, expert: int) -> torch.Tensor:
+        return self._down[expert]
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.expert_gemm import expert_sums
+
+        return expert_sums(
+            x,
+            choice.experts,
+            choice.weights,
+            self._gate_up,
+            self._down,
+            first_expert=self._first_expert,
+        )
+
+
+def expert_product_class(device: torch.device) -> type[ExpertProduct]:
+    """Return the class for a device."""
+    return GroupedExperts if device.type == "cuda" else LinearExperts

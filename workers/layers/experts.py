@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.expert_product import LinearExperts
+from workers.layers.expert_product import expert_product_class
 from workers.layers.linear import columns_of
 from workers.layers.router import Router
 from workers.layers.weight import Layer, WeightShard, part_of
@@ -59,7 +59,7 @@ class ExpertLayer(Layer):
         self._router = Router(
             f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
         )
-        self._product = LinearExperts(
+        self._product = expert_product_class(device)(
             experts=range(experts.num_experts),
             num_experts=experts.num_experts,
             hidden_size=hidden_size,

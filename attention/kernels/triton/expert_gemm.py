@@ -1,0 +1,329 @@
+"""Products of rows with their experts: `down(silu(gate(x)) * up(x))` of each expert, weighted.
+
+A pair is a row and one of its experts. Pairs are put in the order of their experts, and each tile
+of a product has pairs of one expert only. A few pairs are a tile each, without being ordered. The
+grid depends on shapes alone and nothing is read by the host, so that CUDA graphs can capture it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.tiles import dot_type
+from attention.kernels.triton.tuning import next_power_of_two
+
+__all__ = ["MAX_SINGLE_PAIRS", "ExpertTuning", "default_expert_tuning", "expert_sums"]
+
+MAX_SINGLE_PAIRS = 64
+"""The most pairs that are a tile each."""
+_MIN_ROWS = 16
+"""The smallest matrix product of tensor cores."""
+_SUM_TILE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTuning:
+    """How the products are tiled. Results differ by rounding only."""
+
+    tile_pairs: int
+    """Pairs of a program, a power of two from 16."""
+    tile_columns: int
+    tile_depth: int
+    """Elements of a row in one step of a sum."""
+    num_warps: int
+    num_stages: int
+
+
+def default_expert_tuning(*, num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTuning:
+    """Return the tuning for as many pairs of each expert as are to be expected."""
+    wanted = next_power_of_two(-(-num_pairs // num_experts))
+    tile_pairs = max(_MIN_ROWS, min(wanted, 64))
+    return ExpertTuning(
+        tile_pairs=tile_pairs,
+        tile_columns=64,
+        tile_depth=32 if dtype == torch.float32 else 64,
+        num_warps=4,
+        num_stages=2 if dtype == torch.float32 else 4,
+    )
+
+
+def expert_sums(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    first_expert: int,
+    tuning: ExpertTuning | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, `[num_rows, hidden_size]`.
+
+    x is `[num_rows, hidden_size]`; experts int64 and weights float32, `[num_rows, num_chosen]`.
+    gate_up is `[num_experts, 2 * inner_size, hidden_size]` and down `[num_experts, hidden_size,
+    inner_size]`, of the experts from `first_expert` on; rows add nothing for other experts.
+    """
+    num_rows, hidden_size = x.shape
+    num_chosen = experts.shape[1]
+    num_experts, inner_size = len(gate_up), down.shape[2]
+    assert gate_up.shape == (num_experts, 2 * inner_size, hidden_size)
+    assert down.shape == (num_experts, hidden_size, inner_size)
+    assert x.stride(1) == 1
+    assert gate_up.is_contiguous()
+    assert down.is_contiguous()
+    num_pairs = num_rows * num_chosen
+    out = x.new_empty((num_rows, hidden_size))
+    if not num_pairs:
+        return out
+    tuning = tuning or default_expert_tuning(
+        num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype
+    )
+    experts, weights = experts.contiguous(), weights.contiguous()
+    is_grouped = num_pairs > MAX_SINGLE_PAIRS
+    if is_grouped:
+        ordered, pairs = experts.flatten().sort(stable=True)
+        edges = torch.arange(first_expert, first_expert + num_experts + 1, device=x.device)
+        starts = torch.searchsorted(ordered, edges)
+        # Only the last tile of an expert is not full.
+        num_tiles = num_pairs // tuning.tile_pairs + min(num_pairs, num_experts)
+    else:
+        pairs = starts = experts
+        num_tiles = num_pairs
+    inner = x.new_empty((num_pairs, inner_size))
+    parts = x.new_empty((num_pairs, hidden_size))
+    where = (experts, pairs, starts, num_pairs, first_expert)
+    tiling = {
+        "num_experts": num_experts,
+        "expert_tile": next_power_of_two(num_experts),
+        "is_grouped": is_grouped,
+        "operand_type": dot_type(x),
+        "tile_pairs": tuning.tile_pairs,
+        "tile_columns": tuning.tile_columns,
+        "tile_depth": tuning.tile_depth,
+        "num_warps": tuning.num_warps,
+        "num_stages": tuning.num_stages,
+    }
+    _gate_up[(num_tiles, triton.cdiv(inner_size, tuning.tile_columns))](
+        x, gate_up, inner, *where, x.stride(0), hidden_size, inner_size, num_chosen, **tiling
+    )
+    _down[(num_tiles, triton.cdiv(hidden_size, tuning.tile_columns))](
+        inner, down, weights, parts, *where, hidden_size, inner_size, **tiling
+    )
+    _sum[(num_rows, triton.cdiv(hidden_size, _SUM_TILE))](
+        parts,
+        experts,
+        out,
+        first_expert,
+        hidden_size,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        tile=_SUM_TILE,
+    )
+    return out
+
+
+@triton.jit
+def _located(
+    experts: tl.tensor,
+    starts: tl.tensor,
+    first_expert: tl.tensor,
+    num_experts: tl.constexpr,
+    expert_tile: tl.constexpr,
+    is_grouped: tl.constexpr,
+    tile_pairs: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the expert of this program's tile, the place of its first pair and that behind it.
+
+    The expert is not one of `num_experts` if the tile is empty.
+    """
+    tile = tl.program_id(0)
+    if is_grouped:
+        indices = tl.arange(0, expert_tile)
+        is_expert = indices < num_experts
+        begins = tl.load(starts + indices, mask=is_expert, other=0)
+        ends = tl.load(starts + indices + 1, mask=is_expert, other=0)
+        tiles = (ends - begins + tile_pairs - 1) // tile_pairs
+        last_tiles = tl.cumsum(tiles, axis=0)
+        expert = tl.sum((last_tiles <= tile).to(tl.int32), axis=0)
+        is_ours = indices == expert
+        num_before = tl.sum(tl.where(is_ours, last_tiles - tiles, 0), axis=0)
+        begin = tl.sum(tl.where(is_ours, begins, 0), axis=0) + (tile - num_before) * tile_pairs
+        end = tl.sum(tl.where(is_ours, ends, 0), axis=0)
+    else:
+        expert = (tl.load(experts + tile) - first_expert).to(tl.int32)
+        begin = tile.to(tl.int64)
+        end = begin + 1
+    return expert, begin, end
+
+
+@triton.jit
+def _pairs_of_tile(
+    pairs: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    num_pairs: tl.tensor,
+    is_grouped: tl.constexpr,
+    tile_pairs: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the pairs of a tile, and which of them there are."""
+    places = begin + tl.arange(0, tile_pairs)
+    is_pair = (places < end) & (places < num_pairs)
+    return tl.load(pairs + places, mask=is_pair, other=0) if is_grouped else places, is_pair
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _gate_up(
+    x: tl.tensor,
+    gate_up: tl.tensor,
+    inner: tl.tensor,
+    experts: tl.tensor,
+    pairs: tl.tensor,
+    starts: tl.tensor,
+    num_pairs: tl.tensor,
+    first_expert: tl.tensor,
+    x_stride: tl.tensor,
+    hidden_size: tl.tensor,
+    inner_size: tl.tensor,
+    num_chosen: tl.tensor,
+    num_experts: tl.constexpr,
+    expert_tile: tl.constexpr,
+    is_grouped: tl.constexpr,
+    operand_type: tl.constexpr,
+    tile_pairs: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+) -> None:
+    """Write `silu(gate) * up` of the pairs of a tile, for some columns.
+
+    Launched by `expert_sums`; grid `(num_tiles, tiles of columns)`. Pointers: x `[num_rows,
+    hidden_size]`; gate_up `[num_experts, 2 * inner_size, hidden_size]`; inner `[num_pairs,
+    inner_size]`; experts `[num_pairs]`; if grouped, pairs `[num_pairs]` by their experts, and
+    starts `[num_experts + 1]`, the place of each expert's first pair.
+    """
+    expert, begin, end = _located(
+        experts, starts, first_expert, num_experts, expert_tile, is_grouped, tile_pairs
+    )
+    if (expert < 0) | (expert >= num_experts):
+        return
+    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, is_grouped, tile_pairs)
+    rows = ours // num_chosen
+    columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    is_column = columns < inner_size
+    matrix = gate_up + expert.to(tl.int64) * 2 * inner_size * hidden_size
+    gate = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
+    up = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
+    for first in range(0, hidden_size, tile_depth):
+        depth = first + tl.arange(0, tile_depth)
+        is_deep = depth < hidden_size
+        values = tl.load(
+            x + rows[:, None] * x_stride + depth[None, :],
+            mask=is_pair[:, None] & is_deep[None, :],
+            other=0.0,
+        )
+        values = values.to(operand_type)
+        offsets = columns[None, :] * hidden_size + depth[:, None]
+        mask = is_deep[:, None] & is_column[None, :]
+        of_gate = tl.load(matrix + offsets, mask=mask, other=0.0)
+        of_up = tl.load(matrix + inner_size * hidden_size + offsets, mask=mask, other=0.0)
+        gate = tl.dot(values, of_gate.to(operand_type), acc=gate, input_precision="ieee")
+        up = tl.dot(values, of_up.to(operand_type), acc=up, input_precision="ieee")
+    bent = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(
+        inner + ours[:, None] * inner_size + columns[None, :],
+        bent.to(inner.dtype.element_ty),
+        mask=is_pair[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _down(
+    inner: tl.tensor,
+    down: tl.tensor,
+    weights: tl.tensor,
+    parts: tl.tensor,
+    experts: tl.tensor,
+    pairs: tl.tensor,
+    starts: tl.tensor,
+    num_pairs: tl.tensor,
+    first_expert: tl.tensor,
+    hidden_size: tl.tensor,
+    inner_size: tl.tensor,
+    num_experts: tl.constexpr,
+    expert_tile: tl.constexpr,
+    is_grouped: tl.constexpr,
+    operand_type: tl.constexpr,
+    tile_pairs: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+) -> None:
+    """Write the weighted outputs of the pairs of a tile, for some columns.
+
+    Launched by `expert_sums`; grid `(num_tiles, tiles of columns)`. Pointers: down `[num_experts,
+    hidden_size, inner_size]`; weights `[num_pairs]` float32; parts `[num_pairs, hidden_size]`; the
+    others as of `_gate_up`.
+    """
+    expert, begin, end = _located(
+        experts, starts, first_expert, num_experts, expert_tile, is_grouped, tile_pairs
+    )
+    if (expert < 0) | (expert >= num_experts):
+        return
+    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, is_grouped, tile_pairs)
+    columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    is_column = columns < hidden_size
+    matrix = down + expert.to(tl.int64) * hidden_size * inner_size
+    total = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
+    for first in range(0, inner_size, tile_depth):
+        depth = first + tl.arange(0, tile_depth)
+        is_deep = depth < inner_size
+        values = tl.load(
+            inner + ours[:, None] * inner_size + depth[None, :],
+            mask=is_pair[:, None] & is_deep[None, :],
+            other=0.0,
+        )
+        values = values.to(operand_type)
+        block = tl.load(
+            matrix + columns[None, :] * inner_size + depth[:, None],
+            mask=is_deep[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(values, block.to(operand_type), acc=total, input_precision="ieee")
+    total *= tl.load(weights + ours, mask=is_pair, other=0.0)[:, None]
+    tl.store(
+        parts + ours[:, None] * hidden_size + columns[None, :],
+        total.to(parts.dtype.element_ty),
+        mask=is_pair[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["first_expert"])
+def _sum(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    first_expert: tl.tensor,
+    hidden_size: tl.tensor,
+    num_experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write the sum of a row's parts, in their order, for some columns.
+
+    Launched by `expert_sums`; grid `(num_rows, tiles of columns)`. Pointers: parts `[num_rows,
+    num_chosen, hidden_size]`; experts `[num_rows, num_chosen]`; out `[num_rows, hidden_size]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_column = columns < hidden_size
+    total = tl.zeros((tile,), dtype=tl.float32)
+    for index in range(num_chosen):
+        pair = row * num_chosen + index
+        expert = tl.load(experts + pair) - first_expert
+        # What other ranks add is not written here.
+        if (expert >= 0) & (expert < num_experts):
+            part = tl.load(parts + pair * hidden_size + columns, mask=is_column, other=0.0)
+            total += part.to(tl.float32)
+    tl.store(out + row * hidden_size + columns, total.to(out.dtype.element_ty), mask=is_column)

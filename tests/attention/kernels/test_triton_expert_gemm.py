@@ -1,0 +1,141 @@
+"""Sums over the experts of each row, against torch in float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from attention.kernels.triton.expert_gemm import (
+    MAX_SINGLE_PAIRS,
+    ExpertTuning,
+    default_expert_tuning,
+    expert_sums,
+)
+from tests.attention.kernels.paged_case import DEVICE
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
+TUNING = ExpertTuning(tile_pairs=16, tile_columns=16, tile_depth=32, num_warps=2, num_stages=2)
+
+
+class ExpertCase:
+    """Random weights of experts, and rows that chose some of them."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        num_chosen: int = 3,
+        num_experts: int = 5,
+        hidden_size: int = 40,
+        inner_size: int = 24,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_rows)
+
+        def randn(*shape: int) -> torch.Tensor:
+            numbers: torch.Tensor = torch.randn(*shape, generator=generator)
+            return numbers.div_(shape[-1] ** 0.5).to(dtype)
+
+        self.x = randn(num_rows, hidden_size + 8).mul(hidden_size**0.5)[:, :hidden_size].to(DEVICE)
+        self.gate_up = randn(num_experts, 2 * inner_size, hidden_size).to(DEVICE)
+        self.down = randn(num_experts, hidden_size, inner_size).to(DEVICE)
+        scores = torch.rand(num_rows, num_experts, generator=generator)
+        weights, experts = scores.topk(num_chosen, dim=1)
+        self.weights, self.experts = weights.to(DEVICE), experts.to(DEVICE)
+
+    def sums(self, tuning: ExpertTuning | None = TUNING) -> torch.Tensor:
+        return self.sums_of(slice(0, len(self.gate_up)), tuning)
+
+    def sums_of(self, part: slice, tuning: ExpertTuning | None = TUNING) -> torch.Tensor:
+        """Return what the rank that has some of the experts computes."""
+        return expert_sums(
+            self.x,
+            self.experts,
+            self.weights,
+            self.gate_up[part],
+            self.down[part],
+            first_expert=part.start,
+            tuning=tuning,
+        )
+
+    def expected(self) -> torch.Tensor:
+        """Return the sums in float64, one pair at a time."""
+        rows = []
+        for x, experts, weights in zip(self.x, self.experts, self.weights, strict=True):
+            total = torch.zeros_like(x, dtype=torch.float64)
+            for expert, weight in zip(experts.tolist(), weights.double(), strict=True):
+                gate, up = (self.gate_up[expert].double() @ x.double()).chunk(2)
+                total += weight * (self.down[expert].double() @ (functional.silu(gate) * up))
+            rows.append(total)
+        return torch.stack(rows)
+
+    def check(self, tuning: ExpertTuning | None = TUNING) -> None:
+        tolerance = TOLERANCES[self.x.dtype]
+        actual = self.sums(tuning).double()
+        torch.testing.assert_close(actual, self.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 60])
+def test_sums_equal_those_of_float64(num_rows: int, dtype: torch.dtype) -> None:
+    ExpertCase(num_rows, dtype=dtype).check()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts"),
+    [(MAX_SINGLE_PAIRS, 4), (MAX_SINGLE_PAIRS + 1, 1), (MAX_SINGLE_PAIRS + 1, 33), (100, 4)],
+)
+def test_any_number_of_experts_is_summed(num_rows: int, num_experts: int) -> None:
+    case = ExpertCase(
+        num_rows, num_chosen=1, num_experts=num_experts, hidden_size=16, inner_size=16
+    )
+    case.check()
+
+
+@pytest.mark.parametrize("num_rows", [2, 50])
+def test_the_parts_of_two_ranks_add_up(num_rows: int) -> None:
+    case = ExpertCase(num_rows)
+    total = case.sums_of(slice(0, 2)) + case.sums_of(slice(2, 5))
+    torch.testing.assert_close(total.double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [2, 50])
+def test_rows_of_other_ranks_experts_are_zero(num_rows: int) -> None:
+    case = ExpertCase(num_rows, num_chosen=1)
+    case.experts.fill_(4)
+    assert not case.sums_of(slice(1, 3)).any()
+
+
+def test_all_rows_of_one_expert_are_summed() -> None:
+    case = ExpertCase(70, num_chosen=1)
+    case.experts.fill_(3)
+    case.check()
+
+
+@pytest.mark.parametrize("num_rows", [3, 90])
+def test_default_tuning_computes_the_same(num_rows: int) -> None:
+    ExpertCase(num_rows, hidden_size=72, inner_size=80).check(None)
+
+
+def test_tiles_are_as_large_as_an_expert_has_pairs() -> None:
+    sizes = {
+        num_pairs: default_expert_tuning(
+            num_pairs=num_pairs, num_experts=8, dtype=torch.bfloat16
+        ).tile_pairs
+        for num_pairs in (8, 200, 8000)
+    }
+    assert sizes == {8: 16, 200: 32, 8000: 64}
+
+
+@pytest.mark.parametrize("num_rows", [5, 50])
+def test_a_value_that_is_not_finite_stays_in_its_row(num_rows: int) -> None:
+    case = ExpertCase(num_rows)
+    before = case.sums()
+    case.x[1, 5] = torch.nan
+    after = case.sums()
+    assert after[1].isnan().all()
+    others = [row for row in range(num_rows) if row != 1]
+    assert torch.equal(after[others], before[others])
+
+
+def test_no_rows_are_no_sums() -> None:
+    assert ExpertCase(0).sums().shape == (0, 40)
