@@ -1,4 +1,4 @@
-"""The whole engine at the shape of Llama 3 8B: scheduler, controller, ranks, sampling.
+"""The whole engine at the shapes of large models: scheduler, controller, ranks, sampling.
 
     python bench/engine.py --backend torch_sdpa --backend flashinfer --output engine.json
 
@@ -56,6 +56,21 @@ LLAMA_8B: dict[str, Any] = {  # Any: JSON values
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+QWEN3_30B_A3B: dict[str, Any] = {  # Any: JSON values
+    **LLAMA_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+}
 # Small enough to try the program on a CPU within seconds.
 SMALL: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
@@ -67,7 +82,20 @@ SMALL: dict[str, Any] = {  # Any: JSON values
     "head_dim": 64,
     "vocab_size": 4096,
 }
-SHAPES = {"llama-8b": LLAMA_8B, "small": SMALL}
+SMALL_EXPERTS: dict[str, Any] = {  # Any: JSON values
+    **SMALL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
+SHAPES = {
+    "llama-8b": LLAMA_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "small": SMALL,
+    "small-experts": SMALL_EXPERTS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,30 +144,31 @@ def _length(length: int | Lengths, chance: random.Random) -> int:
     return length if isinstance(length, int) else length.draw(chance)
 
 
+_LARGE_WORKLOADS = (
+    Workload(name="latency", num_requests=1, num_prompt_tokens=128, num_new_tokens=256),
+    Workload(name="throughput", num_requests=64, num_prompt_tokens=128, num_new_tokens=256),
+    Workload(name="throughput", num_requests=256, num_prompt_tokens=128, num_new_tokens=512),
+    Workload(
+        name="mixed",
+        num_requests=1000,
+        num_prompt_tokens=Lengths(log_mean=5.0, log_deviation=1.1, lowest=4, highest=2048),
+        num_new_tokens=Lengths(log_mean=5.2, log_deviation=0.9, lowest=4, highest=1024),
+    ),
+    Workload(name="prefill", num_requests=32, num_prompt_tokens=4096, num_new_tokens=1),
+)
+_SMALL_WORKLOADS = (
+    Workload(name="latency", num_requests=1, num_prompt_tokens=32, num_new_tokens=32),
+    Workload(name="throughput", num_requests=16, num_prompt_tokens=32, num_new_tokens=32),
+    Workload(
+        name="mixed",
+        num_requests=32,
+        num_prompt_tokens=Lengths(log_mean=3.0, log_deviation=1.1, lowest=4, highest=256),
+        num_new_tokens=Lengths(log_mean=3.0, log_deviation=0.9, lowest=4, highest=64),
+    ),
+    Workload(name="prefill", num_requests=4, num_prompt_tokens=512, num_new_tokens=1),
+)
 WORKLOADS = {
-    "llama-8b": (
-        Workload(name="latency", num_requests=1, num_prompt_tokens=128, num_new_tokens=256),
-        Workload(name="throughput", num_requests=64, num_prompt_tokens=128, num_new_tokens=256),
-        Workload(name="throughput", num_requests=256, num_prompt_tokens=128, num_new_tokens=512),
-        Workload(
-            name="mixed",
-            num_requests=1000,
-            num_prompt_tokens=Lengths(log_mean=5.0, log_deviation=1.1, lowest=4, highest=2048),
-            num_new_tokens=Lengths(log_mean=5.2, log_deviation=0.9, lowest=4, highest=1024),
-        ),
-        Workload(name="prefill", num_requests=32, num_prompt_tokens=4096, num_new_tokens=1),
-    ),
-    "small": (
-        Workload(name="latency", num_requests=1, num_prompt_tokens=32, num_new_tokens=32),
-        Workload(name="throughput", num_requests=16, num_prompt_tokens=32, num_new_tokens=32),
-        Workload(
-            name="mixed",
-            num_requests=32,
-            num_prompt_tokens=Lengths(log_mean=3.0, log_deviation=1.1, lowest=4, highest=256),
-            num_new_tokens=Lengths(log_mean=3.0, log_deviation=0.9, lowest=4, highest=64),
-        ),
-        Workload(name="prefill", num_requests=4, num_prompt_tokens=512, num_new_tokens=1),
-    ),
+    name: _SMALL_WORKLOADS if name.startswith("small") else _LARGE_WORKLOADS for name in SHAPES
 }
 
 
