@@ -30,6 +30,8 @@ class LLMOptions(TypedDict, total=False):
     dtype: Literal["auto", "half", "float", "float32", "bfloat16", "float16"] | None
     """Of weights and activations; None and `auto` are the checkpoint's."""
     task: Task | None
+    enable_expert_parallel: bool
+    """Whether each rank has whole experts, instead of some columns of each."""
     executor: Literal["ray", "local"]
     """`ray` runs each rank as an actor, `local` one rank in this process."""
     num_threads: int | None

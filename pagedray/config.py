@@ -150,6 +150,8 @@ class ExpertsConfig:
     """The layers that have one MLP instead of experts."""
     shared_size: int | None = None
     """Columns of the MLP that every token passes beside its experts; None is no such MLP."""
+    is_expert_parallel: bool = False
+    """Whether a rank has whole experts, instead of some columns of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,14 @@ class ModelConfig:
         long = self.long_context
         return replace(self, rope=long.rope, max_positions=long.max_positions, long_context=None)
 
+    def with_expert_parallel(self) -> ModelConfig:
+        """Return the configuration with whole experts on each rank. Raises StartupError."""
+        if self.experts is None:
+            raise StartupError(
+                f"enable_expert_parallel requires a model with experts; {self.name} has none."
+            )
+        return replace(self, experts=replace(self.experts, is_expert_parallel=True))
+
     def sliding_window(self, layer: int) -> int | None:
         """Return how many keys a query of `layer` attends to, or None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
@@ -386,6 +396,8 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     """Ranks in the group."""
+    enable_expert_parallel: bool = False
+    """Whether each rank has whole experts, instead of some columns of each."""
     device: Device = "cpu"
     executor: Literal["ray", "local"] = "ray"
     num_threads: int | None = None

@@ -6,7 +6,7 @@ import random
 
 from tests.checkpoints import CASES, Case
 
-__all__ = ["ALL_CASES", "SAMPLED_CASES"]
+__all__ = ["ALL_CASES", "MOE_CASES", "SAMPLED_CASES"]
 
 YARN = {
     "rope_type": "yarn",
@@ -14,7 +14,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_MOE_CASES = (
+MOE_CASES = (
     Case(
         name="qwen3-moe",
         family="Qwen3Moe",
@@ -202,9 +202,9 @@ _MORE_CASES = (
     ),
 )
 _DENSE_CASES = (*CASES, *_MORE_CASES)
-ALL_CASES = (*_DENSE_CASES, *_MOE_CASES)
+ALL_CASES = (*_DENSE_CASES, *MOE_CASES)
 SAMPLED_CASES = (
     *random.Random(16).sample(_DENSE_CASES, 5),
-    *random.Random(15).sample(_MOE_CASES, 1),
+    *random.Random(15).sample(MOE_CASES, 1),
 )
 """Those that run each time; the others are slow tests."""

@@ -108,6 +108,11 @@ _GROUPS = {
             get_args(Device),
         ),
         _Flag(
+            "enable_expert_parallel",
+            "Shard experts over the ranks as a whole, instead of some columns of each.",
+            bool,
+        ),
+        _Flag(
             "executor",
             "ray runs each rank as a Ray actor, local a single rank in this process; for a single "
             "rank, generate and chat default to local.",

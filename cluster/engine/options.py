@@ -58,6 +58,7 @@ class EngineOptions:
     device: Device | None = None
     dtype: Dtype | None = None
     task: Task | None = None
+    enable_expert_parallel: bool = _DEFAULTS["enable_expert_parallel"]
     executor: Literal["ray", "local"] = _DEFAULTS["executor"]
     num_threads: int | None = _DEFAULTS["num_threads"]
     placement_strategy: PlacementStrategy = _DEFAULTS["placement_strategy"]
@@ -110,6 +111,8 @@ def engine_config(
     if options.max_model_len is not None:
         model_config = model_config.with_context(options.max_model_len)
     parallel = _config_from(ParallelConfig, options)
+    if parallel.enable_expert_parallel:
+        model_config = model_config.with_expert_parallel()
     check_parallel(model_config, parallel.tensor_parallel_size)
     if options.max_model_len is not None and options.max_model_len > model_config.max_positions:
         raise CheckpointError(

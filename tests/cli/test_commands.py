@@ -74,6 +74,7 @@ def test_flags_are_read() -> None:
             "--preemption=swap",
             "--load-seed=7",
             "--enforce-eager",
+            "--enable-expert-parallel",
             "--max-graph-tokens=0",
         )
     )
@@ -81,6 +82,7 @@ def test_flags_are_read() -> None:
     assert (options.memory_fraction, options.preemption) == (0.5, "swap")
     assert (options.load_seed, options.enforce_eager) == (7, True)
     assert options.max_graph_tokens == 0
+    assert options.enable_expert_parallel
 
 
 def test_serve_accepts_a_tool_call_format() -> None:

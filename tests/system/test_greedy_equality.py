@@ -8,7 +8,7 @@ import pytest
 
 from pagedray import LLM
 from tests.checkpoints import class_name
-from tests.family_cases import ALL_CASES, SAMPLED_CASES
+from tests.family_cases import ALL_CASES, MOE_CASES, SAMPLED_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -129,6 +129,23 @@ def test_logprobs_equal_those_of_transformers(truth: Truth) -> None:
     indirect=True,
 )
 def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
+    check_two_ranks(truth)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        pytest.param(case, id=case.name, marks=[] if case in SAMPLED_CASES else pytest.mark.slow)
+        for case in MOE_CASES
+    ],
+    indirect=True,
+)
+def test_whole_experts_on_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
+    check_two_ranks(truth, enable_expert_parallel=True)
+
+
+def check_two_ranks(truth: Truth, **options: Any) -> None:  # Any: engine options of any type
+    """Check continuations of two ranks, with prefix hits and swaps."""
     with LLM(
         truth.folder,
         tensor_parallel_size=2,
@@ -141,6 +158,7 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
         num_cpu_blocks=64,
         max_num_batched_tokens=29,
         preemption="swap",
+        **options,
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         # Prefix hits, also on blocks that were swapped.

@@ -124,6 +124,7 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--dtype=float16",), ("float16", "bfloat16")),
         (("--attention-backend=nonsense",), ("nonsense", "torch_sdpa")),
         (("--attention-backend=xformers",), ("xformers", "torch_sdpa")),
+        (("--enable-expert-parallel",), ("enable_expert_parallel", "tiny-llama has none")),
         (("--frobnicate",), ("--frobnicate",)),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",

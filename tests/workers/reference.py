@@ -87,9 +87,17 @@ def reference_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.
     return logits.float()
 
 
-def loaded_model(folder: Path, group: ParallelGroup, dtype: Dtype = "float32") -> Decoder:
+def loaded_model(
+    folder: Path,
+    group: ParallelGroup,
+    dtype: Dtype = "float32",
+    *,
+    is_expert_parallel: bool = False,
+) -> Decoder:
     """Return this rank's part of a checkpoint, ready to run."""
     config = read_model_config(folder, dtype=dtype)
+    if is_expert_parallel:
+        config = config.with_expert_parallel()
     model = Decoder(config, group, backend=TorchSDPABackend, device=CPU)
     load_weights(model, EngineConfig(model=config))
     return model

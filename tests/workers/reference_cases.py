@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CASES", "TWO_RANK_CASES"]
+__all__ = ["CASES", "EXPERT_PARALLEL_CASES", "TWO_RANK_CASES"]
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -465,4 +465,9 @@ TWO_RANK_CASES = [
     name
     for name, case in CASES.items()
     if case["heads"] % 2 == 0 and (case["kv_heads"] % 2 == 0 or case["kv_heads"] == 1)
+]
+EXPERT_PARALLEL_CASES = [
+    name
+    for name in TWO_RANK_CASES
+    if any(CASES[name].get(key, 1) % 2 == 0 for key in ("num_experts", "num_local_experts"))
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from workers.layers.expert_product import expert_product_class
 from workers.layers.linear import columns_of
 from workers.layers.router import Router
@@ -15,8 +17,6 @@ from workers.layers.weight import Layer, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from pagedray.config import ExpertsConfig, TensorNames
     from workers.layers.mlp import MLP
@@ -26,8 +26,9 @@ __all__ = ["ExpertLayer"]
 
 
 class ExpertLayer(Layer):
-    """A router and its experts: each rank has some columns of all of them; one all-reduce.
+    """A router and its experts: a rank has some columns of each, or some whole ones.
 
+    One all-reduce adds what the ranks compute.
     Without `reduces`, the output is this rank's part of the sum.
     """
 
@@ -50,7 +51,13 @@ class ExpertLayer(Layer):
         self._group = group
         self._reduces = reduces
         self._shared = shared
-        self._part = part_of(experts.intermediate_size, group)
+        ours, part = slice(0, experts.num_experts), slice(0, experts.intermediate_size)
+        if experts.is_expert_parallel:
+            ours = part_of(experts.num_experts, group)
+        else:
+            part = part_of(experts.intermediate_size, group)
+        self._experts = range(ours.start, ours.stop)
+        self._part = part
         self._inputs = columns_of(
             [f"{prefix}.{name}" for name in names.expert_input],
             [(experts.intermediate_size, self._part)] * 2,
@@ -60,7 +67,7 @@ class ExpertLayer(Layer):
             f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
         )
         self._product = expert_product_class(device)(
-            experts=range(experts.num_experts),
+            experts=self._experts,
             num_experts=experts.num_experts,
             hidden_size=hidden_size,
             intermediate_size=self._part.stop - self._part.start,
@@ -78,6 +85,10 @@ class ExpertLayer(Layer):
     def weight_shards(self) -> Iterator[WeightShard]:
         yield from self._router.weight_shards()
         for expert in range(self._config.num_experts):
+            gate_up = down = None
+            if expert in self._experts:
+                index = expert - self._experts.start
+                gate_up, down = self._product.gate_up(index), self._product.down(index)
             first = 0
             for columns in self._inputs:
                 rows = slice(first, first + columns.size)
@@ -86,7 +97,7 @@ class ExpertLayer(Layer):
                     expert,
                     (columns.total, self._hidden_size),
                     (columns.part, slice(None)),
-                    self._product.gate_up(expert)[rows],
+                    gate_up[rows] if gate_up is not None else None,
                 )
                 first = rows.stop
             yield self._shard(
@@ -94,7 +105,7 @@ class ExpertLayer(Layer):
                 expert,
                 (self._hidden_size, self._config.intermediate_size),
                 (slice(None), self._part),
-                self._product.down(expert),
+                down,
             )
         if self._shared is not None:
             yield from self._shared.weight_shards()
@@ -105,9 +116,14 @@ class ExpertLayer(Layer):
         expert: int,
         shape: tuple[int, int],
         part: tuple[slice, slice],
-        target: torch.Tensor,
+        target: torch.Tensor | None,
     ) -> WeightShard:
-        """Return a matrix of an expert, by its name or as part of the stack of all experts."""
+        """Return a matrix of an expert, by its name or as part of the stack of all experts.
+
+        Without a target the rank has no part of it.
+        """
+        if target is None:
+            part, target = (slice(0), slice(0)), torch.empty(0, 0)
         own_name = name.format(expert)
         if own_name != name:
             return WeightShard(name=f"{own_name}.weight", shape=shape, part=part, target=target)

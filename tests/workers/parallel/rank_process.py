@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.workers.reference import CPU, loaded_model, run
+from tests.workers.reference_cases import EXPERT_PARALLEL_CASES
 from workers.layers.sharded_logits import ShardedLogits
 from workers.parallel.open_group import open_group
 from workers.sampler import Sampler
@@ -27,9 +28,15 @@ def main(rank: int, size: int, address: Path, folder: Path, *cases: str) -> None
     torch.set_num_threads(1)
     with open_group(rank, size, device=CPU, address=address, timeout_s=60.0) as group:
         logits = {name: run(loaded_model(folder / name, group), group) for name in cases}
+        expert_parallel = {
+            name: run(loaded_model(folder / name, group, is_expert_parallel=True), group)
+            for name in cases
+            if name in EXPERT_PARALLEL_CASES
+        }
         bfloat16 = run(loaded_model(folder / cases[0], group, "bfloat16"), group)
         results = {
             "logits": logits,
+            "expert_parallel": expert_parallel,
             "bfloat16": bfloat16,
             "collectives": _collectives(group),
             "likeliest": _likeliest(group),

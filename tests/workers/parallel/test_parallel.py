@@ -17,7 +17,7 @@ import torch
 
 from pagedray.errors import DeviceError
 from tests.workers.reference import CPU, reference_logits, save_checkpoint
-from tests.workers.reference_cases import CASES, TWO_RANK_CASES
+from tests.workers.reference_cases import CASES, EXPERT_PARALLEL_CASES, TWO_RANK_CASES
 from workers.parallel.group import GroupBrokenError, ParallelGroup, SoloGroup
 from workers.parallel.open_group import make_group, open_group
 from workers.parallel.process_group import _choose_nccl_interface
@@ -70,6 +70,15 @@ def test_two_ranks_compute_what_transformers_computes(
     name: str, folder: Path, ranks: list[dict[str, Any]]
 ) -> None:
     logits = [rank["logits"][name] for rank in ranks]
+    torch.testing.assert_close(logits[0], reference_logits(folder / name), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL_CASES)
+def test_whole_experts_on_two_ranks_compute_what_transformers_computes(
+    name: str, folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    logits = [rank["expert_parallel"][name] for rank in ranks]
     torch.testing.assert_close(logits[0], reference_logits(folder / name), rtol=1e-4, atol=1e-4)
     assert torch.equal(logits[0], logits[1])
 

@@ -42,7 +42,7 @@ from workers.models.families.starcoder2 import STARCODER2
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import Dtype, ModelConfig, Task
+    from pagedray.config import Dtype, ExpertsConfig, ModelConfig, Task
     from workers.models.config_json.family import Family
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
@@ -117,14 +117,20 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
             f"{model.num_kv_heads} KV heads cannot be sharded over {num_ranks} ranks; one number "
             "must be a multiple of the other."
         )
-    if model.experts is not None and model.experts.intermediate_size % num_ranks:
-        size = model.experts.intermediate_size
-        raise _not_divisible("columns of each expert", size, num_ranks)
-    shared_size = model.experts.shared_size if model.experts is not None else None
-    if shared_size is not None and shared_size % num_ranks:
-        raise _not_divisible("columns of the shared MLP", shared_size, num_ranks)
+    if model.experts is not None:
+        _check_experts(model.experts, num_ranks)
     if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
+
+
+def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
+    if experts.is_expert_parallel:
+        if experts.num_experts % num_ranks:
+            raise _not_divisible("experts", experts.num_experts, num_ranks)
+    elif experts.intermediate_size % num_ranks:
+        raise _not_divisible("columns of each expert", experts.intermediate_size, num_ranks)
+    if experts.shared_size is not None and experts.shared_size % num_ranks:
+        raise _not_divisible("columns of the shared MLP", experts.shared_size, num_ranks)
 
 
 def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:

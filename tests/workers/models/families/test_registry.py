@@ -337,6 +337,49 @@ def test_a_model_that_cannot_be_sharded_is_rejected(
     assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("is_expert_parallel", "part"),
+    [
+        (False, "21 columns of each expert cannot be sharded evenly over 2 ranks; use 1, 3, 7, 21"),
+        (True, "7 experts cannot be sharded evenly over 2 ranks; use 1, 7."),
+    ],
+)
+def test_experts_that_cannot_be_sharded_are_rejected(
+    is_expert_parallel: bool, part: str, tmp_path: Path
+) -> None:
+    config = _read(
+        tmp_path,
+        architectures=["Qwen3MoeForCausalLM"],
+        num_key_value_heads=2,
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=21,
+    )
+    with pytest.raises(StartupError) as caught:
+        check_parallel(config.with_expert_parallel() if is_expert_parallel else config, 2)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok must be an integer from 1 to 7, not 8"),
+        ({"num_experts": 0}, "num_experts must be an integer from 1 to 4096, not 0"),
+        ({"num_local_experts": 6}, "num_local_experts must be equal to num_experts 7"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of integers from 0"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is not a field of Qwen3MoeForCausalLM"),
+        ({"n_group": 2}, "n_group is not a field of Qwen3MoeForCausalLM"),
+    ],
+)
+def test_experts_that_are_not_supported_are_named(
+    changes: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    given = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
+    with pytest.raises(CheckpointError) as caught:
+        _read(tmp_path, architectures=["Qwen3MoeForCausalLM"], **given | changes)
+    assert part in str(caught.value)
+
+
 @pytest.mark.parametrize(("kv_heads", "num_ranks"), [(3, 1), (3, 3), (3, 6), (6, 2), (1, 6)])
 def test_a_model_that_can_be_sharded_is_accepted(
     kv_heads: int, num_ranks: int, tmp_path: Path
