@@ -13,6 +13,7 @@ from pagedray.reasoning import Reasoning
 from pagedray.shown_value import shown_value
 
 __all__ = [
+    "MAX_ALLOWED",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_N",
@@ -30,6 +31,7 @@ MAX_N = 128
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 2**12
 MAX_STOP = 16
 MAX_STOP_LENGTH = 512
 
@@ -86,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Subtracted from a token's logit once per occurrence in the completion."""
     logit_bias: Mapping[int, float] = {}
     """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] = ()
+    """The only token ids that are generated, an end-of-sequence token included; empty is all."""
     seed: int | None = None
     """Random seed for reproducible sampling; None is a random one."""
     stop: Sequence[str] = ()
@@ -125,6 +129,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_LOGIT_BIAS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _check_size("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED)
+        for token_id in self.allowed_token_ids:
+            _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
+        if self.allowed_token_ids and self.structure is not None:
+            raise InvalidRequestError(
+                "allowed_token_ids cannot be combined with a structure.", param="allowed_token_ids"
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -167,7 +167,22 @@ class Validator:
         _check_structure(sampling.structure)
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
+        self._check_allowed(sampling)
         return sampling
+
+    def _check_allowed(self, sampling: SamplingParams) -> None:
+        """Raise InvalidRequestError if no token may be generated."""
+        allowed = sampling.allowed_token_ids
+        check_token_ids(allowed, self._vocab_size, "allowed_token_ids")
+        ending = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ending |= set(self._eos_token_ids)
+        if allowed and sampling.min_tokens and ending.issuperset(allowed):
+            raise InvalidRequestError(
+                "allowed_token_ids must contain a token that does not end the output if min_tokens "
+                "is set.",
+                param="allowed_token_ids",
+            )
 
     async def _request(
         self, prompt: Prompt, sampling: SamplingParams, given: GenerationInput, *, is_long: bool

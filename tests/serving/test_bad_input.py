@@ -153,6 +153,21 @@ CASES = {
         "logit_bias",
         sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)},
     ),
+    "allowed token beyond the vocabulary": Case(
+        "allowed_token_ids contains token id 320, but ids are 0 to 319.",
+        "allowed_token_ids",
+        sampling={"allowed_token_ids": [5, 320]},
+    ),
+    "too many allowed tokens": Case(
+        "allowed_token_ids may have at most 4096 entries, not 4097.",
+        "allowed_token_ids",
+        sampling={"allowed_token_ids": [5] * 4097},
+    ),
+    "no token is allowed": Case(
+        "allowed_token_ids must contain a token that does not end the output if min_tokens is set.",
+        "allowed_token_ids",
+        sampling={"allowed_token_ids": [1, 7], "stop_token_ids": [7], "min_tokens": 2},
+    ),
     "long id": Case(
         "request_id must have 1 to 128 printable characters.", "request_id", client_id="x" * 129
     ),
@@ -239,6 +254,11 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
     ({"stop": [5]}, "stop must contain strings of 1 to 512 characters.", "stop"),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers.", "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, not 'a'.", "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must not be empty.", "allowed_token_ids"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of integers.",
+     "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "guided_regex": "a"},
+     "allowed_token_ids cannot be combined with a structure.", "allowed_token_ids"),
     ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers.",
      "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias must be an integer, not 'a'.", "logit_bias"),

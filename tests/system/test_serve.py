@@ -14,10 +14,12 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
+import transformers
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.ray_listeners import METHODS, answers, listeners
-from tests.system.server_process import ServerProcess, run_pagedray
+from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +75,44 @@ def test_grpc_and_http_give_the_same_text(server: ServerProcess) -> None:
         over_http = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
     assert over_grpc
     assert over_http == over_grpc
+
+
+def test_prompts_are_described_over_grpc_as_by_transformers(server: ServerProcess) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    request = generate_request(4)
+    request.sampling.prompt_logprobs = 2
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        prompt = list(stub.Tokenize(pagedray_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+        first, *others = stub.Generate(request, timeout=60.0)
+        turn = pagedray_pb2.ChatMessage(role=pagedray_pb2.CHAT_ROLE_USER, content="x")
+        chat = pagedray_pb2.ChatRequest(messages=[turn], sampling=request.sampling)
+        answer = next(stub.Chat(chat, timeout=60.0))
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)[:-1]
+    found = first.prompt_info.prompt_logprobs
+    expected = rows[range(len(rows)), prompt[1:]]
+    assert list(found.logprobs) == pytest.approx(expected.tolist(), abs=2e-4)
+    assert list(found.ranks) == (1 + (rows > expected[:, None]).sum(1)).tolist()
+    likeliest = rows.topk(2)
+    assert list(found.top_token_ids) == likeliest.indices.flatten().tolist()
+    assert list(found.top_logprobs) == pytest.approx(likeliest.values.flatten().tolist(), abs=2e-4)
+    assert found.num_top_logprobs == 2
+    assert not any(one.prompt_info.HasField("prompt_logprobs") for one in others)
+    num_tokens = answer.prompt_info.num_prompt_tokens
+    assert len(answer.prompt_info.prompt_logprobs.logprobs) == num_tokens - 1
+
+
+def test_salted_prefixes_are_not_shared_over_grpc(server: ServerProcess) -> None:
+    cached = []
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        for salt in ("one", "one", "two"):
+            request = generate_request(1, PROMPT * 12)
+            request.cache_salt = salt
+            (*_, last) = stub.Generate(request, timeout=60.0)
+            cached.append(last.usage.num_cached_tokens)
+    assert cached[1] > 0 == cached[0] == cached[2]
 
 
 def test_load_test_measures_it(server: ServerProcess) -> None:

@@ -6,6 +6,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import transformers
 
 import pagedray
 from cluster.engine.options import EngineOptions
@@ -63,6 +65,22 @@ def test_results_have_their_shape(llm: LLM) -> None:
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
     assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_allowed_tokens_are_those_of_transformers(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(TEXT)
+    allowed = list(range(40, 90))
+    params = SamplingParams(temperature=0.0, max_tokens=12, allowed_token_ids=allowed)
+    (result,) = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)
+    # Any: the method's own annotation excludes this class.
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    expected = model.generate(
+        torch.tensor([token_ids]),
+        max_new_tokens=12,
+        do_sample=False,
+        prefix_allowed_tokens_fn=lambda *_: allowed,
+    )
+    assert list(result.outputs[0].token_ids) == expected[0, len(token_ids) :].tolist()
 
 
 def test_prompts_take_every_form(llm: LLM) -> None:

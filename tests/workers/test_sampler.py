@@ -496,6 +496,41 @@ def test_min_tokens_counts_what_was_sampled_before_a_resume(sampler: Sampler) ->
     assert [sample_one(sampler, logits, position=p) for p in (4, 5)] == [0, 7]
 
 
+def test_only_allowed_tokens_are_sampled(sampler: Sampler) -> None:
+    logits = make_logits(3)
+    expected = logits.double()
+    allowed = [4, 250, 11, VOCAB_SIZE + 3]
+    sampling = SamplingParams(temperature=0.0, allowed_token_ids=allowed, logit_bias={250: 2.0})
+    sampler.start(make_start(sampling, row=0))
+    sampler.start(make_start(GREEDY, row=1))
+    drawn = SamplingParams(temperature=5.0, allowed_token_ids=allowed)
+    sampler.start(make_start(drawn, row=2))
+    found = sampler.sample(logits, [0, 1, 2], [3, 3, 3]).token_ids.tolist()
+    expected[0, 250] += 2.0
+    assert found[0] == max(allowed[:3], key=lambda token_id: float(expected[0, token_id]))
+    assert found[1] == int(expected[1].argmax())
+    others = {
+        sampler.sample(make_logits(3), [2], [position]).token_ids.tolist()[0]
+        for position in range(3, 60)
+    }
+    assert others == {4, 11, 250}
+
+
+def test_a_row_with_nan_among_forbidden_tokens_fails(sampler: Sampler) -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 9] = torch.nan
+    sampler.start(make_start(SamplingParams(temperature=0.0, allowed_token_ids=[4])))
+    assert sampler.sample(logits, [0], [3]).token_ids.tolist() == [-1]
+
+
+def test_min_tokens_and_allowed_tokens_hold_together(sampler: Sampler) -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[7, 8, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    sampling = SamplingParams(temperature=0.0, min_tokens=1, allowed_token_ids=[7, 9])
+    sampler.start(make_start(sampling, prompt=[1, 2, 3], eos=(7,)))
+    assert [sample_one(sampler, logits, position=p) for p in (3, 4)] == [9, 7]
+
+
 def test_ignored_eos_is_an_ordinary_token(sampler: Sampler) -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[7] = 9.0

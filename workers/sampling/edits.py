@@ -1,4 +1,4 @@
-"""Changes to single logits: `logit_bias`, and `min_tokens` while it holds."""
+"""Changes to logits: `logit_bias`, `allowed_token_ids`, and `min_tokens` while it holds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class _RowEdits:
     biased_ids: IntArray
     biases: NDArray[np.float32]
     ending_ids: IntArray
+    allowed_ids: IntArray
+    """The only tokens that are allowed; empty is all."""
     first_ending_position: int
     """The ending ids are allowed from this position."""
 
@@ -58,6 +60,9 @@ class LogitEdits:
             biased_ids=np.array(list(biases), dtype=np.int64),
             biases=np.array(list(biases.values()), dtype=np.float32),
             ending_ids=np.array(sorted(filter(self._is_known, ending_ids)), dtype=np.int64),
+            allowed_ids=np.array(
+                sorted(set(filter(self._is_known, sampling.allowed_token_ids))), dtype=np.int64
+            ),
             first_ending_position=start.num_prompt_tokens + sampling.min_tokens,
         )
 
@@ -76,13 +81,23 @@ class LogitEdits:
             id_parts.append(ids)
             value_parts.append(values)
         values = np.concatenate(value_parts)
-        if not len(values):
-            return
-        where = upload(
-            np.stack((np.concatenate(score_parts), np.concatenate(id_parts))), scores.device
-        )
-        # Adding -inf, rather than writing it, keeps a NaN visible.
-        scores[where[0], where[1]] += upload(values, scores.device)
+        if len(values):
+            where = upload(
+                np.stack((np.concatenate(score_parts), np.concatenate(id_parts))), scores.device
+            )
+            # Adding -inf, rather than writing it, keeps a NaN visible.
+            scores[where[0], where[1]] += upload(values, scores.device)
+        for index, row in zip(indices.tolist(), rows.tolist(), strict=True):
+            allowed_ids = self._edits_by_row[row].allowed_ids
+            if len(allowed_ids):
+                _forbid_others(scores[index], upload(allowed_ids, scores.device))
 
     def _is_known(self, token_id: int) -> bool:
         return 0 <= token_id < self._vocab_size
+
+
+def _forbid_others(scores: Tensor, allowed_ids: Tensor) -> None:
+    """Make all tokens but these impossible, in place; `scores` is `[vocab_size]`."""
+    kept = scores[allowed_ids]
+    scores += -np.inf
+    scores[allowed_ids] = kept

@@ -84,7 +84,7 @@ class SamplingRows:
             is_cut_off = 0 < sampling.top_k < self._vocab_size
             if is_cut_off or sampling.top_p < 1.0 or sampling.min_p > 0.0:
                 need |= Need.FILTER
-        if sampling.logit_bias or sampling.min_tokens > 0:
+        if sampling.logit_bias or sampling.allowed_token_ids or sampling.min_tokens > 0:
             need |= Need.EDIT
         if sampling.has_penalty:
             need |= Need.PENALTY

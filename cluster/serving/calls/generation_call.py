@@ -12,7 +12,7 @@ import msgspec
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
-from pagedray.batch import TokenLogprobs
+from pagedray.batch import PromptLogprobs, TokenLogprobs
 from pagedray.errors import (
     DeadlineError,
     EngineError,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch
     from cluster.serving.text.token_bytes import TokenBytes
-    from pagedray.batch import PromptLogprobs
     from pagedray.request import Request
 
 __all__ = ["GenerationCall", "GenerationOutput", "Usage"]
@@ -55,6 +54,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sequences: tuple[SequenceOutput, ...]
     usage: Usage
     is_last: bool
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Those of a prompt, in the first output of its sequences if it asked for them."""
 
 
 class GenerationCall:
@@ -195,13 +196,14 @@ class GenerationCall:
     def _output(self, events: list[TokenEvent]) -> GenerationOutput:
         sequences: list[SequenceOutput] = []
         num_tokens = 0
+        found: tuple[PromptLogprobs, ...] = ()
         for key, group in _by_sequence(events).items():
             if key[0] not in self._started_ids:
                 self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
                 if group[0].prompt_logprobs:
                     prompt_index = self._texts[key].prompt_index
-                    self.prompt_logprobs[prompt_index] = group[0].prompt_logprobs
+                    found = self.prompt_logprobs[prompt_index] = group[0].prompt_logprobs
             text = self._texts[key]
             if not text.is_finished:
                 sequence = text.add_events(group)
@@ -224,7 +226,12 @@ class GenerationCall:
             self._call.release()
             last = sequences[-1]
             self._watch.note_end(last.failure or last.finish_reason or "stop")
-        return GenerationOutput(sequences=tuple(sequences), usage=self._usage(), is_last=is_last)
+        return GenerationOutput(
+            sequences=tuple(sequences),
+            usage=self._usage(),
+            is_last=is_last,
+            prompt_logprobs=found,
+        )
 
     def _finish(self, key: tuple[str, int], output: SequenceOutput) -> None:
         """Note the last output of a sequence. Raises DeadlineError if the deadline ended it."""

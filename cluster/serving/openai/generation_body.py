@@ -19,6 +19,7 @@ from cluster.serving.openai.structure import (
 )
 from pagedray.errors import InvalidRequestError
 from pagedray.request import (
+    MAX_ALLOWED,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -132,6 +133,17 @@ class GenerationBody(Body):
             "type": "array",
             "items": {"type": "integer", "minimum": 0},
             "maxItems": MAX_LOGIT_BIAS,
+        },
+    )
+    allowed_token_ids: Any = Field(
+        None,
+        description="The only token ids that are generated; without an end-of-sequence token, the "
+        "output ends at max_tokens or a stop string.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "minItems": 1,
+            "maxItems": MAX_ALLOWED,
         },
     )
     logit_bias: Any = Field(
@@ -272,6 +284,12 @@ class GenerationBody(Body):
             given["stop"] = _stop_of(self.stop)
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _tuple_of(self.stop_token_ids, "stop_token_ids")
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = _tuple_of(self.allowed_token_ids, "allowed_token_ids")
+            if not given["allowed_token_ids"]:
+                raise InvalidRequestError(
+                    "allowed_token_ids must not be empty.", param="allowed_token_ids"
+                )
         if self.logit_bias is not None:
             given["logit_bias"] = _bias_of(self.logit_bias)
         if self.num_logprobs is not None:

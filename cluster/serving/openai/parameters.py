@@ -48,7 +48,6 @@ CHAT_WITHOUT_EFFECT: Defaults = {
 _BEAMS = "beam search is not available"
 
 REFUSED: Mapping[str, str] = {
-    "allowed_token_ids": "use structured_outputs or logit_bias",
     "bad_words": "use logit_bias",
     "best_of": "use n, and choose by logprobs",
     "length_penalty": _BEAMS,

@@ -21,7 +21,7 @@ from cluster.serving.inputs import (
 from cluster.serving.rpc.field_count import check_fields, unknown_field
 from cluster.serving.rpc.message_limit import check_message_size
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_LOGIT_BIAS, MAX_STOP, Structure
+from pagedray.request import MAX_ALLOWED, MAX_LOGIT_BIAS, MAX_STOP, Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ __all__ = [
 _MAX_CHOICES = 1024
 _MOST_NAMED_BYTES = 1024
 """Unknown fields of up to this size are searched for the first one, to name it in the error."""
-_MAX_ENTRIES = {"stop": MAX_STOP, "stop_token_ids": MAX_LOGIT_BIAS}
+_MAX_ENTRIES = {
+    "stop": MAX_STOP,
+    "stop_token_ids": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED,
+}
 # Fields of SamplingParams that are fields of GenerationInput.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
 _RESUME_FIELDS = frozenset(("request_id", "resume_from"))
@@ -94,6 +98,7 @@ def generation_input(
         priority=message.priority,
         deadline_s=_deadline_s(message, call),
         tenant=tenant.name,
+        cache_salt=message.cache_salt,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
         is_resumable=message.resumable,

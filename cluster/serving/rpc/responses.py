@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.calls.generation_call import GenerationOutput
     from cluster.serving.text.text_stream import SequenceOutput
-    from pagedray.batch import TokenLogprobs
+    from pagedray.batch import PromptLogprobs, TokenLogprobs
 
 __all__ = [
     "finish_reason",
@@ -56,6 +57,8 @@ def write_frame(
     if is_first:
         response.prompt_info.num_prompt_tokens = usage.num_prompt_tokens
         response.prompt_info.num_cached_tokens = usage.num_cached_tokens
+        if output.prompt_logprobs:
+            _write_prompt_logprobs(response.prompt_info.prompt_logprobs, output.prompt_logprobs)
     if output.is_last:
         response.usage.num_prompt_tokens = usage.num_prompt_tokens
         response.usage.num_cached_tokens = usage.num_cached_tokens
@@ -99,6 +102,15 @@ def loads_response(loads: ServerLoads) -> pb.GetLoadsResponse:
         calls=[_call_load(call) for call in loads.calls],
         **{name: getattr(loads, name) for name in _LOAD_NAMES},
     )
+
+
+def _write_prompt_logprobs(message: pb.PromptLogprobs, parts: Sequence[PromptLogprobs]) -> None:
+    message.num_top_logprobs = parts[0].num_likeliest
+    for part in parts:
+        message.logprobs.extend(array("f", part.chosen))
+        message.ranks.extend(array("i", part.ranks))
+        message.top_token_ids.extend(array("i", part.token_ids))
+        message.top_logprobs.extend(array("f", part.logprobs))
 
 
 def _call_load(call: CallInfo) -> pb.CallLoad:
