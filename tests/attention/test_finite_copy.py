@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from attention.kernels.cpu.finite_copy import copy_finite
+from attention.kernels.cpu.finite_copy import are_finite, copy_finite
 
 PAIRS = [
     (torch.bfloat16, torch.bfloat16),
@@ -49,6 +49,24 @@ def test_values_are_copied_and_checked(
             assert copy_finite(target, source) is False
             assert torch.equal(target.isfinite(), source.isfinite())
             flat[place] = old
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_values_are_checked_where_they_are(dtype: torch.dtype) -> None:
+    values = torch.randn(200_003).to(dtype)
+    values[:3] = torch.tensor([LARGEST[dtype], -LARGEST[dtype], 1e-45], dtype=dtype)
+    kept = values.clone()
+    assert are_finite(values) is True
+    assert torch.equal(values, kept)
+    assert are_finite(values[:0]) is True
+    assert are_finite(values[::2]) is None
+    assert are_finite(values.double()) is None
+    for place in (0, 100_001, 200_002):
+        for value in (math.nan, -math.nan, math.inf, -math.inf):
+            values[place] = value
+            assert are_finite(values) is False
+        values[place] = kept[place]
 
 
 @needs_compiler

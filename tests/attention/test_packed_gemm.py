@@ -142,6 +142,24 @@ def test_weight_is_copied() -> None:
     assert torch.equal(gemm(x), before)
 
 
+@pytest.mark.parametrize("size", [(96, 96), (32, 32), (64, 1312), (64, 40), (40, 64)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_packed_in_place_multiplies_as_its_copy(
+    dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype)
+    copied, x = _made(weight, bias), torch.randn(7, size[1]).to(dtype)
+    kept = weight.clone()
+    torch.set_num_threads(2)
+    gemm = PackedGemm.make(weight, bias, overwrites=True)
+    assert gemm is not None
+    assert torch.equal(gemm(x), copied(x))
+    assert torch.equal(gemm.gated(x), copied.gated(x))
+    # Only whole tiles and slices are packed in place.
+    is_whole = size[0] % 32 == 0 and size[1] % (32 if dtype == torch.bfloat16 else 16) == 0
+    assert torch.equal(weight, kept) != is_whole
+
+
 def test_unsupported_weights_are_rejected() -> None:
     assert PackedGemm.make(torch.randn(4, 4).half(), None) is None
     assert PackedGemm.make(torch.empty(1, 2**18 + 1), None) is None

@@ -34,6 +34,9 @@ __all__ = [
 class LinearKernel(ABC):
     """A weight, its bias if any, and the GEMM that multiplies by them."""
 
+    owns_weight = False
+    """Whether nothing else reads the weight, which `finalize` may then overwrite."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         """`[out_size, in_size]`, loaded before `finalize`, which may repack or drop it."""
@@ -53,7 +56,9 @@ class LinearKernel(ABC):
         """Return a kernel of these sizes with an uninitialized weight."""
         weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
         bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
-        return cls(weight, bias)
+        kernel = cls(weight, bias)
+        kernel.owns_weight = True
+        return kernel
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +140,7 @@ class PackedGemmLinear(OneDnnLinear):
         return super().gated(x) if self._packed_gemm is None else self._packed_gemm.gated(x)
 
     def finalize(self) -> None:
-        self._packed_gemm = PackedGemm.make(self.weight, self.bias)
+        self._packed_gemm = PackedGemm.make(self.weight, self.bias, overwrites=self.owns_weight)
         if self._packed_gemm is None:
             super().finalize()
         else:

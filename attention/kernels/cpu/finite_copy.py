@@ -1,4 +1,4 @@
-"""A copy of weights that finds out whether they are finite, on the CPU."""
+"""Finds out whether weights are finite, and copies them at the same time, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from attention.kernels.cpu.native import load_kernels
 
-__all__ = ["copy_finite"]
+__all__ = ["are_finite", "copy_finite"]
 
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _KERNELS = {
@@ -18,6 +18,11 @@ _KERNELS = {
     (torch.float16, torch.float16): "copy_finite_16",
     (torch.float32, torch.float32): "copy_finite_32",
     (torch.bfloat16, torch.float32): "copy_finite_bfloat_float",
+}
+_CHECKS = {
+    torch.bfloat16: "are_finite_16",
+    torch.float16: "are_finite_16",
+    torch.float32: "are_finite_32",
 }
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 
@@ -46,6 +51,28 @@ def copy_finite(target: torch.Tensor, source: torch.Tensor) -> bool | None:
             _EXPONENTS[source.dtype],
         )
     )
+
+
+def are_finite(values: torch.Tensor) -> bool | None:
+    """Return whether all values are finite, or None if there is no kernel for this tensor."""
+    if values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    kernel = _check(values.dtype)
+    if kernel is None:
+        return None
+    return bool(kernel(values.data_ptr(), values.numel(), _EXPONENTS[values.dtype]))
+
+
+@cache
+def _check(dtype: torch.dtype) -> ctypes._NamedFuncPointer | None:
+    name = _CHECKS.get(dtype)
+    library = None if name is None else _library()
+    if library is None or name is None:
+        return None
+    kernel = library[name]
+    kernel.argtypes = [_ADDRESS, _NUMBER, ctypes.c_uint32]
+    kernel.restype = _NUMBER
+    return kernel
 
 
 @cache

@@ -11,6 +11,7 @@
  * result depends neither on the other rows of the batch nor on the number of threads.
  */
 #include <omp.h>
+#include <stdlib.h>
 
 #include "lanes.h"
 
@@ -164,3 +165,30 @@ INLINE Unit_bfloat unit_bfloat(const uint16_t *from) {
 #define ELEMENT uint16_t
 #define NAME(x) x##_bfloat
 #include "packed_gemm_body.h"
+
+/*
+ * Packs a weight in place, `[num_tiles][TILE][num_units]` as `[num_tiles][num_units][TILE]`. A unit
+ * is what a step of a sum reads of a column: one float, or two bfloats. Returns 0, and changes
+ * nothing, if there is no memory for a copy of a tile for each thread.
+ */
+int64_t pack_tiles(uint32_t *units, int64_t num_tiles, int64_t num_units) {
+    const int64_t tile_units = TILE * num_units;
+    uint32_t *copies = malloc(omp_get_max_threads() * tile_units * sizeof *units);
+    if (!copies) return 0;
+#pragma omp parallel
+    {
+        uint32_t *restrict rows = copies + omp_get_thread_num() * tile_units;
+#pragma omp for
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            uint32_t *restrict packed = units + tile * tile_units;
+            memcpy(rows, packed, tile_units * sizeof *units);
+            /* A cache line of each row at a time. */
+            for (int64_t first = 0; first < num_units; first += SLICE)
+                for (int row = 0; row < TILE; row++)
+                    for (int64_t i = first; i < first + SLICE; i++)
+                        packed[i * TILE + row] = rows[row * num_units + i];
+        }
+    }
+    free(copies);
+    return 1;
+}

@@ -32,25 +32,37 @@ class _GemmShape(ctypes.Structure):
 
 
 class PackedGemm:
-    """A copy of a weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any.
+    """A weight, `[out_size, in_size]`, packed into tiles of columns, and its bias if any.
 
     Every sum is taken in the same order: a row of the result depends neither on the other rows of
     the batch nor on the number of threads.
     """
 
     def __init__(
-        self, kernel: ctypes._NamedFuncPointer, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        kernel: ctypes._NamedFuncPointer,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out_size: int,
+        in_size: int,
     ) -> None:
         self._kernel = kernel
-        self._out_size, self._in_size = weight.shape
-        self._packed = _packed(weight)
+        self._out_size, self._in_size = out_size, in_size
+        self._packed = packed
         self._bias = bias
         self._packed_address = self._packed.data_ptr()
         self._bias_address = None if bias is None else bias.data_ptr()
 
     @classmethod
-    def make(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self | None:
-        """Return the packed weight, or None if it is not supported or no compiler is available."""
+    def make(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None, *, overwrites: bool = False
+    ) -> Self | None:
+        """Return the packed weight, or None if it is not supported or no compiler is available.
+
+        It is a copy, unless `overwrites` allows to pack the weight where it is, if its sizes are
+        those of whole tiles.
+        """
         is_supported = (
             weight.device.type == "cpu"
             and weight.dtype in _SUFFIXES
@@ -65,7 +77,10 @@ class PackedGemm:
         kernel = library[f"packed_gemm_{_SUFFIXES[weight.dtype]}"]
         kernel.argtypes = [ctypes.c_void_p] * 5
         kernel.restype = None
-        return cls(kernel, weight, bias)
+        out_size, in_size = weight.shape
+        is_packed = overwrites and _pack_in_place(library, weight)
+        packed = weight if is_packed else _packed(weight)
+        return cls(kernel, packed, bias, out_size=out_size, in_size=in_size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
@@ -94,6 +109,18 @@ class PackedGemm:
             out.data_ptr(),
         )
         return out
+
+
+def _pack_in_place(library: ctypes.CDLL, weight: torch.Tensor) -> bool:
+    """Pack the weight where it is and return True, or change nothing."""
+    out_size, in_size = weight.shape
+    step = _STEP[weight.dtype]
+    if out_size % _TILE or in_size % (_SLICE * step) or not weight.is_contiguous():
+        return False
+    kernel = library.pack_tiles
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    kernel.restype = ctypes.c_int64
+    return bool(kernel(weight.data_ptr(), out_size // _TILE, in_size // step))
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
