@@ -107,10 +107,10 @@ def _load_s(folder: Path, dtype: Dtype, *, is_checked: bool) -> float:
         started_s = time.perf_counter()
         if is_checked:
             tensors = FiniteTensors(checkpoint)
-            fill_shards(shards, tensors)
+            fill_shards(shards, tensors, num_threads=torch.get_num_threads())
             tensors.raise_if_not_finite()
         else:
-            fill_shards(shards, checkpoint)
+            fill_shards(shards, checkpoint, num_threads=torch.get_num_threads())
         return time.perf_counter() - started_s
 
 

@@ -7,33 +7,30 @@ CheckpointError of one line. Only safetensors files are opened, never pickles.
 from __future__ import annotations
 
 import logging
-import math
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from pagedray.errors import CheckpointError
-from workers.weights.staged_copy import StagedCopy
-from workers.weights.tensor_entries import ITEM_BYTES, first_line, read_entries, shown_name
+from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
+from workers.weights.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
     from pagedray.config import TextTensors
     from workers.layers.weight import WeightShard
 
-__all__ = ["HEAD_NAME", "Checkpoint"]
+__all__ = ["HEAD_NAME", "Checkpoint", "device_of"]
 
 logger = logging.getLogger(__name__)
 
 HEAD_NAME = "lm_head.weight"
 
-# Parts pass through host memory in chunks, so that a large table is never copied whole.
-_CHUNK_BYTES = 16 * 2**20
 # Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
 # store the pooler of a training task.
 _IGNORED_SUFFIXES = (
@@ -56,9 +53,7 @@ class Checkpoint:
         self._skipped = text_tensors.skipped if text_tensors is not None else ()
         self._stored_names = _stored_names(self._entries, text_tensors)
         """The stored name of each tensor that a multimodal model stores under another one."""
-        self._stack = ExitStack()
-        self._staged = StagedCopy()
-        self._files: dict[Path, Any] = {}  # Any: safetensors has no types
+        self._reader = TensorReader()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -69,8 +64,7 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.clear()
-        self._stack.close()
+        self._reader.close()
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._entries
@@ -102,17 +96,23 @@ class Checkpoint:
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
-        for target, chunk in self.copies(shard):
-            self._staged.copy(target, chunk)
+        with device_of(shard):
+            for target, chunk in self.copies(shard):
+                if chunk.data_ptr() != target.data_ptr():
+                    target.copy_(chunk)
 
     def copies(self, shard: WeightShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield rows of a shard's target, and what `fill_shard` writes to them, as stored."""
+        """Yield rows of a shard's target, and what `fill_shard` writes to them, as stored.
+
+        They are there already if both are in the same memory. Otherwise the next chunk overwrites
+        the memory of a chunk.
+        """
         first, _, _ = shard.part[0].indices(shard.shape[0])
-        for rows, chunk in self._chunks(shard.name, shard.part):
+        for rows, chunk in self._chunks(shard.name, shard.part, shard.target):
             yield shard.target[rows.start - first : rows.stop - first], chunk
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the rows of a whole tensor, as stored."""
+        """Yield the rows of a whole tensor, as stored; the next ones overwrite their memory."""
         shape = self._entries[self._stored_name(name)].shape
         for _, chunk in self._chunks(name, (slice(None),) * len(shape)):
             yield chunk
@@ -129,25 +129,25 @@ class Checkpoint:
         """Return the file that holds a tensor."""
         return self._entries[self._stored_name(name)].path
 
-    def _chunks(self, name: str, part: tuple[slice, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
+    def in_file_order(self, shards: Iterable[WeightShard]) -> list[WeightShard]:
+        """Return the shards in the order in which their tensors are stored."""
+
+        def place(shard: WeightShard) -> tuple[Path, int]:
+            entry = self._entries[self._stored_name(shard.name)]
+            return entry.path, entry.first_byte
+
+        return sorted(shards, key=place)
+
+    def _chunks(
+        self, name: str, part: tuple[slice, ...], target: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of a tensor's first dimension, and their part of it."""
-        stored_name = self._stored_name(name)
-        entry = self._entries[stored_name]
-        first, end, _ = part[0].indices(entry.shape[0])
-        row_shape = (
-            len(range(*columns.indices(size)))
-            for columns, size in zip(part[1:], entry.shape[1:], strict=True)
-        )
-        row_bytes = math.prod(row_shape) * ITEM_BYTES[entry.dtype]
-        height = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        entry = self._entries[self._stored_name(name)]
         try:
-            tensor = self._opened(entry.path).get_slice(stored_name)
-            for low in range(first, end, height):
-                rows = slice(low, min(low + height, end))
-                yield rows, tensor[(rows, *part[1:])]
-        except (SafetensorError, OSError) as error:
+            yield from self._reader.chunks(entry, part, target)
+        except OSError as error:
             raise CheckpointError(
-                f"{entry.path}: tensor {name} cannot be read: {first_line(error)}."
+                f"{entry.path}: tensor {name} cannot be read: {error.strerror}."
             ) from None
 
     def _stored_name(self, name: str) -> str:
@@ -171,10 +171,11 @@ class Checkpoint:
                 f"{', '.join(ITEM_BYTES)}."
             )
 
-    def _opened(self, path: Path) -> Any:  # Any: safetensors has no types
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._files[path]
+
+def device_of(shard: WeightShard) -> AbstractContextManager[object]:
+    """Make the GPU of a shard, if any, the current one of this thread, for pinned memory."""
+    device = shard.target.device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _stored_names(names: Iterable[str], text_tensors: TextTensors | None) -> dict[str, str]:

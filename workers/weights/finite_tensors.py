@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.cpu.finite_copy import copy_finite
+from attention.kernels.cpu.finite_copy import are_finite, copy_finite
 from pagedray.errors import CheckpointError
-from workers.weights.staged_copy import StagedCopy
+from workers.weights.checkpoint import Checkpoint, device_of
 
 if TYPE_CHECKING:
     from workers.layers.weight import WeightShard
-    from workers.weights.checkpoint import Checkpoint
 
 __all__ = ["FiniteTensors"]
 
@@ -26,13 +25,13 @@ class FiniteTensors:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._staged = StagedCopy()
         self._sums: list[tuple[WeightShard, torch.Tensor]] = []
         """A number for each shard, on its device: finite if all values are."""
 
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
-        sums = [self._copied(*copy) for copy in self._checkpoint.copies(shard)]
+        with device_of(shard):
+            sums = [_copied(*copy) for copy in self._checkpoint.copies(shard)]
         self._sums.append((shard, torch.stack(sums).sum()))
 
     def raise_if_not_finite(self) -> None:
@@ -45,15 +44,6 @@ class FiniteTensors:
             # Large values may add up to infinity.
             if not is_finite and not _is_finite(shard.target):
                 raise self._error(shard)
-
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Write `source` to `target`; return a number that is finite only if all values are."""
-        is_finite = copy_finite(target, source)
-        if is_finite is not None:
-            return target.new_full((), 0.0 if is_finite else math.nan)
-        self._staged.copy(target, source)
-        # A sum is NaN or infinite if one of its values is, and is faster than `isfinite`.
-        return target.sum()
 
     def _error(self, shard: WeightShard) -> CheckpointError:
         path = self._checkpoint.path_of(shard.name)
@@ -71,6 +61,21 @@ class FiniteTensors:
             f"{path}: tensor {shard.name} has {_values(num_converted)} beyond the range of "
             f"{dtype}; use another --dtype."
         )
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Write `source` to `target`, unless it is there.
+
+    Returns a number that is finite only if all values are.
+    """
+    is_there = source.data_ptr() == target.data_ptr()
+    is_finite = are_finite(target) if is_there else copy_finite(target, source)
+    if is_finite is not None:
+        return target.new_full((), 0.0 if is_finite else math.nan)
+    if not is_there:
+        target.copy_(source)
+    # A sum is NaN or infinite if one of its values is, and is faster than `isfinite`.
+    return target.sum()
 
 
 def _is_finite(values: torch.Tensor) -> bool:

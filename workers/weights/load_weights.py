@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,14 +16,18 @@ from workers.weights.dummy_tensors import DummyTensors
 from workers.weights.finite_tensors import FiniteTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pagedray.config import EngineConfig
     from workers.layers.weight import Layer, WeightShard
 
 __all__ = ["TensorSource", "fill_shards", "load_weights"]
 
+logger = logging.getLogger(__name__)
+
 _MAX_THREADS = 8
+# Of a tensor that one thread loads at a time, so that all threads have work until the end.
+_PIECE_BYTES = 2**25
 
 
 class TensorSource(Protocol):
@@ -39,20 +46,37 @@ def load_weights(
 
     `report_progress` is called with the number of tensors loaded, and of all tensors.
     """
-    shards = list(model.weight_shards())
     with torch.inference_mode():
-        if config.load_format == "dummy":
-            fill_shards(shards, DummyTensors(config.load_seed), report_progress)
-        else:
-            with Checkpoint(config.model.folder, config.model.text_tensors) as checkpoint:
-                checkpoint.check_tensors(
-                    shards, has_spare_head=config.model.has_tied_embeddings or config.model.pools
-                )
-                tensors = FiniteTensors(checkpoint)
-                num_threads = _num_threads(config)
-                fill_shards(shards, tensors, report_progress, num_threads=num_threads)
-                tensors.raise_if_not_finite()
+        # Nothing but the model may hold its weights when it replaces them by packed ones.
+        _read_weights(list(model.weight_shards()), config, report_progress)
         model.finalize()
+
+
+def _read_weights(
+    shards: Sequence[WeightShard],
+    config: EngineConfig,
+    report_progress: Callable[[int, int], None] | None,
+) -> None:
+    if config.load_format == "dummy":
+        fill_shards(shards, DummyTensors(config.load_seed), report_progress)
+        return
+    started_s = time.perf_counter()
+    with Checkpoint(config.model.folder, config.model.text_tensors) as checkpoint:
+        checkpoint.check_tensors(
+            shards, has_spare_head=config.model.has_tied_embeddings or config.model.pools
+        )
+        tensors = FiniteTensors(checkpoint)
+        in_order = checkpoint.in_file_order(shards)
+        fill_shards(in_order, tensors, report_progress, num_threads=_num_threads(config))
+        tensors.raise_if_not_finite()
+    gigabytes = sum(shard.target.nbytes for shard in shards) / 1e9
+    duration_s = time.perf_counter() - started_s
+    logger.info(
+        "Loaded %.2f GB of weights in %.1f s, %.2f GB/s",
+        gigabytes,
+        duration_s,
+        gigabytes / duration_s,
+    )
 
 
 def fill_shards(
@@ -64,11 +88,11 @@ def fill_shards(
 ) -> None:
     """Load every shard from a source, with several threads if it allows that."""
 
-    def fill(shard: WeightShard) -> None:
+    def fill(piece: WeightShard) -> None:
         # The mode is that of a thread.
         with torch.inference_mode():
-            if shard.target.numel():
-                source.fill_shard(shard)
+            if piece.target.numel():
+                source.fill_shard(piece)
 
     report = report_progress or _ignore_progress
     if num_threads == 1:
@@ -76,13 +100,29 @@ def fill_shards(
             report(done, len(shards))
             fill(shard)
     else:
+        pieces = [(piece, done) for done, shard in enumerate(shards) for piece in _pieces(shard)]
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="pagedray-load")
         try:
-            for done, _ in enumerate(pool.map(fill, shards)):
+            filled = pool.map(fill, [piece for piece, _ in pieces])
+            for _, (_, done) in zip(filled, pieces, strict=True):
                 report(done, len(shards))
         finally:
             pool.shutdown(cancel_futures=True)
     report(len(shards), len(shards))
+
+
+def _pieces(shard: WeightShard) -> Iterator[WeightShard]:
+    """Yield shards that together are this one, cut along its first dimension if it is large."""
+    if shard.target.nbytes <= _PIECE_BYTES:
+        yield shard
+        return
+    num_rows = len(shard.target)
+    height = max(1, num_rows * _PIECE_BYTES // shard.target.nbytes)
+    start, _, _ = shard.part[0].indices(shard.shape[0])
+    for first in range(0, num_rows, height):
+        target = shard.target[first : first + height]
+        rows = slice(start + first, start + first + len(target))
+        yield replace(shard, part=(rows, *shard.part[1:]), target=target)
 
 
 def _ignore_progress(done: int, total: int) -> None:
@@ -90,8 +130,8 @@ def _ignore_progress(done: int, total: int) -> None:
 
 
 def _num_threads(config: EngineConfig) -> int:
-    """Return how many threads load weights: several for a GPU, which is faster than one copies."""
+    """Return how many threads of a rank load weights: one copies slower than a disk may read."""
     if config.parallel.device == "cpu":
-        return 1
+        return min(_MAX_THREADS, torch.get_num_threads())
     share = len(os.sched_getaffinity(0)) // config.parallel.tensor_parallel_size
     return max(1, min(_MAX_THREADS, share))

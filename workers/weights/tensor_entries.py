@@ -41,6 +41,8 @@ class TensorEntry:
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    first_byte: int
+    """Where its values begin in the file."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
@@ -138,9 +140,9 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
                 f"{path} is truncated or corrupt: it has {size} bytes, and a header of {length}."
             )
         header = _parsed(path, file.read(length))
-    available = size - _LENGTH_BYTES - length
+    start = _LENGTH_BYTES + length
     entries = {
-        name: _entry(path, name, value, available)
+        name: _entry(path, name, value, start=start, available=size - start)
         for name, value in header.items()
         if name != "__metadata__"
     }
@@ -148,7 +150,7 @@ def _entries_of_file(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
+def _entry(path: Path, name: str, value: object, *, start: int, available: int) -> TensorEntry:
     entry: dict[str, Any] = value if isinstance(value, dict) else {}  # Any: parsed JSON
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets, 2):
@@ -166,7 +168,7 @@ def _entry(path: Path, name: str, value: object, available: int) -> TensorEntry:
             f"{path}: tensor {shown_name(name)} of shape {shape!s:.{_MAX_SHOWN}} and dtype {dtype} "
             f"must have {expected} bytes, not {end - first}."
         )
-    return TensorEntry(path=path, dtype=dtype, shape=tuple(shape))
+    return TensorEntry(path=path, dtype=dtype, shape=tuple(shape), first_byte=start + first)
 
 
 def _check_readable(path: Path) -> None:

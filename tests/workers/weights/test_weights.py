@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,74 @@ def test_error_in_one_of_several_threads_is_raised(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="cannot be read"):
         fill_shards(shards, Broken(), num_threads=4)
+
+
+def test_pieces_of_large_tensors_are_loaded_and_reported_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.weights.load_weights._PIECE_BYTES", 1000)
+    stored = {"a": torch.randn(70, 40), "b": torch.randn(9), "c": torch.randn(31, 2, 8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    parts = {"a": (slice(7, 61), slice(10, 30)), "b": (slice(9),), "c": (slice(31),) * 3}
+    shards = [
+        WeightShard(
+            name=name,
+            shape=tuple(values.shape),
+            part=parts[name],
+            target=torch.empty_like(values[parts[name]]),
+        )
+        for name, values in stored.items()
+    ]
+    reported: list[int] = []
+    with Checkpoint(tmp_path) as checkpoint:
+        fill_shards(shards, checkpoint, lambda done, _: reported.append(done), num_threads=3)
+    for shard in shards:
+        assert torch.equal(shard.target, stored[shard.name][shard.part])
+    assert sorted(reported) == reported
+    assert set(reported) == {0, 1, 2, 3}
+    assert len(reported) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("chunk_bytes", [1, 700, 5000, 10**6])
+def test_chunks_together_are_the_tensor(
+    dtype: torch.dtype, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.weights.tensor_reader._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("workers.weights.tensor_reader._AHEAD_BYTES", 3000)
+    stored = torch.randn(37, 6, 50).to(dtype)
+    save_file({"b": stored, "a": -stored}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks("a")]), -stored)
+        assert not checkpoint.are_equal("a", "b")
+        assert checkpoint.are_equal("b", "b")
+
+
+def test_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(1000, 1000)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        with (tmp_path / "model.safetensors").open("r+b") as file:
+            file.truncate(3_000_000)
+        with pytest.raises(CheckpointError, match=r"model.safetensors is truncated: .*3000000"):
+            list(checkpoint.chunks("a"))
+
+
+def test_shards_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+    save_checkpoint(UNTIED, tmp_path, max_shard_size="60KB")
+    shards = list(_model(read_model_config(tmp_path)).weight_shards())
+    with Checkpoint(tmp_path) as checkpoint:
+        in_order = checkpoint.in_file_order(shards)
+        paths = [checkpoint.path_of(shard.name) for shard in in_order]
+    assert len(in_order) == len(shards)
+    assert paths == sorted(paths)
+    assert len(set(paths)) > 2
+
+
+def test_speed_of_loading_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(CASE, tmp_path)
+    with caplog.at_level("INFO", "workers.weights"):
+        loaded_model(tmp_path, SoloGroup())
+    assert re.search(r"Loaded \d+\.\d\d GB of weights in \d+\.\d s, ", caplog.text)
 
 
 def test_ranks_that_exceed_kv_heads_read_the_same_one(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Reads parts of tensors from files, in chunks: into their targets, or into buffers.
+
+Files are not mapped: page faults would take longer than the copies, and mapped pages would count as
+memory of the process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.errors import CheckpointError
+from workers.weights.tensor_entries import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from workers.weights.tensor_entries import TensorEntry
+
+__all__ = ["TensorReader"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Still in the CPU's cache when it is copied to a tensor, or checked where it was read to.
+_CHUNK_BYTES = 2**19
+_DIRECT_CHUNK_BYTES = 2**22
+# A GPU reads a chunk from memory, and every copy to it takes a call.
+_PINNED_CHUNK_BYTES = 2**24
+# How much the kernel is asked to read from the disk meanwhile.
+_AHEAD_BYTES = 2**25
+
+
+class TensorReader:
+    """Opens each file once. Threads may read at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        self._free_buffers: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        """By whether they are pinned."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def chunks(
+        self, entry: TensorEntry, part: tuple[slice, ...], target: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of a tensor's first dimension, and their part of it.
+
+        A chunk is in the memory of the `target` of the part, if it can be read there, or on its GPU
+        if it is on one, or else in memory that the next chunk overwrites. `part` has one slice for
+        each dimension, of which there is at least one. Raises OSError, and CheckpointError if the
+        file has become shorter.
+        """
+        first, end, _ = part[0].indices(entry.shape[0])
+        row_bytes = math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
+        is_pinned = target is not None and target.device.type == "cuda"
+        memory = None if target is None else _bytes_of(target, entry)
+        chunk_bytes = _PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES
+        if memory is not None:
+            chunk_bytes = _DIRECT_CHUNK_BYTES
+        height = min(max(1, chunk_bytes // max(1, row_bytes)), max(1, end - first))
+        descriptor = self._descriptor(entry.path)
+        last_byte = advised_byte = entry.first_byte + end * row_bytes
+        buffer_bytes = height * row_bytes if memory is None else 0
+        with self._buffer(buffer_bytes, is_pinned=is_pinned) as buffer:
+            for low in range(first, end, height):
+                rows = slice(low, min(low + height, end))
+                position = entry.first_byte + low * row_bytes
+                if low == first or position >= advised_byte:
+                    advised_byte = min(position + _AHEAD_BYTES, last_byte)
+                    os.posix_fadvise(
+                        descriptor, position, advised_byte - position, os.POSIX_FADV_WILLNEED
+                    )
+                num_bytes = (rows.stop - rows.start) * row_bytes
+                if memory is None:
+                    chunk = buffer[:num_bytes]
+                else:
+                    chunk = memory[(low - first) * row_bytes :][:num_bytes]
+                _read(descriptor, chunk.numpy().data, position, entry.path)
+                values = chunk.view(_DTYPES[entry.dtype])
+                whole_rows = values.view(rows.stop - rows.start, *entry.shape[1:])
+                if target is not None and is_pinned:
+                    # The CPU would be slow to gather columns and to convert them.
+                    whole_rows = whole_rows.to(target.device)
+                yield rows, whole_rows[(slice(None), *part[1:])]
+
+    @contextmanager
+    def _buffer(self, num_bytes: int, *, is_pinned: bool) -> Iterator[torch.Tensor]:
+        free = self._free_buffers[is_pinned]
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = torch.empty(0, dtype=torch.uint8)
+        if len(buffer) < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        try:
+            yield buffer
+        finally:
+            free.append(buffer)
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
+
+
+def _bytes_of(target: torch.Tensor, entry: TensorEntry) -> torch.Tensor | None:
+    """Return the memory of a target, if whole rows as they are stored can be read there."""
+    is_as_stored = (
+        target.device.type == "cpu"
+        and target.dtype == _DTYPES[entry.dtype]
+        and target.shape[1:] == entry.shape[1:]
+        and target.is_contiguous()
+    )
+    return target.view(-1).view(torch.uint8) if is_as_stored else None
+
+
+def _read(descriptor: int, chunk: memoryview, position: int, path: Path) -> None:
+    while chunk:
+        num_bytes = os.preadv(descriptor, [chunk], position)
+        if num_bytes == 0:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {position}.")
+        chunk = chunk[num_bytes:]
+        position += num_bytes
