@@ -38,6 +38,8 @@ class Fault:
     """Change a byte of the body."""
     stalls: threading.Event | None = None
     """Wait for this event before the answer."""
+    stalls_after: int | None = None
+    """Wait for it after so many bytes of the body instead, and close the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _handler_of(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
                 self.command, path, self.headers["Range"], self.headers["Authorization"]
             )
             fault = hub.note(requested)
-            if fault is not None and fault.stalls is not None:
+            if fault is not None and fault.stalls is not None and fault.stalls_after is None:
                 fault.stalls.wait()
             if fault is not None and fault.status is not None:
                 self._send(fault.status, dict(fault.headers))
@@ -218,6 +220,11 @@ def _handler_of(hub: SmallHub) -> type[BaseHTTPRequestHandler]:
                 content = bytes([content[0] ^ 1]) + content[1:]
             if fault is not None and fault.cut_after is not None:
                 content, self.close_connection = content[: fault.cut_after], True
+            if fault is not None and fault.stalls is not None:
+                self.wfile.write(content[: fault.stalls_after])
+                fault.stalls.wait()
+                self.close_connection = True
+                return
             self.wfile.write(content)
 
     return Handler

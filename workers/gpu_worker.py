@@ -26,6 +26,7 @@ from pagedray.load_progress import LoadProgress
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord
 from pagedray.step_listener import connect
 from workers.heartbeat import start_heartbeat
+from workers.hub.download_line import DownloadLine
 from workers.parallel.rendezvous import LOOPBACK, FileRendezvous, SocketRendezvous
 
 if TYPE_CHECKING:
@@ -218,8 +219,13 @@ class GpuWorker:
         if self._config.model.hub is None:
             return
         self._progress.enter(Phase.DOWNLOADING)
+        line = DownloadLine(self._config.model.hub.id)
+
+        def report(done: int, total: int) -> None:
+            self._load_progress = LoadProgress(line.text(done), done, total, is_download=True)
+
         with self._timed("download"):
-            self._config = with_local_weights(self._config, self._report_download)
+            self._config = with_local_weights(self._config, report)
         self._progress.enter(Phase.STARTING)
 
     def _load_weights(self, device_index: int) -> None:
@@ -348,12 +354,6 @@ class GpuWorker:
         started_s = time.perf_counter()
         yield
         self._durations[name] = time.perf_counter() - started_s
-
-    def _report_download(self, done: int, total: int) -> None:
-        hub = self._config.model.hub
-        assert hub is not None
-        what = f"Downloading {hub.id}"
-        self._load_progress = LoadProgress(what, done, total, is_download=True)
 
     def _report(self, done: int, total: int) -> None:
         self._load_progress = LoadProgress(done=done, total=total)

@@ -21,6 +21,7 @@ from pagedray.batch import EmbedOutput, EmbedPlan, StepOutput
 from pagedray.errors import HungRankError, PagedRayError, StartupError, WorkerError
 from pagedray.rank_progress import MAX_INDEX, Phase, ProgressWord, RankReport
 from pagedray.thread_priority import let_others_interrupt
+from workers.hub.download_line import DownloadLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,7 @@ class LocalExecutor(Executor):
     def __init__(self, config: EngineConfig, report_progress: ReportProgress) -> None:
         self._config = config
         self._report_progress = report_progress
+        self._download_line = DownloadLine(config.model.name)
         # One thread does all the computing: each thread that computes has an OpenMP team of its
         # own, and two teams would be more threads than cores.
         self._thread = RankThread()
@@ -166,7 +168,7 @@ class LocalExecutor(Executor):
     def _report_download(self, done: int, total: int) -> None:
         if self._is_given_up:
             raise StartupError("The download was interrupted.")
-        self._report_progress(f"Downloading {self._config.model.name}", done / max(total, 1))
+        self._report_progress(self._download_line.text(done), done / max(total, 1))
 
     def _report_loading(self, done: int, total: int) -> None:
         if self._is_given_up:

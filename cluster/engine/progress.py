@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TextIO
 
 __all__ = ["ProgressLine"]
+
+_LINE_PAUSE_S = 10.0
 
 
 class ProgressLine:
@@ -16,24 +19,39 @@ class ProgressLine:
         self._is_terminal = self._stream.isatty()
         self._shown = ""
         self._what = ""
+        self._written_s = 0.0
         self._is_closed = False
 
     def report(self, what: str, fraction: float) -> None:
-        """Show that `fraction` of `what`, 0 to 1, is done; a no-op after `close`."""
+        """Show that `fraction` of `what`, 0 to 1, is done; a no-op after `close`.
+
+        A detail of `what` that changes often, such as a speed, is behind `; `. Where lines stay,
+        one that only has another detail is shown every ten seconds.
+        """
         if self._is_closed:
             return
+        what, _, detail = what.partition("; ")
         if not self._is_terminal:
-            if what != self._what:
-                self._stream.write(f"{what} ...\n")
-                self._stream.flush()
-            self._what = what
+            self._add_line(what, detail, fraction)
             return
-        line = f"{what} ... {fraction:4.0%}" if fraction > 0.0 else f"{what} ..."
+        line = f"{what} ... {_shown(fraction, detail)}".rstrip()
         if line == self._shown:
             return
         self._stream.write("\r" + line.ljust(len(self._shown)))
         self._stream.flush()
         self._shown = line
+
+    def _add_line(self, what: str, detail: str, fraction: float) -> None:
+        now_s = time.monotonic()
+        if what != self._what:
+            self._stream.write(f"{what} ...\n")
+        elif detail and now_s - self._written_s >= _LINE_PAUSE_S:
+            self._stream.write(f"{what} ... {_shown(fraction, detail).lstrip()}\n")
+        else:
+            return
+        self._stream.flush()
+        self._what = what
+        self._written_s = now_s
 
     def close(self) -> None:
         """Clear the line."""
@@ -41,3 +59,8 @@ class ProgressLine:
             self._stream.write("\r" + " " * len(self._shown) + "\r")
             self._stream.flush()
         self._is_closed = True
+
+
+def _shown(fraction: float, detail: str) -> str:
+    done = f"{fraction:4.0%}" if fraction > 0.0 else ""
+    return f"{done}, {detail}" if done and detail else done or detail

@@ -126,6 +126,19 @@ def test_progress_is_silent_once_it_is_closed() -> None:
     assert stream.getvalue() == "Loading weights ...\n"
 
 
+def test_progress_shows_a_speed_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    line = ProgressLine(stream)
+    line.report("Downloading a/b", 0.0)
+    line.report("Downloading a/b; 5.0 MB/s", 0.1)
+    monkeypatch.setattr("cluster.engine.progress._LINE_PAUSE_S", 0.0)
+    line.report("Downloading a/b; 6.0 MB/s", 0.2)
+    line.report("Downloading a/b", 0.3)
+    line.report("Loading weights", 0.5)
+    shown = "Downloading a/b ...\nDownloading a/b ... 20%, 6.0 MB/s\nLoading weights ...\n"
+    assert stream.getvalue() == shown
+
+
 def test_trust_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parsed("serve", "folder", "--trust-remote-code")

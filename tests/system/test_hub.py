@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.small_hub import SmallHub, folder_files
+from tests.small_hub import Fault, SmallHub, folder_files
 from tests.system.server_process import TINY_LLAMA, ServerProcess, run_pagedray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WEIGHTS = "model.safetensors"
+GATED = {"X-Error-Code": "GatedRepo"}
 
 
 @pytest.fixture
@@ -41,6 +42,25 @@ def test_unknown_model_ends_the_command_with_one_line(hub: SmallHub) -> None:
     assert done.err.startswith("pagedray: error: org/none is neither a folder nor a model on")
     assert len(done.err.splitlines()) == 1
     assert done.seconds < 30.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "fault", "expected"),
+    [
+        ("org/tiny@v9", None, "org/tiny has no revision v9 on"),
+        ("org/tiny", Fault("/api/", 9, status=403, headers=GATED), "org/tiny is gated (403):"),
+        ("org/tiny", Fault("/api/", 9, status=500), "org/tiny is not a folder, and cannot be"),
+    ],
+)
+def test_fault_of_the_hub_ends_the_command_with_one_line(
+    hub: SmallHub, model: str, fault: Fault | None, expected: str
+) -> None:
+    hub.faults += [] if fault is None else [fault]
+    done = run_pagedray("serve", model, "--device=cpu")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"pagedray: error: {expected}")
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.slow

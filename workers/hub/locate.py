@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.config import HubRevision
 from pagedray.errors import CheckpointError
+from workers.hub.download_line import DownloadLine
 from workers.hub.fetch import fetch_files, find_revision, side_files
 from workers.hub.model_name import HubName, parse_model
 
@@ -47,9 +48,11 @@ def locate_model(
             f"{name} has no config.json; a model is a checkpoint as transformers saves it."
         )
 
+    line = DownloadLine(hub.id)
+
     def report(done: int, total: int) -> None:
         if report_progress is not None:
-            report_progress(f"Downloading {hub.id}", done / max(total, 1))
+            report_progress(line.text(done), done / max(total, 1))
 
     return LocatedModel(fetch_files(hub, files, report, settings), hub)
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HubUnreachableError", "hub_error"]
 
-_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_ACCESS_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO} | _ACCESS_ERRORS
 _MAX_REASON = 200
 
 
@@ -46,9 +47,12 @@ def hub_error(error: BaseException, name: HubName, settings: HubSettings) -> Che
             return _refusal(cause, name, settings.endpoint)
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in _STORAGE_ERRORS:
+            advice = (
+                "make it writable" if cause.errno in _ACCESS_ERRORS else "free some space there"
+            )
             return CheckpointError(
-                f"{name} cannot be stored in {settings.cache}: {cause.strerror}; free some space "
-                "there, or set HF_HOME to a folder on another disk."
+                f"{name} cannot be stored in {settings.cache}: {cause.strerror}; {advice}, or set "
+                "HF_HOME to a folder on another disk."
             )
     # The deepest one, which is that of the connection.
     return HubUnreachableError(

@@ -26,7 +26,7 @@ from pagedray.errors import CheckpointError
 from workers.hub.model_name import is_commit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 __all__ = ["Snapshot", "cached_commit"]
 
@@ -128,7 +128,7 @@ class Snapshot:
         on the disk.
         """
         self._check_space(files)
-        self._remove_leftovers()
+        self._remove_leftovers({file.sha256 for file in files})
         names = self._unverified() | {file.name for file in files}
         _write(self._journal, json.dumps(sorted(names)))
         for file in files:
@@ -185,9 +185,11 @@ class Snapshot:
                 "on another disk."
             )
 
-    def _remove_leftovers(self) -> None:
-        """Remove what killed processes have left: no download ever continues these files."""
+    def _remove_leftovers(self, wanted: Collection[str | None]) -> None:
+        """Remove what killed processes have left, except of files with the wanted digests."""
         for path in (self._root / "blobs").glob("*.incomplete"):
+            if path.name.partition(".")[0] in wanted:
+                continue
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _LEFTOVER_S:
                     path.unlink()

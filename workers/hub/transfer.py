@@ -1,7 +1,7 @@
 """Downloads files of a model, several at a time, through huggingface_hub.
 
-The library continues a file whose connection was cut, for as long as the process lives. This module
-limits how long it may receive nothing, and says how far it is.
+The library continues a file whose connection was cut, for as long as the process lives; `leftover`
+does after that. This module limits how long it may receive nothing, and says how far it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.utils.tqdm import tqdm
 
 from workers.hub.daemon_calls import start_call
+from workers.hub.leftover import continue_download
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,8 @@ class Transfer:
                 file = self._waiting.popleft()
             except IndexError:
                 return
+            bar = _bar_of(self)
+            continue_download(self._revision, file, self._settings, bar, self._note_stored)
             hf_hub_download(
                 self._revision.id,
                 file.name,
@@ -96,10 +99,13 @@ class Transfer:
                 cache_dir=self._settings.cache,
                 library_name="pagedray",
                 local_files_only=self._settings.is_offline,
-                tqdm_class=_bar_of(self),
+                tqdm_class=bar,
             )
             verify(file)
             self._heard_s = time.monotonic()
+
+    def _note_stored(self, number: int) -> None:
+        self.note_bytes(number, are_stored=True)
 
     def _check_silence(self, problems: _Problems) -> None:
         silence_s = time.monotonic() - self._heard_s

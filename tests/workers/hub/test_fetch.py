@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,13 +33,14 @@ from workers.weights.local_weights import check_weights_listed, with_local_weigh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pagedray.config import HubRevision
 
 NAME = HubName("org/tiny", "main")
 WEIGHTS = "model.safetensors"
 GATED = {"X-Error-Code": "GatedRepo"}
+ROOT = Path(__file__).parents[3]
+_NOBODY = 65534
 
 
 @pytest.fixture
@@ -119,6 +127,105 @@ def test_download_that_was_cut_continues(hub: SmallHub, settings: HubSettings) -
     assert (folder / WEIGHTS).read_bytes() == content
     assert [each.range for each in hub.gets_of(WEIGHTS)] == [None, "bytes=10485760-"]
     assert reported[-1] == (len(content), len(content))
+
+
+def start_download(settings: HubSettings) -> subprocess.Popen[bytes]:
+    """Start a process that downloads all of the model."""
+    program = f"""
+from pathlib import Path
+from workers.hub.fetch import fetch_files
+from workers.hub.locate import locate_model
+from workers.hub.settings import HubSettings
+settings = HubSettings(endpoint={settings.endpoint!r}, cache=Path({str(settings.cache)!r}))
+located = locate_model("org/tiny", settings=settings)
+fetch_files(located.hub, [{WEIGHTS!r}], settings=settings)
+"""
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+
+
+def test_processes_that_start_together_download_once(hub: SmallHub, settings: HubSettings) -> None:
+    processes = [start_download(settings) for _ in range(2)]
+    assert [process.wait(60.0) for process in processes] == [0, 0]
+    assert len(hub.gets_of(WEIGHTS)) == 1
+    assert len(hub.gets_of("config.json")) == 1
+    _, folder = fetched(settings, WEIGHTS)
+    assert (folder / WEIGHTS).read_bytes() == (TINY_LLAMA / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_download_of_a_killed_process_continues(
+    hub: SmallHub, settings: HubSettings, is_damaged: bool
+) -> None:
+    content = bytes(range(256)) * 90_000
+    hub.push("org/tiny", folder_files(TINY_LLAMA) | {WEIGHTS: content})
+    is_over = threading.Event()
+    hub.faults.append(Fault(WEIGHTS, stalls=is_over, stalls_after=21_000_000))
+    process = start_download(settings)
+    blobs = settings.cache / "models--org--tiny" / "blobs"
+    name = f"{hashlib.sha256(content).hexdigest()}.*.incomplete"
+    while not (parts := [part for part in blobs.glob(name) if part.stat().st_size]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    is_over.set()
+    (part,) = parts
+    received = part.stat().st_size
+    assert 0 < received < len(content)
+    with pytest.raises(CheckpointError, match=rf"{WEIGHTS} of org/tiny.* is not in the cache"):
+        fetched(replace(settings, is_offline=True), WEIGHTS)
+    if is_damaged:
+        with part.open("r+b") as file:
+            file.write(b"x")
+    reported: list[tuple[int, int]] = []
+    revision, folder = fetched(settings)
+    fetch_files(revision, [WEIGHTS], lambda *each: reported.append(each), settings)
+    assert (folder / WEIGHTS).read_bytes() == content
+    ranges = [each.range for each in hub.gets_of(WEIGHTS)]
+    assert ranges == [None, f"bytes={received}-", *([None] if is_damaged else [])]
+    assert reported[-1] == (len(content), len(content))
+    assert not list(blobs.glob("*.incomplete"))
+
+
+@contextmanager
+def without_rights(folder: Path) -> Iterator[None]:
+    """Take the right to write in a folder from this process."""
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    for path in folders:
+        path.chmod(0o555)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in folders:
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_cache_that_cannot_be_written_is_read(
+    hub: SmallHub, settings: HubSettings, is_offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library would read it from the home of another user.
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        local = replace(settings, cache=Path(name) / "cache")
+        revision, folder = fetched(local, WEIGHTS)
+        shared = replace(local, is_offline=is_offline)
+        with without_rights(local.cache):
+            found, again = fetched(shared, WEIGHTS)
+        assert (found.commit, again) == (revision.commit, folder)
+        (folder / WEIGHTS).unlink()
+        hub.requested.clear()
+        advice = "is not in the cache" if is_offline else "Permission denied; make it writable, or"
+        with without_rights(local.cache), pytest.raises(CheckpointError, match=advice) as caught:
+            fetched(shared, WEIGHTS)
+        assert "\n" not in str(caught.value)
+        assert hub.gets_of(WEIGHTS) == []
 
 
 def test_damaged_file_is_removed_and_downloaded_again(hub: SmallHub, settings: HubSettings) -> None:
