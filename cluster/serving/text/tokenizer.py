@@ -13,6 +13,7 @@ from cluster.serving.text.configured_tokens import (
     special_tokens_of,
 )
 from cluster.serving.text.library_panics import panics_as_errors
+from cluster.serving.text.converted_tokenizer import converted_tokenizer, convertible_file
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
@@ -207,7 +208,11 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint needs a tokenizer.")
+        other = convertible_file(folder)
+        if other is None:
+            raise CheckpointError(f"{path} is missing; the checkpoint needs a tokenizer.")
+        with panics_as_errors():
+            return converted_tokenizer(other)
     try:
         with panics_as_errors():
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
