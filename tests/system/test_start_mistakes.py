@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 import socket
+import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.cli.commands import main
@@ -46,6 +48,33 @@ def reshape_tensor(folder: Path) -> None:
     save_file(tensors, path)
 
 
+def add_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "model.layers.0.lora.weight": torch.ones(2, 2)}, path)
+
+
+def lie_about_offsets(folder: Path) -> None:
+    """Let the header say that a tensor has twice its bytes."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    entry = header["model.norm.weight"]
+    first, end = entry["data_offsets"]
+    entry["data_offsets"] = [first, 2 * end - first]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def lie_about_length(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**62) + path.read_bytes()[8:])
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
 def spoil_value(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -70,6 +99,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("GPT7LMHeadModel", "LlamaForCausalLM"),
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
+    "invalid tokenizer": (write("tokenizer.json", "{}"), ("tokenizer.json", "not a valid")),
+    "extra tensor": (add_tensor, ("unexpected tensor model.layers.0.lora.weight",)),
+    "lying offsets": (lie_about_offsets, ("model.safetensors", "model.norm.weight")),
+    "lying length": (lie_about_length, ("model.safetensors", "truncated or corrupt", str(2**62))),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        ("No model.safetensors",),
+    ),
+    "broken template": (write("chat_template.jinja", "{% for %}"), ("chat_template.jinja",)),
+    "broken tokenizer settings": (
+        write("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "not valid JSON"),
+    ),
+    "code of the checkpoint": (
+        lambda folder: edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}),
+        ("auto_map", "requires code from the checkpoint, which is never run"),
+    ),
 }
 
 
@@ -92,6 +138,17 @@ def gone_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (Path(name) / "ray" / "ray_current_cluster").write_text("192.0.2.2:6379")
         monkeypatch.setenv("RAY_TMPDIR", name)
         yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gone_cluster")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_broken_checkpoint_is_named_by_a_server(folder: Path, mistake: str) -> None:
+    spoil, words = MISTAKES[mistake]
+    spoil(folder)
+    done = run_pagedray("serve", str(folder), "--device=cpu", "--grpc-port=0", "--http-port=0")
+    assert (done.code, done.out) == (2, "")
+    assert_one_line(done.err, *words)
 
 
 @pytest.mark.slow
