@@ -177,12 +177,14 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         *,
         pooling: Pooling | None = None,
+        prompt_name: str | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
         """Return the embedding of each prompt, which is a text or its token ids, in order.
 
         `pooling` is the mean of all tokens, the first one (`cls`) or the last; None is the model's
-        own. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
+        own. `prompt_name` names a prompt of the checkpoint, such as `query`, to write before each
+        text. `normalize` scales vectors to length 1. Raises InvalidRequestError for an invalid
         prompt or if the model generates text, and EngineError if the engine fails.
         """
         validator = self._validator
@@ -195,22 +197,32 @@ class LLM:
             part = EmbeddingInput(
                 prompts=tuple(texts[first : first + MAX_PROMPTS]),
                 pooling=pooling,
+                prompt_name=prompt_name,
                 is_normalized=normalize,
             )
             request = _run_apart(validator.validate(part))
             vectors += _submitted(self._embedder, request).result().tolist()
         return vectors
 
-    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+    ) -> list[float]:
         """Return the relevance of each document to its query, in order; higher is more relevant.
 
-        `queries` is one text for all documents, or a list of one per document. Raises
-        InvalidRequestError for an invalid text or if the model is not a cross-encoder, and
-        EngineError if the engine fails.
+        `queries` is one text for all documents, or a list of one per document. `instruction` is
+        what a reranker judges that is asked a question. Raises InvalidRequestError for an invalid
+        text or if the model does not score, and EngineError if the engine fails.
         """
         validator = self._validator
         if not isinstance(validator, ScoreValidator):
-            raise InvalidRequestError("The model is not a cross-encoder, and score() requires one.")
+            raise InvalidRequestError(
+                "The model is not a cross-encoder, and score() requires one, or a reranker with "
+                'task="score".'
+            )
         others = [documents] if isinstance(documents, str) else list(documents)
         firsts = [queries] * len(others) if isinstance(queries, str) else list(queries)
         if len(firsts) != len(others):
@@ -224,6 +236,7 @@ class LLM:
             given = ScoreInput(
                 pairs=tuple(zip(firsts[part], others[part], strict=True)),
                 params=("queries", "documents"),
+                instruction=instruction,
             )
             request = _run_apart(validator.validate(given))
             scores += _submitted(self._embedder, request).result()[:, 0].tolist()

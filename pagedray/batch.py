@@ -134,6 +134,9 @@ class EmbedPlan(msgspec.Struct, frozen=True, array_like=True, tag="embed"):
     pooling: Pooling
     is_normalized: bool
     """Whether vectors are scaled to length 1."""
+    num_first_type: list[int] = []
+    """By text, its tokens of type 0; the others, of the second text of a pair, are of type 1. If
+    empty, all are of type 0."""
 
 
 class EmbedOutput(msgspec.Struct, frozen=True, array_like=True, tag="embedded"):

@@ -34,6 +34,7 @@ __all__ = [
     "RopeConfig",
     "SchedulerConfig",
     "ScoreActivation",
+    "ScoreHeadKind",
     "Task",
     "TensorNames",
 ]
@@ -51,6 +52,7 @@ PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
 ScoreActivation = Literal["sigmoid", "identity"]
+ScoreHeadKind = Literal["roberta", "bert", "linear", "answer"]
 Task = Literal["generate", "embed", "score"]
 
 
@@ -258,6 +260,11 @@ class ModelConfig:
     """What the model is used for; an encoder embeds, or scores if it has a head for it."""
     score_activation: ScoreActivation = "sigmoid"
     """What is applied to scores."""
+    score_head: ScoreHeadKind = "roberta"
+    """How a score comes from hidden states: by the head of a RoBERTa or a BERT, by one linear
+    layer, or by the logits of two tokens that answer a question."""
+    answer_token_ids: tuple[int, int] = (0, 0)
+    """The tokens of the answers no and yes."""
     num_token_types: int = 0
     """Size of an encoder's table of token types; a decoder has none."""
     position_padding_id: int | None = None

@@ -22,12 +22,15 @@ from workers.models.self_attention import attention_spec
 from workers.models.text_positions import text_positions
 from workers.pooling import pooled
 from workers.weights.load_weights import load_weights
+from workers.weights.stored_head import with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attention.abstract import AttentionMetadataBuilder
+    import numpy.typing as npt
+
+    from attention.abstract import AttentionMetadata, AttentionMetadataBuilder
     from pagedray.batch import StepMasks
     from pagedray.config import EngineConfig
     from workers.parallel.group import ParallelGroup
@@ -67,6 +70,9 @@ class EmbeddingWorker(Worker):
     def __init__(
         self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
     ) -> None:
+        if config.model.task == "score":
+            # The answers of a reranker are rows of the head, which its embedding may be, too.
+            config = with_stored_head(config)
         super().__init__(config, group, device)
         kind = Bert if config.model.is_encoder else Decoder
         spec_of = encoder_spec if config.model.is_encoder else attention_spec
@@ -123,10 +129,11 @@ class EmbeddingWorker(Worker):
         padding_id = self._config.model.position_padding_id
         positions = text_positions(flat, lengths, padding_id=padding_id)
         with torch.inference_mode():
-            hidden = self._model.encode_texts(
+            hidden = self._hidden(
                 torch.from_numpy(flat).to(self._device),
                 torch.from_numpy(positions).to(self._device),
                 self._builder.build(batch),
+                _token_types(plan, lengths),
             )
             self._group.progress.enter(Phase.SAMPLING)
             vectors = pooled(
@@ -136,12 +143,34 @@ class EmbeddingWorker(Worker):
                 normalize=plan.is_normalized,
             )
             if self._config.model.task == "score":
-                assert isinstance(self._model, Bert)
                 vectors = self._model.scores(vectors)
         return PendingVectors(step=plan.step, vectors=vectors)
+
+    def _hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        token_types: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self._model is not None
+        if isinstance(self._model, Decoder) or token_types is None:
+            return self._model.encode_texts(token_ids, positions, metadata)
+        return self._model.encode_texts(
+            token_ids, positions, metadata, token_types.to(self._device)
+        )
 
     def close(self) -> None:
         self._model = self._builder = None
         if self._device.type == "cuda":
             release_gpu_memory()
         self._group.close()
+
+
+def _token_types(plan: EmbedPlan, lengths: npt.NDArray[np.int32]) -> torch.Tensor | None:
+    """Return the type of each token, `[num_tokens]` int64; None if all are of type 0."""
+    if not plan.num_first_type:
+        return None
+    pairs = np.stack([plan.num_first_type, lengths - plan.num_first_type], axis=1)
+    types = np.tile(np.array([0, 1], dtype=np.int64), len(lengths))
+    return torch.from_numpy(np.repeat(types, pairs.ravel()))

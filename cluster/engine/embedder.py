@@ -288,7 +288,12 @@ class Embedder(StepLoop):
     def _plan_of(self, batch: _Batch) -> EmbedPlan:
         pooling, is_normalized = batch[0][0].kind
         token_ids = [list(job.request.texts[index]) for job, index in batch]
-        return EmbedPlan(self._next_step, token_ids, pooling, is_normalized)
+        num_first_type = [
+            job.request.num_first_type[index] for job, index in batch if job.request.num_first_type
+        ]
+        return EmbedPlan(
+            self._next_step, token_ids, pooling, is_normalized, num_first_type=num_first_type
+        )
 
     def _run(self, plan: EmbedPlan) -> NDArray[np.float32]:
         """Return the vectors of a plan's texts. Raises WorkerError."""

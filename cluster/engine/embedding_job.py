@@ -29,6 +29,8 @@ class EmbeddingRequest:
     is_normalized: bool = True
     size: int
     """Number of leading elements of each vector to return."""
+    num_first_type: tuple[int, ...] = ()
+    """By pair of texts, its tokens of type 0, as in `EmbedPlan`."""
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share of the engine, relative to other tenants."""

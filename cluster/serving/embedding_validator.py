@@ -10,6 +10,7 @@ from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
 from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
 from cluster.serving.sentence_modules import check_modules, longest_text
+from cluster.serving.sentence_prompts import SentencePrompts
 from pagedray.batch import Pooling
 from pagedray.errors import CheckpointError, InvalidRequestError
 
@@ -44,8 +45,10 @@ class EmbeddingValidator:
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._context = config.max_model_len
+        self._prompts = SentencePrompts({})
         if config.model.task == "embed":
             check_modules(config.model.folder)
+            self._prompts = SentencePrompts.from_folder(config.model.folder)
             self._context = longest_text(config.model.folder, config.max_model_len)
         self._hidden_size = config.model.hidden_size
         # The last token of a decoder is the only one that attends to all others.
@@ -72,10 +75,12 @@ class EmbeddingValidator:
                 f"input must have 1 to {MAX_PROMPTS} texts, not {len(given.prompts)}.",
                 param="input",
             )
+        before = self._prompts.prompt(given.prompt_name)
         is_long = are_long(given.prompts)
         texts: list[tuple[int, ...]] = []
         for prompt in given.prompts:
-            texts.append(await self._read(prompt, given.tenant, is_long=is_long))
+            text = _with_prompt(before, prompt, given.prompt_name)
+            texts.append(await self._read(text, given.tenant, is_long=is_long))
             # Let other calls run between the texts of a long list.
             await asyncio.sleep(0)
         return EmbeddingRequest(
@@ -101,6 +106,19 @@ class EmbeddingValidator:
         return token_ids
 
 
+def _with_prompt(
+    before: str, prompt: str | tuple[int, ...], name: str | None
+) -> str | tuple[int, ...]:
+    """Return a text behind a prompt; token ids are complete, so that none can be named for them."""
+    if isinstance(prompt, str):
+        return before + prompt
+    if name is not None:
+        raise InvalidRequestError(
+            "prompt_name cannot be used with token ids; send texts.", param="prompt_name"
+        )
+    return prompt
+
+
 def _read_pooling(folder: Path, default: Pooling) -> Pooling:
     """Return the pooling of a sentence-transformers checkpoint; `default` if it has no setting."""
     path = folder / "1_Pooling" / "config.json"
@@ -109,6 +127,8 @@ def _read_pooling(folder: Path, default: Pooling) -> Pooling:
     try:
         # Any: JSON written by another program.
         settings: Any = json.loads(path.read_text(encoding="utf-8"))
+        if settings.get("include_prompt", True) is not True:
+            raise CheckpointError(f"{path}: include_prompt must be true.")
         chosen = [
             key for key, value in settings.items() if key.startswith("pooling_mode_") and value
         ]

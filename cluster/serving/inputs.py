@@ -138,6 +138,8 @@ class EmbeddingInput:
     pooling: Pooling | None = None
     """None is the pooling of the checkpoint."""
     is_normalized: bool = True
+    prompt_name: str | None = None
+    """The prompt that is written before texts; None is the checkpoint's default."""
     dimensions: int | None = None
     """Length to which each vector is truncated; None keeps all of it."""
     model: str | None = None
@@ -159,6 +161,8 @@ class ScoreInput:
     pairs: tuple[tuple[str, str], ...]
     params: tuple[str, str]
     """The client's names for the texts of a pair."""
+    instruction: str | None = None
+    """What a reranker that is asked a question judges; None is its default."""
     model: str | None = None
     deadline_s: float | None = None
     """On the monotonic clock."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.inputs import ChatPrompt, Prompt
+from cluster.serving.rerank_prompt import rerank_prompt
+from cluster.serving.text.literal_tokens import MarkedText
 from pagedray.errors import ContextLengthError, InvalidRequestError
 from pagedray.request import check_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from cluster.serving.text.literal_tokens import MarkedText
     from cluster.serving.text.text_pool import TextPool
     from cluster.serving.text.thread_pauses import ThreadPauses
     from cluster.serving.text.tokenizer import Tokenizer
@@ -87,21 +88,56 @@ class PromptReader:
 
     async def read_pair(
         self, pair: tuple[str, str], *, is_long: bool, tenant: str, params: tuple[str, str]
-    ) -> tuple[int, ...]:
-        """Return the token ids of a pair of texts; the caller checks how many there are.
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the token ids of a pair of texts, and how many of them are of type 0.
 
-        `is_long` is `are_long` of all texts of the call. Raises what `read_prompt` does, with the
-        name of the text.
+        The caller checks how many there are. `is_long` is `are_long` of all texts of the call.
+        Raises what `read_prompt` does, with the name of the text.
         """
+        self._check_pair(pair, params)
+        encode = functools.partial(self._tokenizer.encode_pair, *pair)
+        pool = self._text_pool if is_long else None
+        token_ids, num_first_type = (
+            encode() if pool is None else await pool.encode_in_thread(tenant, encode)
+        )
+        if self._has_unknown_tokens:
+            self._check_known(token_ids, params[1])
+        return tuple(token_ids), num_first_type
+
+    async def read_question(
+        self,
+        pair: tuple[str, str],
+        instruction: str,
+        *,
+        is_long: bool,
+        tenant: str,
+        params: tuple[str, str],
+    ) -> tuple[int, ...]:
+        """Return the token ids of the question whether a document meets a query.
+
+        Otherwise as `read_pair`. Special tokens in the texts are ordinary text, unless those of
+        messages are parsed.
+        """
+        self._check_pair(pair, params)
+        check_unicode(instruction, "instruction")
+        texts: Sequence[str] = (*pair, instruction)
+        originals: Mapping[str, str] = {}
+        if self._marks_special_tokens:
+            texts, originals = self._tokenizer.mark_texts(texts)
+        text = rerank_prompt(*texts)
+        return await self._encode(
+            text,
+            params[1],
+            add_special_tokens=False,
+            is_long=is_long,
+            tenant=tenant,
+            marked=MarkedText(text, originals) if originals else None,
+        )
+
+    def _check_pair(self, pair: tuple[str, str], params: tuple[str, str]) -> None:
         for text, param in zip(pair, params, strict=True):
             check_unicode(text, param)
             self._check_length(text, param)
-        encode = functools.partial(self._tokenizer.encode_pair, *pair)
-        pool = self._text_pool if is_long else None
-        token_ids = encode() if pool is None else await pool.encode_in_thread(tenant, encode)
-        if self._has_unknown_tokens:
-            self._check_known(token_ids, params[1])
-        return tuple(token_ids)
 
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.serving.model_name import check_model_name
 from cluster.serving.prompt_reader import PromptReader, are_long, warn_of_unknown_tokens
+from cluster.serving.rerank_prompt import DEFAULT_INSTRUCTION
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -21,10 +22,11 @@ __all__ = ["MAX_PAIRS", "ScoreValidator"]
 
 MAX_PAIRS = 2048
 """Pairs of one call."""
+_MAX_INSTRUCTION = 4096
 
 
 class ScoreValidator:
-    """Checks pairs of texts against the limits of one cross-encoder and tokenizes them."""
+    """Checks pairs of texts against the limits of one model that scores, and tokenizes them."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, *, text_pool: TextPool | None = None
@@ -34,6 +36,9 @@ class ScoreValidator:
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
         self._model_name = config.model.name
         self._context = config.max_model_len
+        self._is_decoder = not config.model.is_encoder
+        self._answers = config.model.score_head == "answer"
+        self._num_types = config.model.num_token_types
 
     async def validate(self, given: ScoreInput) -> EmbeddingRequest:
         """Return the request, whose vectors are the scores. Raises RequestError."""
@@ -43,12 +48,20 @@ class ScoreValidator:
             raise InvalidRequestError(
                 f"{name} must have 1 to {MAX_PAIRS} texts, not {len(given.pairs)}.", param=name
             )
+        instruction = self._instruction(given)
         is_long = are_long(chain.from_iterable(given.pairs))
         texts: list[tuple[int, ...]] = []
+        num_first_type: list[int] = []
         for pair in given.pairs:
-            token_ids = await self._reader.read_pair(
-                pair, is_long=is_long, tenant=given.tenant, params=given.params
-            )
+            if self._answers:
+                token_ids = await self._reader.read_question(
+                    pair, instruction, is_long=is_long, tenant=given.tenant, params=given.params
+                )
+            else:
+                token_ids, num_first = await self._reader.read_pair(
+                    pair, is_long=is_long, tenant=given.tenant, params=given.params
+                )
+                num_first_type.append(num_first)
             if len(token_ids) > self._context:
                 raise InvalidRequestError(
                     f"{given.params[0]} and an entry of {name} may have at most {self._context} "
@@ -60,9 +73,29 @@ class ScoreValidator:
             await asyncio.sleep(0)
         return EmbeddingRequest(
             texts=tuple(texts),
-            pooling="cls",
+            # The last token of a decoder is the only one that attends to all others.
+            pooling="last" if self._is_decoder else "cls",
             is_normalized=False,
             size=1,
+            # A RoBERTa has one type only, and decoders have none.
+            num_first_type=tuple(num_first_type) if self._num_types > 1 else (),
             tenant=given.tenant,
             deadline_s=given.deadline_s,
         )
+
+    def _instruction(self, given: ScoreInput) -> str:
+        if given.instruction is None:
+            return DEFAULT_INSTRUCTION
+        if not self._answers:
+            raise InvalidRequestError(
+                "instruction is only for rerankers that are asked a question, as Qwen3-Reranker; "
+                f"{self._model_name} scores texts without one.",
+                param="instruction",
+            )
+        if not 1 <= len(given.instruction) <= _MAX_INSTRUCTION:
+            raise InvalidRequestError(
+                f"instruction must have 1 to {_MAX_INSTRUCTION} characters, not "
+                f"{len(given.instruction)}.",
+                param="instruction",
+            )
+        return given.instruction

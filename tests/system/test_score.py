@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA, ServerProcess
-from tests.workers.models.encoder_reference import VOCAB_SIZE, save_xlm_roberta
+from tests.workers.models.encoder_reference import VOCAB_SIZE, save_bert, save_xlm_roberta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,29 @@ def expected(folder: Path, *, has_sigmoid: bool = True) -> list[float]:
             logit = model(torch.tensor([tokenizer.encode(QUERY, document).ids])).logits[0, 0]
             scores.append(float(logit.sigmoid() if has_sigmoid else logit))
     return scores
+
+
+def test_bert_scores_pairs_with_their_token_types(tmp_path: Path) -> None:
+    save_bert(tmp_path, is_cross_encoder=True)
+    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("w2", 2), ("w1", 1))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    # Any: the library's types are inconsistent here.
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    scores, of_one_type = [], []
+    for document in DOCUMENTS:
+        pair = tokenizer.encode(QUERY, document)
+        ids, types = torch.tensor([pair.ids]), torch.tensor([pair.type_ids])
+        with torch.inference_mode():
+            scores.append(float(model(ids, token_type_ids=types).logits.sigmoid()))
+            of_one_type.append(float(model(ids).logits.sigmoid()))
+    assert scores != pytest.approx(of_one_type, abs=1e-3)
+    with opened(tmp_path, executor="local") as llm:
+        assert llm.score(QUERY, DOCUMENTS) == pytest.approx(scores, abs=1e-5)
+        # Sixteen texts that one step scores.
+        assert llm.score(QUERY, DOCUMENTS * 4) == pytest.approx(scores * 4, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +167,7 @@ def test_pairs_are_scored_in_order(client: httpx.Client, folder: Path, path: str
         ("/rerank", {"query": "w1", "documents": [{"text": "w1", "x": 1}]}, "documents.0"),
         ("/rerank", {"query": "w1", "documents": ["w1"] * 2049}, "documents"),
         ("/rerank", {"query": "w1", "documents": ["w1"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "w1", "documents": ["w1"], "instruction": "w2"}, "instruction"),
         ("/rerank", {"query": "w1", "documents": ["w1"], "rank_fields": ["x"]}, "rank_fields"),
         ("/rerank", {"query": "w1 " * 60, "documents": ["w1"]}, "documents"),
         ("/score", {"text_1": ["w1", "w2"], "text_2": ["w1"]}, "text_1"),

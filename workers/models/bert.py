@@ -73,7 +73,7 @@ class Bert(CompositeLayer):
             dtype=dtype,
             device=device,
         )
-        self._token_type = _FirstTokenType(config, dtype=dtype, device=device)
+        self._token_types = _TokenTypes(config, dtype=dtype, device=device)
         self._norm = _norm(f"{prefix}.embeddings.LayerNorm", config, dtype, device)
         self._layers = [
             _BertLayer(config, index, group, backend=backend, dtype=dtype, device=device)
@@ -85,13 +85,17 @@ class Bert(CompositeLayer):
         self._no_cache = torch.empty(0, dtype=dtype, device=device)
 
     def encode_texts(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the hidden states of all tokens, `[num_tokens, hidden_size]`.
 
-        `token_ids` and `positions` are `[num_tokens]` int64. All tokens have token type 0.
+        The others are `[num_tokens]` int64. Without `token_types` all are of type 0.
         """
-        words = self._words(token_ids).add_(self._token_type.row)
+        words = self._words(token_ids).add_(self._token_types(token_types))
         hidden = self._norm(words, self._positions(positions))
         for index, layer in enumerate(self._layers):
             self._progress.enter(Phase.LAYER, index)
@@ -109,27 +113,32 @@ class Bert(CompositeLayer):
     def sublayers(self) -> Iterator[Layer]:
         yield self._words
         yield self._positions
-        yield self._token_type
+        yield self._token_types
         yield self._norm
         yield from self._layers
         if self._head is not None:
             yield self._head
 
 
-class _FirstTokenType(Layer):
-    """The embedding of token type 0."""
+class _TokenTypes(Layer):
+    """The embeddings of token types 0 and 1, if the model has both."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._name = f"{config.names.encoder}.embeddings.token_type_embeddings.weight"
         self._shape = (config.num_token_types, config.hidden_size)
-        self.row = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
+        num_rows = min(config.num_token_types, 2)
+        self._rows = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+
+    def __call__(self, token_types: torch.Tensor | None) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`, or `[1, hidden_size]` for all tokens."""
+        return self._rows[:1] if token_types is None else self._rows[token_types]
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield WeightShard(
             name=self._name,
             shape=self._shape,
-            part=(slice(0, 1), slice(None)),
-            target=self.row,
+            part=(slice(0, len(self._rows)), slice(None)),
+            target=self._rows,
         )
 
 

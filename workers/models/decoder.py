@@ -15,6 +15,7 @@ from workers.layers.weight import CompositeLayer
 from workers.models.decoder_layer import decoder_layer_class, summed_by_norm
 from workers.models.norm_factory import make_norm
 from workers.models.rotations import LayerRotations
+from workers.models.score_head import ScoreHead
 from workers.models.step_attention import CachedAttention
 from workers.parallel.group import SoloGroup
 
@@ -80,6 +81,9 @@ class Decoder(CompositeLayer):
             sums_over=summed_by_norm(config, group),
         )
         self._head = None
+        self._score_head = None
+        if config.task == "score":
+            self._score_head = ScoreHead(config, dtype=dtype, device=device)
         if not config.pools:
             self._head = ParallelHead(
                 "lm_head.weight",
@@ -117,6 +121,14 @@ class Decoder(CompositeLayer):
         """
         no_cache = torch.empty(0, dtype=self.dtype, device=self.device)
         return self.forward(token_ids, positions, CachedAttention(no_cache, metadata), None)
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the scores of texts, `[num_texts, 1]` float32, from their last hidden states.
+
+        `vectors` is `[num_texts, hidden_size]`. Only for a model that scores.
+        """
+        assert self._score_head is not None
+        return self._score_head(vectors.to(self.dtype))
 
     def run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
@@ -161,3 +173,5 @@ class Decoder(CompositeLayer):
         yield self._norm
         if self._head is not None:
             yield self._head
+        if self._score_head is not None:
+            yield self._score_head

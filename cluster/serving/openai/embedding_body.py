@@ -33,11 +33,19 @@ class EmbeddingBody(Body):
         "float", description="`base64` encodes little-endian 32-bit floats."
     )
     dimensions: int | None = bounds(1)
+    prompt_name: str | None = Field(
+        None, description="The name of a prompt of the model, which is written before texts."
+    )
 
     def to_input(self) -> Steps[EmbeddingInput]:
         """Return the input of the call. Raises InvalidRequestError."""
         prompts = yield from _prompts_of(self.input)
-        return EmbeddingInput(prompts=prompts, dimensions=self.dimensions, model=self.model)
+        return EmbeddingInput(
+            prompts=prompts,
+            prompt_name=self.prompt_name,
+            dimensions=self.dimensions,
+            model=self.model,
+        )
 
 
 def _prompts_of(given: object) -> Steps[tuple[str | tuple[int, ...], ...]]:

@@ -34,6 +34,13 @@ _DOCUMENT: dict[str, JsonValue] = {
 _DEFAULTS: Defaults = {"priority": (0,), "truncate_prompt_tokens": ()}
 
 
+def _instruction() -> Any:  # Any: as pydantic declares a field
+    return Field(
+        None,
+        description="What is judged, for rerankers that are asked a question: Qwen3-Reranker.",
+    )
+
+
 class RerankBody(Body):
     """Documents to sort by their relevance to a query."""
 
@@ -47,6 +54,7 @@ class RerankBody(Body):
         json_schema_extra={**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}},
     )
     top_n: int | None = bounds(1)
+    instruction: str | None = _instruction()
     return_documents: bool = Field(True, description="Whether results hold the documents.")
     user: str | None = Field(
         None, description="An identifier of the end user; accepted and ignored."
@@ -68,6 +76,7 @@ class RerankBody(Body):
         return ScoreInput(
             pairs=tuple((query, text) for text in texts),
             params=("query", "documents"),
+            instruction=self.instruction,
             model=self.model,
         )
 
@@ -80,6 +89,7 @@ class ScoreBody(Body):
     model: str
     text_1: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: a string or a list
     text_2: Any = Field(json_schema_extra={"anyOf": [_TEXT, _TEXTS]})  # Any: likewise
+    instruction: str | None = _instruction()
     user: str | None = Field(
         None, description="An identifier of the end user; accepted and ignored."
     )
@@ -99,6 +109,7 @@ class ScoreBody(Body):
         return ScoreInput(
             pairs=tuple(zip(first, second, strict=True)),
             params=("text_1", "text_2"),
+            instruction=self.instruction,
             model=self.model,
         )
 

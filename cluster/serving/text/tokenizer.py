@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Self
 
 import tokenizers
 
+from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.configured_tokens import (
     add_configured_tokens,
     special_tokens_of,
 )
-from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.converted_tokenizer import converted_tokenizer, convertible_file
+from cluster.serving.text.library_panics import panics_as_errors
 from cluster.serving.text.literal_tokens import LiteralTokens, MarkedText
 from cluster.serving.text.template_files import ChatTemplates
 from cluster.serving.text.token_bytes import TokenBytes
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from cluster.serving.text.chat_template import ChatMessage
     from cluster.serving.text.thread_pauses import ThreadPauses
 
 __all__ = ["Tokenizer", "read_tokenizer"]
@@ -109,12 +109,24 @@ class Tokenizer:
         return encodings[0].ids
 
     @panics_as_errors()
-    def encode_pair(self, first: str, second: str) -> list[int]:
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of a pair of texts, with the special tokens that separate them.
 
-        The interpreter's lock is not held.
+        Also returns how many of them, from the first on, are of type 0. The interpreter's lock is
+        not held.
         """
-        return self._tokenizer.encode_batch_fast([(first, second)])[0].ids
+        encoding = self._tokenizer.encode_batch_fast([(first, second)])[0]
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else len(types)
+
+    @panics_as_errors()
+    def mark_texts(self, texts: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+        """Return texts with marks for their special tokens, and what each mark stands for."""
+        if self._literals is None:
+            self._literals = LiteralTokens(self._tokenizer)
+        messages = [ChatMessage(role="user", content=text) for text in texts]
+        marked = self._literals.mark(messages, (), {})
+        return [message.content for message in marked.messages], marked.originals
 
     @panics_as_errors()
     def encode_marked(self, marked: MarkedText) -> list[int]:
@@ -206,6 +218,13 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
     Raises CheckpointError.
     """
+    tokenizer = _read(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         other = convertible_file(folder)
@@ -215,13 +234,10 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             return converted_tokenizer(other)
     try:
         with panics_as_errors():
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            return tokenizers.Tokenizer.from_file(str(path))
     # The library raises no more specific error.
     except Exception as error:
         raise CheckpointError(f"{path} is not a valid tokenizer: {_one_line(error)}.") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _read_settings(path: Path) -> dict[str, object]:

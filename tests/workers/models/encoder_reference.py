@@ -11,6 +11,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
     PreTrainedModel,
     XLMRobertaConfig,
@@ -46,9 +47,10 @@ TEXTS = [
 ]
 
 
-def save_bert(folder: Path) -> None:
+def save_bert(folder: Path, *, is_cross_encoder: bool = False) -> None:
     """Save a random BERT."""
     config = BertConfig(
+        id2label={0: "relevance"},
         vocab_size=VOCAB_SIZE,
         hidden_size=48,
         intermediate_size=84,
@@ -57,7 +59,7 @@ def save_bert(folder: Path) -> None:
         max_position_embeddings=40,
         type_vocab_size=2,
     )
-    _save(BertModel(config), folder)
+    _save((BertForSequenceClassification if is_cross_encoder else BertModel)(config), folder)
 
 
 def save_xlm_roberta(folder: Path, *, is_cross_encoder: bool = False) -> None:

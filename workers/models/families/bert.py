@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 
 from pagedray.config import ModelConfig, TensorNames
 from workers.models.config_json.family import MAX_POSITIONS, Family, model_dtype
+from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 
 if TYPE_CHECKING:
-    from pagedray.config import ScoreActivation
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["BERT", "ROBERTA"]
 
 _MAX_SIZE = 2**20
 _MAX_VOCAB = 2**24
-_WITH_HEAD = "ForSequenceClassification"
-_ACTIVATIONS: dict[str, ScoreActivation] = {
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.linear.Identity": "identity",
-}
 
 
 def _read_bert(file: ConfigFile) -> ModelConfig:
-    return _read(file, BERT.architecture)
+    """Read an encoder, or a cross-encoder, whose head gives a pair of texts one score."""
+    config = _read(file, BERT.architecture)
+    if not has_score_head(file):
+        return config
+    config = replace(config, names=TensorNames(encoder="bert"), score_head="bert")
+    return with_score(config, file)
 
 
 def _read_roberta(file: ConfigFile) -> ModelConfig:
@@ -43,21 +43,7 @@ def _read_roberta(file: ConfigFile) -> ModelConfig:
         max_positions=config.max_positions - padding_id - 1,
         position_padding_id=padding_id,
     )
-    if not any(word.endswith(_WITH_HEAD) for word in file.words("architectures")):
-        return config
-    labels = file.section("id2label")
-    labels.note_read(*labels.given_keys())
-    if len(labels.given_keys()) != 1:
-        raise file.refusal("id2label", "must have one entry: the head must give one score")
-    return replace(config, task="score", score_activation=_score_activation(file))
-
-
-def _score_activation(file: ConfigFile) -> ScoreActivation:
-    """Return what sentence-transformers applies to a score, by its new key or its old one."""
-    key, section = "activation_fn", file.section("sentence_transformers")
-    if key not in section:
-        key, section = "sbert_ce_default_activation_function", file
-    return _ACTIVATIONS[section.choice(key, _ACTIVATIONS, next(iter(_ACTIVATIONS)))]
+    return with_score(config, file) if has_score_head(file) else config
 
 
 def _read(file: ConfigFile, architecture: str) -> ModelConfig:
@@ -98,10 +84,15 @@ def _read(file: ConfigFile, architecture: str) -> ModelConfig:
     )
 
 
-BERT = Family(architecture="BertModel", model_types=("bert",), read=_read_bert)
+BERT = Family(
+    architecture="BertModel",
+    model_types=("bert",),
+    read=_read_bert,
+    aliases=(f"Bert{SCORE_SUFFIX}",),
+)
 ROBERTA = Family(
     architecture="RobertaModel",
     model_types=("roberta", "xlm-roberta"),
     read=_read_roberta,
-    aliases=("XLMRobertaModel", f"Roberta{_WITH_HEAD}", f"XLMRoberta{_WITH_HEAD}"),
+    aliases=("XLMRobertaModel", f"Roberta{SCORE_SUFFIX}", f"XLMRoberta{SCORE_SUFFIX}"),
 )

@@ -1,4 +1,7 @@
-"""Qwen3: QK norm, and a head size of its own; optional sliding windows on later layers."""
+"""Qwen3: QK norm, and a head size of its own; optional sliding windows on later layers.
+
+Qwen3-Reranker is a Qwen3 that answers yes or no; converted ones have a head with one score.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from workers.models.config_json.family import Family, base_config
 from workers.models.config_json.rope_section import with_rope
+from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 from workers.models.config_json.sliding_windows import qwen_windows
 
 if TYPE_CHECKING:
@@ -19,13 +23,22 @@ __all__ = ["QWEN3"]
 def _read(file: ConfigFile) -> ModelConfig:
     has_attention_bias = file.flag("attention_bias", False)
     config = base_config(file, QWEN3.architecture, default_num_kv_heads=32, default_head_size=128)
-    return replace(
+    config = replace(
         with_rope(config, file),
         has_qk_norm=True,
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         sliding_windows=qwen_windows(file, config.num_layers),
     )
+    if not has_score_head(file):
+        return replace(config, score_head="answer")
+    file.note_read("sentence_transformers", "sbert_ce_default_activation_function")
+    return with_score(replace(config, score_head="linear"), file)
 
 
-QWEN3 = Family(architecture="Qwen3ForCausalLM", model_types=("qwen3",), read=_read)
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_types=("qwen3",),
+    read=_read,
+    aliases=(f"Qwen3{SCORE_SUFFIX}",),
+)

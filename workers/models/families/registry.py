@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
+from workers.models.config_json.answers import with_answers
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.families.bert import BERT, ROBERTA
@@ -100,12 +101,13 @@ def read_model_config(
         raise StartupError(
             f"The model {config.name} cannot {task}; its task can be {' or '.join(tasks)}."
         )
-    return replace(
+    config = replace(
         config,
         dtype=dtype or config.dtype,
         task=task or tasks[0],
         eos_token_ids=_with_generation_eos(config),
     )
+    return with_answers(config) if config.task == "score" else config
 
 
 def check_parallel(model: ModelConfig, num_ranks: int) -> None:
@@ -135,13 +137,15 @@ def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
 
 def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
     """Return what a model can be used for, the usual task first."""
-    if config.is_encoder:
+    if config.is_encoder or config.task == "score":
         return (config.task,)
     if any(map(_has_no_head, file.words("architectures"))):
         return ("embed",)
     # Sentence-transformers marks a checkpoint that was made to embed.
-    is_of_sentences = (config.folder / "modules.json").is_file()
-    return ("embed", "generate") if is_of_sentences else ("generate", "embed")
+    tasks: tuple[Task, ...] = ("generate", "embed")
+    if (config.folder / "modules.json").is_file():
+        tasks = ("embed", "generate")
+    return (*tasks, "score") if config.score_head == "answer" else tasks
 
 
 def _has_no_head(architecture: str) -> bool:

@@ -389,6 +389,7 @@ def test_a_model_that_can_be_sharded_is_accepted(
 
 def test_the_families_are_these() -> None:
     assert sorted(supported_architectures()) == [
+        "BertForSequenceClassification",
         "BertModel",
         "BloomForCausalLM",
         "Cohere2ForCausalLM",
@@ -414,6 +415,7 @@ def test_the_families_are_these() -> None:
         "Qwen2ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
+        "Qwen3ForSequenceClassification",
         "Qwen3VLForConditionalGeneration",
         "RobertaForSequenceClassification",
         "RobertaModel",
