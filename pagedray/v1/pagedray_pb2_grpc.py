@@ -64,6 +64,11 @@ class GenerationServiceStub:
                 request_serializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/pagedray.v1.GenerationService/Score',
+                request_serializer=pagedray_dot_v1_dot_pagedray__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagedray.v1.GenerationService/Tokenize',
                 request_serializer=pagedray_dot_v1_dot_pagedray__pb2.TokenizeRequest.SerializeToString,
@@ -138,6 +143,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Returns the relevance of documents to a query. Only servers of cross-encoders and rerankers
+        support it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Returns the token ids of a text or a conversation, without generating anything.
         """
@@ -197,6 +210,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.FromString,
                     response_serializer=pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pagedray_dot_v1_dot_pagedray__pb2.ScoreRequest.FromString,
+                    response_serializer=pagedray_dot_v1_dot_pagedray__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -325,6 +343,33 @@ class GenerationService:
             '/pagedray.v1.GenerationService/Embed',
             pagedray_dot_v1_dot_pagedray__pb2.EmbedRequest.SerializeToString,
             pagedray_dot_v1_dot_pagedray__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedray.v1.GenerationService/Score',
+            pagedray_dot_v1_dot_pagedray__pb2.ScoreRequest.SerializeToString,
+            pagedray_dot_v1_dot_pagedray__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,7 @@ _BY_METHOD: dict[str, tuple[Message, ...]] = {
             normalize=False,
         ),
     ),
+    "Score": (pb.ScoreRequest(query="x", documents=["y", "z"], instruction="i"),),
     "Tokenize": (
         pb.TokenizeRequest(text=_TEXT, add_special_tokens=False),
         pb.TokenizeRequest(conversation=pb.Conversation(messages=_TURNS, tools=[_TOOL])),

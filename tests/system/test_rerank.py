@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
+from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 
 if TYPE_CHECKING:
@@ -149,12 +151,37 @@ def test_model_without_answers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[httpx.Client]:
-    with (
-        ServerProcess(("--executor=local", "--task=score"), folder) as process,
-        httpx.Client(base_url=process.url, timeout=30.0) as client,
-    ):
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(("--executor=local", "--task=score"), folder) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30.0) as client:
         yield client
+
+
+def test_grpc_scores_documents(server: ServerProcess, folder: Path) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        request = pagedray_pb2.ScoreRequest(query=QUERY, documents=DOCUMENTS)
+        answer = stub.Score(request, timeout=60.0)
+        assert list(answer.scores) == pytest.approx(card_scores(folder, QUERY), abs=1e-5)
+        assert answer.num_prompt_tokens > 0
+        request.instruction = INSTRUCTION
+        scores = stub.Score(request, timeout=60.0).scores
+        assert list(scores) == pytest.approx(card_scores(folder, QUERY, INSTRUCTION), abs=1e-5)
+        for broken in (
+            pagedray_pb2.ScoreRequest(documents=["x"]),
+            pagedray_pb2.ScoreRequest(query="x"),
+            pagedray_pb2.ScoreRequest(query="x", documents=[""]),
+            pagedray_pb2.ScoreRequest(query="x", documents=["y"] * 3000),
+            pagedray_pb2.ScoreRequest(query="x", documents=["y"], instruction=""),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Score(broken, timeout=60.0)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_server_ranks_documents_by_an_instruction(client: httpx.Client, folder: Path) -> None:

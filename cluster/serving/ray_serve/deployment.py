@@ -94,6 +94,11 @@ class PagedRay(ServedReplica):
     ) -> Message:
         return await self._grpc.unary("Embed", request, grpc_context)
 
+    async def Score(  # noqa: N802
+        self, request: Incoming, grpc_context: RayServegRPCContext
+    ) -> Message:
+        return await self._grpc.unary("Score", request, grpc_context)
+
     async def Tokenize(  # noqa: N802
         self, request: Incoming, grpc_context: RayServegRPCContext
     ) -> Message:
@@ -172,6 +177,29 @@ class PagedRay(ServedReplica):
         """Return the embeddings of texts. Raises RequestError or EngineError."""
         return await self._handle.embed(
             prompts, dimensions=dimensions, model=model, timeout_s=timeout_s, key=key
+        )
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        key: str | None = None,
+    ) -> EmbeddingOutput:
+        """Return the relevance of documents to a query, as vectors of one number.
+
+        Raises RequestError or EngineError.
+        """
+        return await self._handle.score(
+            query,
+            documents,
+            instruction=instruction,
+            model=model,
+            timeout_s=timeout_s,
+            key=key,
         )
 
     async def abort(self, request_ids: Sequence[str], *, key: str | None = None) -> None:

@@ -18,6 +18,7 @@ from cluster.serving.inputs import (
     ChatPrompt,
     EmbeddingInput,
     GenerationInput,
+    ScoreInput,
 )
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
@@ -104,6 +105,29 @@ class ServeHandle:
             )
         return await self._servicer.embed(given)
 
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None,
+        model: str | None,
+        timeout_s: float | None,
+        key: str | None,
+    ) -> EmbeddingOutput:
+        """Return the scores of documents as vectors of one number."""
+        with self._servicer.metrics.counting_refusals("ray"):
+            given = ScoreInput(
+                pairs=_read_pairs(query, documents),
+                params=("query", "documents"),
+                instruction=instruction,
+                model=model,
+                deadline_s=_read_deadline(timeout_s),
+                tenant=self._tenant(key).name,
+                origin=_ORIGIN,
+            )
+        return await self._servicer.score(given)
+
     def loads(self, key: str | None) -> ServerLoads:
         """Return the load, with the calls that the key's tenant may see."""
         with self._servicer.metrics.counting_refusals("ray"):
@@ -182,3 +206,15 @@ def _read_deadline(timeout_s: float | None) -> float | None:
             param="timeout_s",
         )
     return time.monotonic() + timeout_s
+
+
+def _read_pairs(query: object, documents: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(query, str) or not query:
+        raise InvalidRequestError("query must be a string that is not empty.", param="query")
+    if not isinstance(documents, list | tuple) or not all(
+        isinstance(document, str) and document for document in documents
+    ):
+        raise InvalidRequestError(
+            "documents must be a list of strings that are not empty.", param="documents"
+        )
+    return tuple((query, document) for document in documents)

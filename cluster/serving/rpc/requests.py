@@ -16,10 +16,12 @@ from cluster.serving.inputs import (
     EmbeddingInput,
     GenerationInput,
     Prompt,
+    ScoreInput,
     TokenizeInput,
 )
 from cluster.serving.rpc.field_count import check_fields, unknown_field
 from cluster.serving.rpc.message_limit import check_message_size
+from cluster.serving.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_ALLOWED, MAX_LOGIT_BIAS, MAX_STOP, Structure
 from pagedray.v1 import pagedray_pb2 as pb
@@ -41,6 +43,7 @@ __all__ = [
     "parse",
     "read_embedding",
     "read_generation",
+    "read_score",
     "tokenize_input",
 ]
 
@@ -118,7 +121,25 @@ def read_embedding(message: pb.EmbedRequest, call: RpcCall, tenant: Tenant) -> E
         prompts=tuple(_read_prompt(prompt) for prompt in message.prompts),
         pooling=_POOLINGS[message.pooling],
         is_normalized=_or_true(message, "normalize"),
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
+        model=message.model or None,
+        deadline_s=_deadline_s(message, call),
+        tenant=tenant.name,
+        origin=call.origin,
+    )
+
+
+def read_score(message: pb.ScoreRequest, call: RpcCall, tenant: Tenant) -> ScoreInput:
+    """Return the input of a Score request. Raises InvalidRequestError."""
+    check_size("documents", len(message.documents), MAX_PAIRS)
+    for name, texts in (("query", (message.query,)), ("documents", message.documents)):
+        if not all(texts):
+            raise InvalidRequestError(f"{name} must not have an empty text.", param=name)
+    return ScoreInput(
+        pairs=tuple((message.query, document) for document in message.documents),
+        params=("query", "documents"),
+        instruction=message.instruction if message.HasField("instruction") else None,
         model=message.model or None,
         deadline_s=_deadline_s(message, call),
         tenant=tenant.name,
@@ -188,7 +209,7 @@ def _refuse_unknown_field(message: Message) -> None:
 
 
 def _deadline_s(
-    message: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest, call: RpcCall
+    message: pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.ScoreRequest, call: RpcCall
 ) -> float | None:
     limits_s = [] if call.remaining_s is None else [call.remaining_s]
     if message.HasField("timeout"):

@@ -42,6 +42,7 @@ OPERATIONS: dict[str, Operation] = {
     "Generate": "text_completion",
     "Chat": "chat",
     "Embed": "embeddings",
+    "Score": "score",
 }
 """The methods that use the engine, and their operations."""
 COUNTED = frozenset((*OPERATIONS, "Tokenize", "Detokenize"))
@@ -134,6 +135,16 @@ class GrpcService:
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=vector) for vector in output.vectors],
             num_prompt_tokens=output.num_prompt_tokens,
+        )
+
+    async def score(self, message: pb.ScoreRequest, call: RpcCall) -> pb.ScoreResponse:
+        """Return the relevance of documents to a query."""
+        tenant = self._tenant(call)
+        with self._servicer.metrics.counting_refusals(call.frontend):
+            given = grpc_requests.read_score(message, call, tenant)
+        output = await self._servicer.score(given, call.entered)
+        return pb.ScoreResponse(
+            scores=output.vectors[:, 0].tolist(), num_prompt_tokens=output.num_prompt_tokens
         )
 
     async def tokenize(self, message: pb.TokenizeRequest, call: RpcCall) -> pb.TokenizeResponse:

@@ -11,7 +11,7 @@ from cluster.serving.intake.limits import LARGEST
 from cluster.serving.intake.steps import finish
 from cluster.serving.rpc.call import RpcCall
 from cluster.serving.rpc.chat import Chat, read_tokenize
-from cluster.serving.rpc.requests import parse, read_embedding, read_generation
+from cluster.serving.rpc.requests import parse, read_embedding, read_generation, read_score
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
@@ -21,7 +21,7 @@ from tests.load.request_bodies import protobuf_bodies
 if TYPE_CHECKING:
     from cluster.serving.inputs import GenerationInput
 
-_METHODS = ("Generate", "Chat", "Embed", "Tokenize")
+_METHODS = ("Generate", "Chat", "Embed", "Score", "Tokenize")
 Incoming = TypeVar("Incoming", bound=Message)
 _TENANT = Tenant(name="ann")
 _CALL = RpcCall()
@@ -53,6 +53,8 @@ def _read(method: str, body: bytes) -> None:
         _check(finish(given))
     elif method == "Embed":
         read_embedding(_parsed(pb.EmbedRequest, body), _CALL, _TENANT)
+    elif method == "Score":
+        read_score(_parsed(pb.ScoreRequest, body), _CALL, _TENANT)
     else:
         finish(read_tokenize(_parsed(pb.TokenizeRequest, body), _TENANT, LARGEST))
 
