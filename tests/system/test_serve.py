@@ -7,7 +7,7 @@ import ipaddress
 import json
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
@@ -101,6 +101,34 @@ def test_prompts_are_described_over_grpc_as_by_transformers(server: ServerProces
     assert not any(one.prompt_info.HasField("prompt_logprobs") for one in others)
     num_tokens = answer.prompt_info.num_prompt_tokens
     assert len(answer.prompt_info.prompt_logprobs.logprobs) == num_tokens - 1
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_the_best_choices_are_returned_in_order(server: ServerProcess, path: str) -> None:
+    is_chat = path.startswith("chat")
+    body = {"model": "tiny-llama", "max_tokens": 6, "temperature": 1.0, "seed": 4}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": PROMPT}
+
+    def asked(**more: object) -> Any:  # JSON
+        return httpx.post(f"{server.url}/v1/{path}", json=body | more, timeout=60).json()
+
+    shown = asked(n=6, logprobs=is_chat or 0)
+    best = asked(n=2, best_of=6)
+
+    def mean(choice: Any) -> float:  # JSON
+        found = choice["logprobs"]
+        values = [one["logprob"] for one in found["content"]] if is_chat else None
+        values = values or found["token_logprobs"]
+        return float(sum(values) / len(values))
+
+    def text(choice: Any) -> str:  # JSON
+        return str(choice["message"]["content"] if is_chat else choice["text"])
+
+    ranked = sorted(shown["choices"], key=mean, reverse=True)
+    assert [text(one) for one in best["choices"]] == [text(one) for one in ranked[:2]]
+    assert [one["index"] for one in best["choices"]] == [0, 1]
+    assert all(one["logprobs"] is None for one in best["choices"])
+    assert best["usage"]["completion_tokens"] == shown["usage"]["completion_tokens"]
 
 
 def test_salted_prefixes_are_not_shared_over_grpc(server: ServerProcess) -> None:

@@ -232,7 +232,8 @@ class _OpenAIHandlers:
         return ResponseOptions(
             model=self._model,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
-            num_per_prompt=body.n,
+            num_per_prompt=body.num_generated,
+            num_returned=body.n,
             has_logprobs=body.num_logprobs is not None,
             includes_usage=body.includes_usage,
             has_continuous_usage=body.has_continuous_usage,

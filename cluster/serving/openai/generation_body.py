@@ -26,6 +26,7 @@ from pagedray.request import (
     MAX_STOP,
     MAX_STOP_LENGTH,
 )
+from pagedray.shown_value import shown_value
 
 __all__ = ["GenerationBody", "bounds", "prompts_field"]
 
@@ -106,6 +107,13 @@ class GenerationBody(Body):
     n: int = Field(
         1,
         description="Number of choices for each prompt.",
+        json_schema_extra={"minimum": 1, "maximum": MAX_N},
+    )
+    best_of: int | None = Field(
+        None,
+        description="Number of choices to generate for each prompt, of which the n with the "
+        "highest log-probability per token are returned, the best first; more than n requires "
+        "stream = false.",
         json_schema_extra={"minimum": 1, "maximum": MAX_N},
     )
     max_tokens: int | None = bounds(1)
@@ -236,7 +244,14 @@ class GenerationBody(Body):
     def num_logprobs(self) -> int | None:
         """Number of top log-probabilities for each token; None disables log-probabilities."""
 
+    @property
+    def num_generated(self) -> int:
+        """Number of choices that are generated for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
     def check_fields(self) -> None:
+        if self.best_of is not None:
+            self._check_best_of(self.best_of)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options requires stream = true.", param="stream_options"
@@ -245,6 +260,16 @@ class GenerationBody(Body):
             raise InvalidRequestError(
                 "prompt_logprobs requires stream = false.", param="prompt_logprobs"
             )
+
+    def _check_best_of(self, best_of: int) -> None:
+        if not self.n <= best_of <= MAX_N:
+            raise InvalidRequestError(
+                f"best_of must be from n = {shown_value(self.n)} to {MAX_N}, not "
+                f"{shown_value(best_of)}.",
+                param="best_of",
+            )
+        if best_of > self.n and self.stream:
+            raise InvalidRequestError("best_of above n requires stream = false.", param="best_of")
 
     def client_id(self, header: str | None) -> str | None:
         """Return the client's own id of the call. Raises InvalidRequestError."""
@@ -294,6 +319,10 @@ class GenerationBody(Body):
             given["logit_bias"] = _bias_of(self.logit_bias)
         if self.num_logprobs is not None:
             given["logprobs"] = self.num_logprobs
+        if self.num_generated > self.n:
+            given["n"] = self.num_generated
+            # By which the choices are compared.
+            given.setdefault("logprobs", 0)
         return given
 
 

@@ -58,6 +58,9 @@ class ResponseOptions:
     model: str
     created_s: int
     num_per_prompt: int
+    """Choices that are generated for each prompt."""
+    num_returned: int
+    """Those of them that a complete response has: the ones with the highest log-probabilities."""
     has_logprobs: bool
     includes_usage: bool
     has_continuous_usage: bool = False
@@ -89,6 +92,9 @@ class ResponseChoice:
     """The lists of the complete choice's log-probabilities, and the parts of each as JSON."""
     last: SequenceOutput | None = None
     """The last output of a complete choice."""
+    sum_logprobs: float = 0.0
+    """The sum of the log-probabilities of `num_tokens` tokens, if choices are compared."""
+    num_tokens: int = 0
     num_characters: int = 0
     """Characters of the tokens whose log-probabilities were written."""
     is_new: bool = True
@@ -168,12 +174,25 @@ class GenerationResponse(ABC):
             head |= self._prompt_ids(0) if self._options.has_token_ids else {}
             head |= prompts.fields(0)
         parts = [_encode(head)[:-1] + b',"choices":[']
-        for index in sorted(self._choices):
+        for index, choice in enumerate(self._returned()):
             # Encoding all at once would hold the event loop.
             await asyncio.sleep(0)
-            parts += [self._complete_choice(self._choices.pop(index), prompts), b","]
+            choice.index = index
+            parts += [self._complete_choice(choice, prompts), b","]
         parts[-1] = b'],"usage":%b}' % _encode(self._usage(usage))
         return parts
+
+    def _returned(self) -> Iterator[ResponseChoice]:
+        """Remove all choices, and yield those of the response in order."""
+        choices = [self._choices.pop(index) for index in sorted(self._choices)]
+        size, number = self._options.num_per_prompt, self._options.num_returned
+        if number == size:
+            yield from choices
+            return
+        for first in range(0, len(choices), size):
+            yield from sorted(choices[first : first + size], key=_mean_logprob, reverse=True)[
+                :number
+            ]
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last event before `[DONE]`."""
@@ -308,6 +327,9 @@ class GenerationResponse(ABC):
             return _OUTPUT_BYTES
         self._add_content(sequence, choice)
         num_bytes = _OUTPUT_BYTES + len(sequence.text)
+        if self._options.num_returned < self._options.num_per_prompt:
+            choice.sum_logprobs += sum(one.chosen for one in sequence.logprobs)
+            choice.num_tokens += len(sequence.logprobs)
         if self._options.has_token_ids:
             choice.token_ids += sequence.token_ids
             num_bytes += _TOKEN_BYTES * len(sequence.token_ids)
@@ -408,6 +430,10 @@ class GenerationResponse(ABC):
         self, tokens: list[tuple[int, TokenLogprobs]], choice: ResponseChoice
     ) -> Json:
         """Return log-probabilities in the endpoint's format."""
+
+
+def _mean_logprob(choice: ResponseChoice) -> float:
+    return choice.sum_logprobs / max(choice.num_tokens, 1)
 
 
 def error_event(error: PagedRayError) -> bytes:

@@ -32,7 +32,6 @@ IGNORED: Mapping[str, str] = {
 """Parameters that cannot change a token, and why they have no effect."""
 
 WITHOUT_EFFECT: Defaults = {
-    "best_of": (1,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
@@ -49,7 +48,6 @@ _BEAMS = "beam search is not available"
 
 REFUSED: Mapping[str, str] = {
     "bad_words": "use logit_bias",
-    "best_of": "use n, and choose by logprobs",
     "length_penalty": _BEAMS,
     "logits_processors": "code of clients is not run",
     "lora_path": "adapters are not supported",
