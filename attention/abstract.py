@@ -223,9 +223,14 @@ class EagerAttentionState(AttentionState):
 class AttentionImpl(ABC):
     """The computation of one layer."""
 
-    def __init__(self, params: AttentionParams, layer_index: int) -> None:
+    def __init__(
+        self, params: AttentionParams, layer_index: int, sinks: torch.Tensor | None = None
+    ) -> None:
+        """`sinks` is `[num_heads]` float32, the score of each sink, if the layer has them."""
+        assert params.has_sinks == (sinks is not None)
         self._params = params
         self._layer_index = layer_index
+        self._sinks = sinks
 
     @abstractmethod
     def forward(

@@ -10,15 +10,21 @@ __all__ = ["Attention", "AttentionParams"]
 
 
 class Attention(nn.Module):
-    """One layer's attention and its parameters; it has no weights."""
+    """One layer's attention and its parameters; it has no weights of its own."""
 
     def __init__(
-        self, params: AttentionParams, *, layer_index: int, backend: type[AttentionBackend]
+        self,
+        params: AttentionParams,
+        *,
+        layer_index: int,
+        backend: type[AttentionBackend],
+        sinks: torch.Tensor | None = None,
     ) -> None:
+        """`sinks` is `[num_heads]` float32, and may be loaded later; only with `has_sinks`."""
         super().__init__()
         self.params = params
         self.layer_index = layer_index
-        self.impl = backend.get_impl_cls()(params, layer_index)
+        self.impl = backend.get_impl_cls()(params, layer_index, sinks)
         self._check = TensorCheck(params)
 
     def forward(

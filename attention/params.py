@@ -60,6 +60,8 @@ class AttentionParams:
     """Scores become `cap * tanh(score / cap)` before bias and mask; None for no cap."""
     alibi_slopes: tuple[float, ...] | None = None
     """One slope per query head of this rank; the bias is `-slope * |key - query position|`."""
+    has_sinks: bool = False
+    """Whether each query head has a sink: a score that counts in the softmax and has no value."""
     kv_cache_dtype: str = "auto"
     """Element type of the cache, one of `KV_CACHE_DTYPES`; "auto" is the model's."""
     k_scale: float = 1.0
@@ -71,6 +73,11 @@ class AttentionParams:
     def num_queries_per_kv(self) -> int:
         """Return the number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def has_plain_softmax(self) -> bool:
+        """Return whether the softmax is that of the scaled scores and a bias."""
+        return self.soft_cap is None and not self.has_sinks
 
     @property
     def is_causal(self) -> bool:

@@ -44,7 +44,7 @@ class BandedBias:
 
     def max_queries(self, num_keys: int) -> int:
         """Return how many queries a tile may have; makes room for so many keys."""
-        if self._is_zero and self._params.soft_cap is None:
+        if self._is_zero and self._params.has_plain_softmax:
             return sys.maxsize
         if num_keys > self._capacity:
             self._grow(max(_MIN_CAPACITY, 1 << (num_keys - 1).bit_length()))
@@ -88,7 +88,7 @@ class BandedBias:
         """Make room for tiles of sequences with up to `capacity` keys."""
         is_causal = self._params.is_causal
         window = self._params.sliding_window or capacity
-        is_per_head = self._params.soft_cap is not None or self._slopes is not None
+        is_per_head = not self._params.has_plain_softmax or self._slopes is not None
         width = capacity if is_causal else 2 * capacity
         num_heads = self._params.num_heads if is_per_head else 1
         num_queries = max(8, min(_TILE_QUERIES, _MAX_BYTES // (4 * num_heads * width)))

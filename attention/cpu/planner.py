@@ -71,7 +71,7 @@ class LayerPlanner(ABC):
         )
         # The longest prompt that needs at most a causal mask.
         self._max_plain_tokens = params.sliding_window or sys.maxsize
-        if params.alibi_slopes is not None or params.soft_cap is not None:
+        if params.alibi_slopes is not None or not params.has_plain_softmax:
             self._max_plain_tokens = 0
 
     @abstractmethod

@@ -20,10 +20,15 @@ _LENGTH_STEP = 32
 
 
 class LayerRunner:
-    """Runs the parts of a plan for layers with equal parameters."""
+    """Runs the parts of a plan for a layer."""
 
-    def __init__(self, params: AttentionParams) -> None:
+    def __init__(self, params: AttentionParams, sinks: torch.Tensor | None) -> None:
+        """`sinks` is `[num_heads]` float32, or None."""
         self._params = params
+        self._chunk_sinks = self._span_sinks = None
+        if sinks is not None:
+            heads = (params.num_kv_heads, params.num_queries_per_kv)
+            self._chunk_sinks, self._span_sinks = sinks.view(1, *heads, 1), sinks.view(*heads, 1, 1)
         # Keys and values of an fp8 cache are read without their scales, which are applied to the
         # scores and the results instead, since those are fewer.
         is_fp8 = params.is_cached and KV_CACHE_DTYPES[params.kv_cache_dtype] is not None
@@ -44,9 +49,11 @@ class LayerRunner:
         for start, stop, tokens, gather, bias in chunks:
             keys, values = gather.read_blocks(blocks)
             if tokens is None:
-                out[start:stop].copy_(self._attend(query[start:stop], keys, values, bias))
+                result = self._attend(query[start:stop], keys, values, bias, self._chunk_sinks)
+                out[start:stop].copy_(result)
             else:
-                result = self._attend(query.index_select(0, tokens), keys, values, bias)
+                selected = query.index_select(0, tokens)
+                result = self._attend(selected, keys, values, bias, self._chunk_sinks)
                 out.index_copy_(0, tokens, result)
 
     def run_span(
@@ -73,7 +80,11 @@ class LayerRunner:
             tokens = slice(tile.query_start, tile.query_stop)
             seen = slice(tile.key_start, tile.key_stop)
             result = self._attend(
-                queries[:, :, tokens], keys[:, :, seen], values[:, :, seen], tile.bias
+                queries[:, :, tokens],
+                keys[:, :, seen],
+                values[:, :, seen],
+                tile.bias,
+                self._span_sinks,
             )
             outs[:, :, tokens].copy_(result)
 
@@ -117,11 +128,12 @@ class LayerRunner:
         keys: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from `[batch, heads, queries, head_size]`; one head of keys broadcasts to all."""
-        # Torch has no kernel with a soft cap.
-        if self._params.soft_cap is not None:
-            return self._scaled(self._attend_explicitly(query, keys, values, bias))
+        # Torch has no kernel with a soft cap or with sinks.
+        if not self._params.has_plain_softmax:
+            return self._scaled(self._attend_explicitly(query, keys, values, bias, sinks))
         if keys.shape[1] != query.shape[1]:
             shape = (-1, query.shape[1], -1, -1)
             keys, values = keys.expand(shape), values.expand(shape)
@@ -140,6 +152,7 @@ class LayerRunner:
         keys: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend by computing all scores in float32."""
         batch, num_heads, num_queries, head_size = query.shape
@@ -152,6 +165,10 @@ class LayerRunner:
         scores = scores.view(batch, num_heads, num_queries, -1)
         if bias is not None:
             scores.add_(bias)
-        probabilities = torch.softmax(scores, dim=-1).view(batch, keys.shape[1], -1, keys.shape[2])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=-1)
+        # The weight of a sink is dropped.
+        probabilities = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+        probabilities = probabilities.reshape(batch, keys.shape[1], -1, keys.shape[2])
         result = torch.matmul(probabilities, values.float())
         return result.view(query.shape).to(query.dtype)

@@ -83,6 +83,8 @@ class TorchSDPAMetadata(AttentionMetadata):
         kv_cache: torch.Tensor,
         layer_index: int,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend for the decodes of a layer by the kernel."""
         kernel, place = self._builder.kernels[layer_index], self._builder.places[layer_index]
@@ -90,7 +92,7 @@ class TorchSDPAMetadata(AttentionMetadata):
         assert place is not None
         params = self._builder.spec.layers[layer_index]
         scales = params.k_scale, params.v_scale
-        kernel.run_decodes(decodes, query, kv_cache, place, out, scales=scales)
+        kernel.run_decodes(decodes, query, kv_cache, place, out, scales=scales, sinks=sinks)
 
     def cache_views(self, kv_cache: torch.Tensor, layer_index: int) -> LayerViews:
         """Return the views of the cache of a layer that has one."""
@@ -182,9 +184,11 @@ class TorchSDPAState(EagerAttentionState):
 class TorchSDPABackendImpl(AttentionImpl):
     """One layer's attention."""
 
-    def __init__(self, params: AttentionParams, layer_index: int) -> None:
-        super().__init__(params, layer_index)
-        self._runner = LayerRunner(params)
+    def __init__(
+        self, params: AttentionParams, layer_index: int, sinks: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(params, layer_index, sinks)
+        self._runner = LayerRunner(params, sinks)
         self._fp8 = KV_CACHE_DTYPES[params.kv_cache_dtype] if params.is_cached else None
 
     def forward(
@@ -221,7 +225,9 @@ class TorchSDPABackendImpl(AttentionImpl):
             plan.write.write_layer(*stored, views)
         self._attend(plan, query, key, value, blocks, out)
         if plan.decodes is not None:
-            metadata.run_decodes(plan.decodes, query, kv_cache, self._layer_index, out)
+            metadata.run_decodes(
+                plan.decodes, query, kv_cache, self._layer_index, out, sinks=self._sinks
+            )
         if plan.keyless_tokens is not None:
             out.index_fill_(0, plan.keyless_tokens, 0)
         if plan.num_padding:

@@ -4,7 +4,7 @@ import torch
 
 from attention.params import KV_CACHE_DTYPES, AttentionParams, AttentionType
 
-__all__ = ["as_cached", "dense_attention", "relative_error"]
+__all__ = ["as_cached", "dense_attention", "relative_error", "sinks_of"]
 
 
 def dense_attention(
@@ -33,7 +33,18 @@ def dense_attention(
         if params.attention_type is AttentionType.DECODER:
             hidden |= distance > 0
         scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
+    sinks = sinks_of(params)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, num_queries, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :num_keys], value)
+
+
+def sinks_of(params: AttentionParams) -> torch.Tensor | None:
+    """Return sinks of some heads, one of them below and one above most scores, if any."""
+    if not params.has_sinks:
+        return None
+    return torch.tensor([-9.0, 4.0, 0.3, -0.7, 1.9])[torch.arange(params.num_heads) % 5]
 
 
 def as_cached(x: torch.Tensor, params: AttentionParams, scale: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from attention.abstract import (
 from attention.cpu.torch_sdpa import TorchSDPABackend, TorchSDPAMetadataBuilder
 from attention.layer import Attention
 from attention.params import storage_dtype
-from tests.attention.dense_reference import as_cached, dense_attention, relative_error
+from tests.attention.dense_reference import as_cached, dense_attention, relative_error, sinks_of
 
 __all__ = ["TOLERANCE", "Rig", "RigSequence", "check_chunks", "params_of"]
 
@@ -41,6 +41,7 @@ def params_of(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     has_alibi: bool = False,
+    has_sinks: bool = False,
     fp8: str = "auto",
     attention_type: AttentionType = AttentionType.DECODER,
 ) -> AttentionParams:
@@ -54,6 +55,7 @@ def params_of(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=slopes,
+        has_sinks=has_sinks,
         kv_cache_dtype=fp8,
         k_scale=1.0 if fp8 == "auto" else 0.037,
         v_scale=1.0 if fp8 == "auto" else 0.71,
@@ -95,7 +97,8 @@ class Rig:
         self.spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
         assert backend.check(self.spec) == ()
         self.layers = [
-            Attention(params, layer_index=i, backend=backend) for i, params in enumerate(layers)
+            Attention(params, layer_index=i, backend=backend, sinks=sinks_of(params))
+            for i, params in enumerate(layers)
         ]
         self.builder: Any = (  # Any: tests look into the builders of their own backends
             TorchSDPAMetadataBuilder(self.spec, use_kernel=self.uses_kernel)

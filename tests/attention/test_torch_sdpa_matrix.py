@@ -32,6 +32,12 @@ FEATURES: dict[str, AttentionParams] = {
     "head size 128": params_of(4, 2, 128, has_alibi=True),
     "head size 192": params_of(4, 2, 192),
     "head size 256": params_of(4, 2, 256, sliding_window=6),
+    "sinks": params_of(has_sinks=True),
+    "window+sinks": params_of(6, 2, sliding_window=6, has_sinks=True),
+    "all+sinks": params_of(
+        sliding_window=6, soft_cap=2.0, has_alibi=True, scale=0.3, has_sinks=True
+    ),
+    "e5m2+sinks": params_of(8, 2, fp8="fp8_e5m2", has_sinks=True),
     "e4m3": params_of(fp8="fp8_e4m3"),
     "e5m2": params_of(fp8="fp8_e5m2"),
     "e4m3+all": params_of(sliding_window=6, soft_cap=2.0, has_alibi=True, fp8="fp8_e4m3"),

@@ -113,7 +113,7 @@ class PagedDecode:
         if library is None:
             return None
         kernel = library[f"paged_decode_{_SUFFIXES[spec.dtype]}"]
-        kernel.argtypes = [ctypes.c_void_p] * 7
+        kernel.argtypes = [ctypes.c_void_p] * 8
         kernel.restype = None
         return cls(kernel, params, spec)
 
@@ -126,12 +126,13 @@ class PagedDecode:
         out: torch.Tensor,
         *,
         scales: tuple[float, float],
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend for the decodes of a step.
 
         `query` and `out` are `[num_tokens, num_heads * head_size]`, of all tokens of the step, and
         may be strided. `place` is the layer's on the layer axis of the cache, and `scales` are the
-        factors of its fp8 keys and values.
+        factors of its fp8 keys and values. `sinks` is `[num_heads]` float32, or None.
         """
         shape, item_size = self._shape, self._item_size
         if self._is_fp8:
@@ -145,6 +146,7 @@ class PagedDecode:
             batch.tables_address,
             batch.num_keys_address,
             self._slopes_address,
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr() + batch.first_token * shape.out_stride * item_size,
         )
 

@@ -125,7 +125,8 @@ INLINE NAME(Block) NAME(widen_block)(
  */
 static void NAME(attend)(
     const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *table,
-    int64_t num_keys, const float *slopes, int64_t num_kv_heads, ELEMENT *out) {
+    int64_t num_keys, const float *slopes, const float *sinks, int64_t num_kv_heads,
+    ELEMENT *out) {
     const int64_t size = shape->head_size, block_size = shape->block_size;
     const int64_t width = width_of(shape, sizeof(ELEMENT)), row_bytes = size * width;
     ELEMENT room[shape->format == SAME ? 1 : 2 * block_size * size];
@@ -133,7 +134,9 @@ static void NAME(attend)(
     float totals[num_heads * size];
     Softmax softmax[num_heads];
     memset(totals, 0, sizeof totals);
-    for (int64_t h = 0; h < num_heads; h++) softmax[h] = (Softmax){-INFINITY, 0.0f};
+    /* A sink is a score without a value. */
+    for (int64_t h = 0; h < num_heads; h++)
+        softmax[h] = sinks ? (Softmax){sinks[h], 1.0f} : (Softmax){-INFINITY, 0.0f};
     const int64_t begin =
         shape->window > 0 && num_keys > shape->window ? num_keys - shape->window : 0;
     const int64_t num_blocks = (num_keys + block_size - 1) / block_size;
@@ -182,11 +185,11 @@ static void NAME(attend)(
 /*
  * Called by PagedDecode in paged_decode.py. query, out `[num_sequences][num_heads * head_size]`,
  * strided; cache points to the layer's keys in block 0; tables `[num_sequences][table_stride]`;
- * num_keys `[num_sequences]`; slopes `[num_heads]` or null.
+ * num_keys `[num_sequences]`; slopes and sinks `[num_heads]` or null.
  */
 void NAME(paged_decode)(
     const Shape *shape, const ELEMENT *query, const char *cache, const int32_t *tables,
-    const int32_t *num_keys, const float *slopes, ELEMENT *out) {
+    const int32_t *num_keys, const float *slopes, const float *sinks, ELEMENT *out) {
     const int64_t heads = shape->num_heads / shape->num_kv_heads;
     const int64_t part = kv_heads_at_once(shape);
     const int64_t num_parts = (shape->num_kv_heads + part - 1) / part;
@@ -198,7 +201,8 @@ void NAME(paged_decode)(
         NAME(attend)(
             shape, query + sequence * shape->query_stride + column,
             cache + kv * row_bytes, tables + sequence * shape->table_stride,
-            num_keys[sequence], slopes ? slopes + kv * heads : 0, left < part ? left : part,
+            num_keys[sequence], slopes ? slopes + kv * heads : 0,
+            sinks ? sinks + kv * heads : 0, left < part ? left : part,
             out + sequence * shape->out_stride + column);
     }
 }
