@@ -117,6 +117,8 @@ class TensorNames:
     """Whether the fused tensor interleaves queries, keys and values by head."""
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     attention_output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    """The tensor of attention sinks itself, not a layer."""
     mlp_norm: str | None = "post_attention_layernorm"
     """The norm before the MLP, or None."""
     mlp_post_norm: str | None = None
@@ -125,11 +127,14 @@ class TensorNames:
     """Gate and up projection, or the one tensor if they are fused or there is no gate."""
     mlp_output: str = "mlp.down_proj"
     router: str = "mlp.gate"
-    expert_input: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-    """Gate and up projection of an expert, or the one tensor if they are fused.
+    expert_input: tuple[str, ...] = (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+    )
+    """The tensors of gate and up projection of an expert, or the one tensor if they are fused.
 
     A name without a place for the expert's index is that of a stack of all experts."""
-    expert_output: str = "mlp.experts.{}.down_proj"
+    expert_output: str = "mlp.experts.{}.down_proj.weight"
     shared_input: tuple[str, ...] = ()
     """As `mlp_input`, of the MLP that every token passes beside its experts."""
     shared_output: str = ""
@@ -240,6 +245,8 @@ class ModelConfig:
     """Multiplies scores; None is `head_size ** -0.5`."""
     attention_soft_cap: float | None = None
     """Scores become `cap * tanh(score / cap)`, unless None."""
+    has_sinks: bool = False
+    """Whether each query head has a sink: a score that counts in the softmax and has no value."""
     qkv_limit: float | None = None
     """Queries, keys and values are clamped to this magnitude, unless None."""
     has_qkv_bias: bool = False

@@ -50,6 +50,17 @@ MOE_CASES = (
         },
     ),
     Case(
+        name="granite-moe-sinks",
+        family="GraniteMoeSWA",
+        more={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.4,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    Case(
         name="granite-moe-shared",
         family="GraniteMoeShared",
         has_tied_embeddings=True,

@@ -460,6 +460,27 @@ CASES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "tie_word_embeddings": True,
     },
+    "granitemoe_swa-sinks": {
+        "model_type": "granitemoe_swa",
+        "heads": 6,
+        "kv_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_multiplier": 0.3,
+    },
+    "granitemoe_swa-layers-without-rope": {
+        "model_type": "granitemoe_swa",
+        "heads": 4,
+        "kv_heads": 1,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 20,
+        "sliding_window": 9,
+        "layer_rope_theta": [0, 50.0, 50.0],
+        "tie_word_embeddings": True,
+    },
 }
 TWO_RANK_CASES = [
     name

@@ -126,9 +126,9 @@ class ExpertLayer(Layer):
             part, target = (slice(0), slice(0)), torch.empty(0, 0)
         own_name = name.format(expert)
         if own_name != name:
-            return WeightShard(name=f"{own_name}.weight", shape=shape, part=part, target=target)
+            return WeightShard(name=own_name, shape=shape, part=part, target=target)
         return WeightShard(
-            name=f"{name}.weight",
+            name=name,
             shape=(self._config.num_experts, *shape),
             part=(slice(expert, expert + 1), *part),
             target=target[None],

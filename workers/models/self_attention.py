@@ -11,7 +11,7 @@ from attention.abstract import AttentionParams, AttentionSpec
 from attention.layer import Attention
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import QKNorm
-from workers.layers.weight import CompositeLayer
+from workers.layers.weight import CompositeLayer, WeightShard, part_of
 from workers.layers.whole_qk_norm import WholeQKNorm
 from workers.models.qkv_columns import qkv_columns
 
@@ -41,6 +41,7 @@ def attention_params(
         sliding_window=config.sliding_window(layer_index),
         soft_cap=config.attention_soft_cap,
         alibi_slopes=config.alibi_slopes,
+        has_sinks=config.has_sinks,
     )
     return params.shard(group.rank, group.size)
 
@@ -100,7 +101,14 @@ class DecoderSelfAttention(CompositeLayer):
         self._limit = config.qkv_limit
         self._head_norm = _head_norm(prefix, config, params, group, dtype=dtype, device=device)
         self._neighbours = _neighbour_order(config, params, device)
-        self._attention = Attention(params, layer_index=layer_index, backend=backend)
+        self._sinks = None
+        if config.has_sinks:
+            self._sinks = torch.empty(params.num_heads, dtype=torch.float32, device=device)
+        self._sinks_name = f"{prefix}.{config.names.sinks}"
+        self._group = group
+        self._attention = Attention(
+            params, layer_index=layer_index, backend=backend, sinks=self._sinks
+        )
         self._output = RowParallelLinear(
             f"{prefix}.{config.names.attention_output}",
             config.num_heads * size,
@@ -136,6 +144,17 @@ class DecoderSelfAttention(CompositeLayer):
             qkv.narrow(1, self._rotated_size, self._kv_size),
         )
         return self._output(attended)
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        yield from super().weight_shards()
+        if self._sinks is not None:
+            num_heads = len(self._sinks) * self._group.size
+            yield WeightShard(
+                name=self._sinks_name,
+                shape=(num_heads,),
+                part=(part_of(num_heads, self._group),),
+                target=self._sinks,
+            )
 
     def finalize(self) -> None:
         if self._neighbours is not None:

@@ -18,7 +18,9 @@ from workers.parallel.group import ParallelGroup, SoloGroup
 CPU = torch.device("cpu")
 HIDDEN = 24
 EXPERTS = ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=32, is_renormalized=True)
-STACKED = TensorNames(router="router", expert_input=("input",), expert_output="output")
+STACKED = TensorNames(
+    router="router", expert_input=("input.weight",), expert_output="output.weight"
+)
 
 
 class RankAlone(SoloGroup):

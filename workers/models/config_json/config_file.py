@@ -172,8 +172,10 @@ class ConfigFile:
             return None
         return self.number(key, MISSING if default is None else default, most=most)
 
-    def numbers(self, key: str, length: int, *, most: float) -> tuple[float, ...]:
-        """Return a list of `length` numbers, each above 0."""
+    def numbers(
+        self, key: str, length: int, *, least: float = 0.0, most: float
+    ) -> tuple[float, ...]:
+        """Return a list of `length` numbers, each above `least` and at most `most`."""
         values = self._given(key, MISSING)
         if not isinstance(values, list) or len(values) != length:
             raise self.refusal(key, f"must be a list of {length} numbers, not {_shown(values)}")
@@ -182,7 +184,7 @@ class ConfigFile:
             {str(index): value for index, value in enumerate(values)},
             prefix=f"{self._prefix}{key}.",
         )
-        return tuple(items.number(str(index), most=most) for index in range(length))
+        return tuple(items.number(str(index), least=least, most=most) for index in range(length))
 
     def refuse_unless(self, key: str, allowed: object) -> None:
         """Raise CheckpointError for any value but the one that is supported."""

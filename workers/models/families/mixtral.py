@@ -19,8 +19,11 @@ __all__ = ["MIXTRAL"]
 _THETA = 1e6
 _NAMES = TensorNames(
     router="block_sparse_moe.gate",
-    expert_input=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-    expert_output="block_sparse_moe.experts.{}.w2",
+    expert_input=(
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+    ),
+    expert_output="block_sparse_moe.experts.{}.w2.weight",
 )
 
 

@@ -18,7 +18,7 @@ from workers.models.families.gemma2 import GEMMA2
 from workers.models.families.gemma3 import GEMMA3
 from workers.models.families.glm4 import GLM, GLM4
 from workers.models.families.granite import GRANITE
-from workers.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from workers.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA
 from workers.models.families.llama import LLAMA
 from workers.models.families.ministral import MINISTRAL
 from workers.models.families.ministral3 import MINISTRAL3
@@ -50,8 +50,8 @@ __all__ = ["check_parallel", "families", "read_model_config", "supported_archite
 
 _ALL = (
     *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, GRANITE_MOE),
-    *(GRANITE_MOE_SHARED, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, MPT, OLMO2, OLMO3, OLMOE),
-    *(PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
+    *(GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, MPT),
+    *(OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
     *(GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}

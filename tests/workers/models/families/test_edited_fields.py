@@ -41,6 +41,7 @@ ADDED: dict[str, Any] = {
     "head_dim": 16,
     "hidden_act": "gelu",
     "is_causal": False,
+    "layer_rope_theta": [0.0, 30.0, 30.0],
     "layer_types": ["sliding_attention"] * 3,
     "llama_4_scaling_beta": 0.3,
     "logit_scale": 2.0,
