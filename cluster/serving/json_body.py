@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
+from cluster.serving.escaped_strings import EscapedStrings
 from cluster.serving.intake.limits import LARGEST, RequestSize
 from cluster.serving.long_lists import LongLists
 from pagedray.errors import ContextLengthError, InvalidRequestError
@@ -21,9 +22,12 @@ __all__ = ["check_counts", "read_json"]
 
 _MAX_CONTAINERS = 2**13
 _MAX_STRINGS = 2**15
+_ESCAPES_AT_ONCE = 2**15
+"""Backslashes of a body that the parser is given in one call."""
 _VALUES_AT_ONCE = 2**16
 """Values that the parser is given in one call."""
-_STEP_OBJECTS = 2**10
+_STEP_VALUES = 2**12
+"""Values that are searched for objects at once."""
 _STEP_BYTES = 2**18
 """Bytes that are counted at once, in less than a millisecond whatever they are."""
 _STEP_TEXT_BYTES = 2**16
@@ -37,6 +41,11 @@ def read_json(raw: bytes, size: RequestSize = LARGEST) -> Steps[dict[str, object
     Duplicate names in an object are rejected, because a proxy might read the other value.
     """
     yield from check_counts(raw, "The body", size)
+    strings = None
+    if raw.count(b"\\") > _ESCAPES_AT_ONCE:
+        yield
+        strings = EscapedStrings()
+        raw = yield from strings.take_out(raw)
     lists = None
     if raw.count(b",") > _VALUES_AT_ONCE:
         yield
@@ -47,6 +56,8 @@ def read_json(raw: bytes, size: RequestSize = LARGEST) -> Steps[dict[str, object
         parsed = from_json(raw, allow_inf_nan=False)
         if lists is not None and isinstance(parsed, dict):
             yield from lists.put_back(parsed)
+        if strings is not None and isinstance(parsed, dict):
+            yield from strings.put_back(parsed)
     except ValueError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from error
     if not isinstance(parsed, dict):
@@ -119,16 +130,19 @@ def _check_names(raw: bytes, parsed: dict[str, object]) -> Steps[None]:
     num_left = bare.count(b":")
     num_objects = bare.count(b"{")
     waiting: list[object] = [parsed]
+    num_seen = 0
     while waiting and num_objects:
         one = waiting.pop()
+        values = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         if isinstance(one, dict):
             num_objects -= 1
-            if num_objects % _STEP_OBJECTS == 0:
-                yield
             num_left -= len(one)
-            waiting += [value for value in one.values() if isinstance(value, dict | list)]
-        elif isinstance(one, list):
-            waiting += [value for value in one if isinstance(value, dict | list)]
+        for value in values:
+            num_seen += 1
+            if num_seen % _STEP_VALUES == 0:
+                yield
+            if isinstance(value, dict | list):
+                waiting.append(value)
     if num_left:
         raise InvalidRequestError("The body has an object with a duplicate name.")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.serving.inputs import ChatPrompt, Prompt
+from cluster.serving.intake.limits import IntakeLimits, check_num_messages, request_size
 from cluster.serving.rerank_prompt import rerank_prompt
 from cluster.serving.text.literal_tokens import MarkedText
 from pagedray.errors import ContextLengthError, InvalidRequestError
@@ -54,6 +55,7 @@ class PromptReader:
         self._has_unknown_tokens = tokenizer.vocab_size > self._vocab_size
         """Whether a text may contain tokens that the model does not know."""
         self._context = config.max_model_len
+        self._size = request_size(config, IntakeLimits())
         self._marks_special_tokens = config.message_special_tokens == "text"
 
     async def read_prompt(
@@ -142,6 +144,8 @@ class PromptReader:
     async def _read_chat(self, prompt: ChatPrompt, tenant: str) -> tuple[int, ...]:
         if not prompt.messages:
             raise InvalidRequestError("messages must not be empty.", param="messages")
+        # One of a body may become several.
+        check_num_messages(len(prompt.messages), self._size)
         marked = (
             await self._text_pool.render_in_thread(tenant, functools.partial(self._render, prompt))
             if self._text_pool is not None and _is_long_chat(prompt)

@@ -120,34 +120,28 @@ _MAX_ID_LENGTH = 128
 def read_anthropic_messages(given: Sequence[AnthropicMessage]) -> Steps[tuple[ChatMessage, ...]]:
     """Return the messages for the chat template. Raises InvalidRequestError."""
     messages: list[ChatMessage] = []
-    num_blocks = 0
     for index, message in enumerate(given):
+        if index % _STEP_BLOCKS == 0:
+            yield
         where = f"messages.{index}.content"
         if isinstance(message.content, str):
             messages.append(ChatMessage(message.role, message.content))
-            num_blocks += 1
-            if num_blocks % _STEP_BLOCKS == 0:
-                yield
             continue
         if not isinstance(message.content, list) or not message.content:
             raise InvalidRequestError(
                 f"{where} must be a string or a list of content blocks.", param=where
             )
         if message.role == "system":
-            messages.append(ChatMessage("system", read_text(message.content, where)))
-            continue
-        blocks: list[_Block] = []
-        for place, one in enumerate(message.content):
-            num_blocks += 1
-            if num_blocks % _STEP_BLOCKS == 0:
-                yield
-            blocks.append(_block_of(one, f"{where}.{place}", message.role))
-        turn = _assistant_turn if message.role == "assistant" else _user_turns
-        messages += turn(blocks, where)
+            text = yield from read_text(message.content, where)
+            messages.append(ChatMessage("system", text))
+        elif message.role == "assistant":
+            messages.append((yield from _assistant_turn(message.content, where)))
+        else:
+            messages += yield from _user_turns(message.content, where)
     return tuple(messages)
 
 
-def read_text(given: object, where: str) -> str:
+def read_text(given: object, where: str) -> Steps[str]:
     """Return a text that is a string or a list of text blocks. Raises InvalidRequestError."""
     if given is None or isinstance(given, str):
         return given or ""
@@ -157,6 +151,8 @@ def read_text(given: object, where: str) -> str:
         )
     texts: list[str] = []
     for place, one in enumerate(given):
+        if place % _STEP_BLOCKS == 0:
+            yield
         block = _block_of(one, f"{where}.{place}", None)
         if not isinstance(block, TextBlock):
             param = f"{where}.{place}"
@@ -182,14 +178,12 @@ def _block_of(given: object, where: str, role: str | None) -> _Block:
         raise InvalidRequestError(
             f"{where} of type {kind} requires role = {_ROLES[kind]}.", param=where
         )
-    # Nulls in the input of a tool are values.
-    block = read_part(part, {**given, "input": {}} if part is ToolUseBlock else given, where)
+    block = read_part(part, given, where)
     if isinstance(block, ToolUseBlock):
         _check_id(block.id, f"{where}.id")
         _check_id(block.name, f"{where}.name")
-        if not isinstance(given.get("input"), dict):
+        if not isinstance(block.input, dict):
             raise InvalidRequestError(f"{where}.input must be an object.", param=f"{where}.input")
-        return block.model_copy(update={"input": given["input"]})
     if isinstance(block, ToolResultBlock):
         _check_id(block.tool_use_id, f"{where}.tool_use_id")
     return block
@@ -202,27 +196,36 @@ def _check_id(text: str, param: str) -> None:
         )
 
 
-def _assistant_turn(blocks: Sequence[_Block], where: str) -> list[ChatMessage]:
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    return [
-        ChatMessage(
-            "assistant",
-            "".join(block.text for block in blocks if isinstance(block, TextBlock)),
-            tool_calls=tuple(
-                MessageToolCall(id=block.id, name=block.name, arguments=block.input)
-                for block in blocks
-                if isinstance(block, ToolUseBlock)
-            ),
-            reasoning="".join(thoughts) if thoughts else None,
-        )
-    ]
+def _assistant_turn(given: Sequence[object], where: str) -> Steps[ChatMessage]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[MessageToolCall] = []
+    for place, one in enumerate(given):
+        if place % _STEP_BLOCKS == 0:
+            yield
+        block = _block_of(one, f"{where}.{place}", "assistant")
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            calls.append(MessageToolCall(id=block.id, name=block.name, arguments=block.input))
+    return ChatMessage(
+        "assistant",
+        "".join(texts),
+        tool_calls=tuple(calls),
+        reasoning="".join(thoughts) if thoughts else None,
+    )
 
 
-def _user_turns(blocks: Sequence[_Block], where: str) -> list[ChatMessage]:
+def _user_turns(given: Sequence[object], where: str) -> Steps[list[ChatMessage]]:
     """Return messages in the order of the blocks: each result of a tool is one of its own."""
     turns: list[ChatMessage] = []
     texts: list[str] = []
-    for place, block in enumerate(blocks):
+    for place, one in enumerate(given):
+        if place % _STEP_BLOCKS == 0:
+            yield
+        block = _block_of(one, f"{where}.{place}", "user")
         if isinstance(block, TextBlock):
             texts.append(block.text)
             continue
@@ -230,7 +233,7 @@ def _user_turns(blocks: Sequence[_Block], where: str) -> list[ChatMessage]:
         if texts:
             turns.append(ChatMessage("user", "".join(texts)))
             texts = []
-        text = read_text(block.content, f"{where}.{place}.content")
+        text = yield from read_text(block.content, f"{where}.{place}.content")
         content = f"Error: {text}" if block.is_error else text
         turns.append(ChatMessage("tool", content, tool_call_id=block.tool_use_id))
     if texts:

@@ -134,7 +134,7 @@ class ConversationBody(Body):
     ) -> Steps[ChatPrompt]:
         """Return the conversation. Raises InvalidRequestError."""
         messages = yield from read_anthropic_messages(self.messages)
-        system = read_text(self.system, "system")
+        system = yield from read_text(self.system, "system")
         if system:
             messages = (ChatMessage("system", system), *messages)
         # As with Anthropic, the answer continues a last message of the assistant.

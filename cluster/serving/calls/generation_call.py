@@ -110,6 +110,7 @@ class GenerationCall:
         self.replayed = self._replay(requests) if given.is_continued else None
         """What another replica generated, if this call continues; its client has received it."""
         self._is_closed = False
+        self._kept: OutputBuffer | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine if anything above fails.
         open_requests = [one for one in requests if one.open_indices]
@@ -180,6 +181,10 @@ class GenerationCall:
         """The name of the tenant that made the call."""
         return self._call.tenant.name
 
+    def keep_until_closed(self, buffer: OutputBuffer) -> None:
+        """Count the bytes of a buffer, which are kept for the response, until it is closed."""
+        self._kept = buffer
+
     def close(self, outcome: str | PagedRayError = "cancelled") -> None:
         """Abort unfinished sequences and free the call's id; idempotent.
 
@@ -188,6 +193,8 @@ class GenerationCall:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._kept is not None:
+            self._kept.clear()
         self._stop_timer()
         self._call.close()
         self._stream.close()

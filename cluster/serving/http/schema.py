@@ -11,7 +11,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -29,6 +29,8 @@ __all__ = ["Body", "BodyPart", "Defaults", "named_schema", "read_body", "read_pa
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _LEAST_LIKENESS = 0.8
+_STEP_ENTRIES = 128
+"""Entries of a list that are validated at once."""
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -98,7 +100,7 @@ def read_body(
     yield
     supported = _supported(given, kind, size, note_ignored)
     yield
-    body = _validated(kind, supported, "")
+    body = yield from _validated_in_steps(kind, supported)
     yield
     body.check_fields()
     return body
@@ -131,36 +133,52 @@ def _validated(kind: type[Part], given: object, where: str) -> Part:
         raise _refusal(details, where, kind) from error
 
 
+def _validated_in_steps(kind: type[AnyBody], given: dict[str, object]) -> Steps[AnyBody]:
+    """Return a validated body, of whose long lists each entry is validated first."""
+    validated = dict(given)
+    for name, (part, is_list) in _parts_of(kind).items():
+        entries = given.get(name)
+        if not is_list or not isinstance(entries, list) or len(entries) <= _STEP_ENTRIES:
+            continue
+        parts: list[BodyPart] = []
+        for index, entry in enumerate(entries):
+            if index % _STEP_ENTRIES == 0:
+                yield
+            parts.append(_validated(part, entry, f"{name}.{index}"))
+        validated[name] = parts
+    return _validated(kind, validated, "")
+
+
 def _check_num_names(kind: type[BodyPart], given: object, where: str) -> None:
     """Raise InvalidRequestError for an object that has more names than fields.
 
     pydantic would make an error for each unknown name, which takes long for thousands.
     """
-    if isinstance(given, list):
-        for index, one in enumerate(given):
-            if isinstance(one, dict):
-                _check_num_names(kind, one, f"{where}.{index}")
-        return
     if not isinstance(given, dict):
         return
     if len(given) > len(kind.model_fields):
         known = {field.alias or name for name, field in kind.model_fields.items()}
         unknown = next(name for name in given if name not in known)
         raise _unsupported(f"{where}.{unknown}" if where else unknown, kind, where)
-    for name, part in _parts_of(kind).items():
-        if name in given:
-            _check_num_names(part, given[name], f"{where}.{name}" if where else name)
+    for name, (part, is_list) in _parts_of(kind).items():
+        inside, value = f"{where}.{name}" if where else name, given.get(name)
+        if is_list and isinstance(value, list):
+            for index, one in enumerate(value):
+                if isinstance(one, dict):
+                    _check_num_names(part, one, f"{inside}.{index}")
+        else:
+            _check_num_names(part, value, inside)
 
 
 @functools.cache
-def _parts_of(kind: type[BodyPart]) -> Mapping[str, type[BodyPart]]:
-    """Return the parts that fields of a part are, or are lists of."""
-    found: dict[str, type[BodyPart]] = {}
+def _parts_of(kind: type[BodyPart]) -> Mapping[str, tuple[type[BodyPart], bool]]:
+    """Return the parts that fields of a part are, and whether the fields are lists of them."""
+    found: dict[str, tuple[type[BodyPart], bool]] = {}
     for name, field in kind.model_fields.items():
         # Of a list its entries' type, of `X | None` both.
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BodyPart):
-                found[name] = inner
+                found[name] = (inner, get_origin(field.annotation) is list)
     return found
 
 

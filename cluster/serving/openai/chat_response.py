@@ -15,6 +15,7 @@ from cluster.serving.tools.turn_reader import TurnDelta
 
 if TYPE_CHECKING:
     from cluster.serving.http.errors import Json
+    from cluster.serving.intake.parsing import Parsing
     from cluster.serving.servicer import GenerationCall, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.text.token_bytes import TokenBytes
@@ -57,8 +58,10 @@ class ChatCompletionResponse(GenerationResponse):
         token_bytes: TokenBytes,
         options: ResponseOptions,
         turns: Turns,
+        *,
+        parsing: Parsing,
     ) -> None:
-        super().__init__(generation, token_bytes, options)
+        super().__init__(generation, token_bytes, options, parsing=parsing)
         self._turns = turns
         self._reasoning: dict[int, list[str]] = {}
         """That of each complete choice."""

@@ -122,7 +122,8 @@ class _OpenAIHandlers:
         if asked.echoes:
             texts = await self._texts_of(generation, asked.given)
             asked.options = replace(asked.options, echoed_texts=texts)
-        response = CompletionResponse(generation, token_bytes, asked.options)
+        parsing = self._servicer.intake.parsing
+        response = CompletionResponse(generation, token_bytes, asked.options, parsing=parsing)
         return await self._respond(call, asked, generation, response)
 
     async def chat(self, call: HttpCall) -> Response:
@@ -150,7 +151,13 @@ class _OpenAIHandlers:
         turns = Turns(
             tools, generation.reasoning, token_bytes, shows_reasoning=asked.shows_reasoning
         )
-        response = ChatCompletionResponse(generation, token_bytes, asked.options, turns)
+        response = ChatCompletionResponse(
+            generation,
+            token_bytes,
+            asked.options,
+            turns,
+            parsing=self._servicer.intake.parsing,
+        )
         return await self._respond(call, asked, generation, response)
 
     async def embedding(self, call: HttpCall) -> Response:
@@ -210,19 +217,21 @@ class _OpenAIHandlers:
         self, generation: GenerationCall, given: GenerationInput
     ) -> tuple[str, ...]:
         """Return the texts of a call's prompts; the call is closed if that fails."""
+        texts: list[str] = []
         try:
-            return tuple(
-                [
-                    prompt
-                    if isinstance(prompt, str) and given.max_prompt_tokens is None
-                    else await self._servicer.detokenize(
-                        token_ids,
-                        tenant=given.tenant,
-                        skip_special_tokens=given.skips_special_tokens,
-                    )
-                    for prompt, token_ids in zip(given.prompts, generation.prompts, strict=True)
-                ]
-            )
+            for prompt, token_ids in zip(given.prompts, generation.prompts, strict=True):
+                if isinstance(prompt, str) and given.max_prompt_tokens is None:
+                    texts.append(prompt)
+                    continue
+                # All of them at once would hold the event loop.
+                await asyncio.sleep(0)
+                text = await self._servicer.detokenize(
+                    token_ids,
+                    tenant=given.tenant,
+                    skip_special_tokens=given.skips_special_tokens,
+                )
+                texts.append(text)
+            return tuple(texts)
         except BaseException:
             generation.close()
             raise

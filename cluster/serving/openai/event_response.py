@@ -62,7 +62,10 @@ class EventResponse(ABC):
         assert usage is not None
         assert last is not None
         await asyncio.sleep(0)
-        return [_encode(self._whole(last, usage))]
+        written = _encode(self._whole(last, usage))
+        # It may repeat more of the request than was generated.
+        buffer.collect(len(written))
+        return [written]
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events; an error becomes the last one."""

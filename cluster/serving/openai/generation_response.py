@@ -6,6 +6,7 @@ Chunks of a stream differ mostly in their text; their common parts are encoded o
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from abc import ABC, abstractmethod
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
 
+    from cluster.serving.intake.parsing import Parsing
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.token_bytes import TokenBytes
@@ -119,9 +121,16 @@ class GenerationResponse(ABC):
     """Whether what belongs to a prompt is written in its choices: there may be several prompts."""
 
     def __init__(
-        self, generation: GenerationCall, token_bytes: TokenBytes, options: ResponseOptions
+        self,
+        generation: GenerationCall,
+        token_bytes: TokenBytes,
+        options: ResponseOptions,
+        *,
+        parsing: Parsing,
     ) -> None:
+        """What takes long waits for its tenant's turn to parse a long request."""
         self._generation = generation
+        self._parsing = parsing
         self._token_bytes = token_bytes
         self._options = options
         self._choices: dict[int, ResponseChoice] = {}
@@ -168,6 +177,7 @@ class GenerationResponse(ABC):
             token_bytes=self._token_bytes,
             token_text=self._token_text,
             buffer=buffer,
+            run=functools.partial(self._parsing.run, self._generation.tenant),
         )
         head = self._head(self.kind)
         if not self.has_prompt_in_choice:

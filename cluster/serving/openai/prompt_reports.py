@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Self
 
@@ -11,9 +10,10 @@ import msgspec
 from pagedray.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from cluster.serving.http.errors import Json
+    from cluster.serving.intake.steps import Steps
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.text.token_bytes import TokenBytes
     from pagedray.batch import PromptLogprobs, PromptToken
@@ -22,8 +22,12 @@ __all__ = ["PromptReports", "finite"]
 
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
-_SLICE = 128
-"""Tokens that are written between two turns of the event loop."""
+_TURN_TOKENS = 128
+"""Tokens that are written in one turn."""
+_STEP_ENTRIES = 512
+"""Likeliest tokens that are written at once."""
+_TURN_BYTES = 2**16
+"""About what a turn writes, which tells long work from short."""
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _encode = msgspec.json.Encoder().encode
@@ -55,9 +59,11 @@ class PromptReports:
         token_bytes: TokenBytes,
         token_text: Callable[[int], str],
         buffer: OutputBuffer,
+        run: Callable[[int, Steps[int]], Awaitable[int]],
     ) -> Self:
         """Write what was found of each prompt, by its index, counted in `buffer`.
 
+        `run` returns the result of steps that handle about so many bytes, in turn with others.
         `num_listed` and `num_echoed` are the numbers of likeliest tokens of the two forms; None
         disables one. Raises PagedRayError.
         """
@@ -65,36 +71,74 @@ class PromptReports:
         if num_listed is None and num_echoed is None:
             return reports
         for index, token_ids in enumerate(prompts):
-            tokens = _tokens_of(token_ids, found.get(index, ()))
-            listed: list[bytes] = []
-            echoed: dict[str, list[bytes]] = {name: [] for name in _LISTS}
-            offset = 0
-            while part := list(islice(tokens, _SLICE)):
-                num_bytes = 0
-                if num_listed is not None:
-                    rows = [_listed(one, num_listed, token_text) for one in part]
-                    num_bytes += _add(rows, listed)
-                if num_echoed is not None:
-                    num_bytes += _add([token_text(one[0]) for one in part], echoed["tokens"])
-                    logprobs = [None if one[1] is None else finite(one[1].chosen) for one in part]
-                    num_bytes += _add(logprobs, echoed["token_logprobs"])
-                    tops = [_top(one, num_echoed, token_text) for one in part]
-                    num_bytes += _add(tops, echoed["top_logprobs"])
-                    offsets = []
-                    for token_id, _ in part:
-                        offsets.append(offset)
-                        # The text of the prompt has no special tokens.
-                        if not token_bytes.is_special(token_id):
-                            offset += len(token_bytes.text_of(token_id))
-                    num_bytes += _add(offsets, echoed["text_offset"])
-                buffer.collect(num_bytes)
-                await asyncio.sleep(0)
+            writer = _Writer(
+                _tokens_of(token_ids, found.get(index, ())),
+                num_listed=num_listed,
+                num_echoed=num_echoed,
+                token_bytes=token_bytes,
+                token_text=token_text,
+            )
+            for _ in range(0, len(token_ids), _TURN_TOKENS):
+                buffer.collect(await run(_TURN_BYTES, writer.write(_TURN_TOKENS)))
             if num_listed is not None:
-                written = msgspec.Raw(b"[%b]" % b",".join(listed))
+                written = msgspec.Raw(b"[%b]" % b",".join(writer.listed))
                 reports._fields[index] = {"prompt_logprobs": written}
             if num_echoed is not None:
-                reports._lists[index] = echoed
+                reports._lists[index] = writer.echoed
         return reports
+
+
+class _Writer:
+    """Writes the log-probabilities of one prompt."""
+
+    def __init__(
+        self,
+        tokens: Iterator[tuple[int, PromptToken | None]],
+        *,
+        num_listed: int | None,
+        num_echoed: int | None,
+        token_bytes: TokenBytes,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self.listed: list[bytes] = []
+        self.echoed: dict[str, list[bytes]] = {name: [] for name in _LISTS}
+        self._tokens = tokens
+        self._num_listed = num_listed
+        self._num_echoed = num_echoed
+        self._step_tokens = max(1, _STEP_ENTRIES // (1 + (num_listed or 0) + (num_echoed or 0)))
+        self._token_bytes = token_bytes
+        self._token_text = token_text
+        self._offset = 0
+
+    def write(self, num_tokens: int) -> Steps[int]:
+        """Write so many tokens, and return the number of bytes."""
+        num_bytes = 0
+        part = list(islice(self._tokens, num_tokens))
+        for at in range(0, len(part), self._step_tokens):
+            yield
+            step = part[at : at + self._step_tokens]
+            if self._num_listed is not None:
+                rows = [_listed(one, self._num_listed, self._token_text) for one in step]
+                num_bytes += _add(rows, self.listed)
+            if self._num_echoed is not None:
+                num_bytes += self._echo(step, self._num_echoed)
+        return num_bytes
+
+    def _echo(self, step: Sequence[tuple[int, PromptToken | None]], num_likeliest: int) -> int:
+        logprobs = [None if token is None else finite(token.chosen) for _, token in step]
+        offsets = []
+        for token_id, _ in step:
+            offsets.append(self._offset)
+            # The text of the prompt has no special tokens.
+            if not self._token_bytes.is_special(token_id):
+                self._offset += len(self._token_bytes.text_of(token_id))
+        columns: dict[str, Sequence[object]] = {
+            "tokens": [self._token_text(token_id) for token_id, _ in step],
+            "token_logprobs": logprobs,
+            "top_logprobs": [_top(one, num_likeliest, self._token_text) for one in step],
+            "text_offset": offsets,
+        }
+        return sum(_add(values, self.echoed[name]) for name, values in columns.items())
 
 
 def finite(logprob: float) -> float:

@@ -19,7 +19,7 @@ from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.chat_body import MAX_MESSAGES
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.response import ResponsesResponse
-from cluster.serving.responses.responses_body import ResponsesBody
+from cluster.serving.responses.responses_body import Echo, ResponsesBody
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.tools.tool_choice import ToolUse
@@ -42,7 +42,7 @@ class _Asked:
 
     given: GenerationInput
     tools: ToolUse
-    echoed: dict[str, object]
+    echo: Echo
     is_stream: bool
     is_stored: bool
     previous: StoredTurn | None
@@ -73,10 +73,16 @@ class _Handlers:
             asked.given, tenant=call.tenant.name, origin=call.origin, continuation=continuation
         )
         names = {"structure": "tools" if asked.tools.is_forced else "text.format", **_NAMES}
+        kept = self._servicer.buffers.open_buffer(call.tenant.name)
+        kept.collect(asked.echo.num_bytes)
         try:
             generation = await self._servicer.start_generation(given, call.entered)
-        except InvalidRequestError as error:
-            raise renamed(error, names) from error
+        except BaseException as error:
+            kept.clear()
+            if isinstance(error, InvalidRequestError):
+                raise renamed(error, names) from error
+            raise
+        generation.keep_until_closed(kept)
         # Clients may choose the ids of calls, but not those of stored responses.
         number = secrets.token_hex(16) if asked.is_stored else generation.id
 
@@ -88,7 +94,7 @@ class _Handlers:
             Turns(asked.tools, generation.reasoning, self._servicer.tokenizer.token_bytes),
             model=self._servicer.config.model.name,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
-            echoed=asked.echoed,
+            echoed=asked.echo.fields,
             response_id=f"resp_{number}",
             keep=keep if asked.is_stored else None,
         )
@@ -121,12 +127,13 @@ class _Handlers:
             note_ignored=call.ignored.note,
             earlier=earlier,
         )
+        echo = yield from body.echoed(is_stored=is_stored)
         (prompt,) = given.prompts
         assert isinstance(prompt, ChatPrompt)
         return _Asked(
             given=given,
             tools=tools,
-            echoed=body.echoed(is_stored=is_stored),
+            echo=echo,
             is_stream=body.stream,
             is_stored=is_stored,
             previous=previous,

@@ -165,14 +165,14 @@ def read_items(given: object) -> Steps[tuple[ChatMessage, ...]]:
     for index, item in enumerate(items):
         if index % _STEP_ITEMS == 0:
             yield
-        _add_item(item, turns, f"input.{index}")
+        yield from _add_item(item, turns, f"input.{index}")
     turns.end()
     return tuple(turns.messages)
 
 
-def _add_item(item: _Item, turns: _Turns, where: str) -> None:
+def _add_item(item: _Item, turns: _Turns, where: str) -> Steps[None]:
     if isinstance(item, MessageItem):
-        text = _text_of(item.content, f"{where}.content")
+        text = yield from _text_of(item.content, f"{where}.content")
         if item.role == "assistant":
             turns.say(text)
         else:
@@ -181,7 +181,7 @@ def _add_item(item: _Item, turns: _Turns, where: str) -> None:
         turns.call(_call_of(item, where))
     elif isinstance(item, FunctionOutputItem):
         _check_id(item.call_id, f"{where}.call_id")
-        text = _text_of(item.output, f"{where}.output")
+        text = yield from _text_of(item.output, f"{where}.output")
         turns.add(ChatMessage("tool", text, tool_call_id=item.call_id))
     else:
         turns.think(_thoughts_of(item.content, f"{where}.content"))
@@ -200,12 +200,17 @@ def _item_of(given: object, where: str) -> _Item:
     return read_part(part, given, where)
 
 
-def _text_of(given: object, where: str) -> str:
+def _text_of(given: object, where: str) -> Steps[str]:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         raise InvalidRequestError(f"{where} must be a string or a list of text parts.", param=where)
-    return "".join(_part_text(one, f"{where}.{index}") for index, one in enumerate(given))
+    texts: list[str] = []
+    for index, one in enumerate(given):
+        if index % _STEP_ITEMS == 0:
+            yield
+        texts.append(_part_text(one, f"{where}.{index}"))
+    return "".join(texts)
 
 
 def _part_text(given: object, where: str) -> str:

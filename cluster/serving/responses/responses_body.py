@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import Field
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
-__all__ = ["FunctionTool", "ResponsesBody", "TextConfig"]
+__all__ = ["Echo", "FunctionTool", "ResponsesBody", "TextConfig"]
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -76,6 +78,14 @@ class TextConfig(BodyPart):
         json_schema_extra={"type": "object"},
     )
     verbosity: Any = Field(None, description="Ignored; a hint for models of OpenAI.")
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The parameters that a response repeats, of which those that may be large are JSON."""
+
+    fields: Mapping[str, object]
+    num_bytes: int
 
 
 class ResponsesBody(Body):
@@ -210,10 +220,18 @@ class ResponsesBody(Body):
             skips_special_tokens=not tools.is_read,
         )
 
-    def echoed(self, *, is_stored: bool) -> dict[str, object]:
+    def echoed(self, *, is_stored: bool) -> Steps[Echo]:
         """Return the parameters that a response repeats."""
-        return {
-            "instructions": self.instructions,
+        tools: list[msgspec.Raw] = []
+        for tool in self.tools or ():
+            yield
+            tools.append(_written(tool))
+        instructions = _written(self.instructions)
+        yield
+        text = _written(self.text or {"format": {"type": "text"}})
+        yield
+        fields = {
+            "instructions": instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": {},
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -224,12 +242,13 @@ class ResponsesBody(Body):
             },
             "store": is_stored,
             "temperature": self.temperature,
-            "text": self.text or {"format": {"type": "text"}},
+            "text": text,
             "tool_choice": self.tool_choice or "auto",
-            "tools": self.tools or [],
+            "tools": tools,
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+        return Echo(fields, sum(map(_num_bytes, (instructions, text, *tools))))
 
     def _choice(self, *, has_tools: bool) -> ToolChoice:
         given, is_parallel = self.tool_choice, self.parallel_tool_calls
@@ -272,6 +291,14 @@ class ResponsesBody(Body):
             )
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
+
+
+def _written(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _num_bytes(written: msgspec.Raw) -> int:
+    return len(bytes(written))
 
 
 def _tool_of(given: object, where: str) -> Tool:

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 from tests.hostile.attacks.cancelled_calls import CancelledCalls
 from tests.hostile.attacks.continuation_flood import ContinuationFlood
 from tests.hostile.attacks.costly_grammar import CostlyGrammar
+from tests.hostile.attacks.counted_tools import CountedTools
 from tests.hostile.attacks.dns_rebinding import DnsRebinding
+from tests.hostile.attacks.echoed_tools import EchoedTools
 from tests.hostile.attacks.empty_messages import EmptyMessages
+from tests.hostile.attacks.escaped_text import EscapedText
 from tests.hostile.attacks.forged_roles import ForgedRoles
 from tests.hostile.attacks.header_bomb import HeaderBomb
 from tests.hostile.attacks.header_name_bomb import HeaderNameBomb
+from tests.hostile.attacks.held_headers import HeldHeaders
 from tests.hostile.attacks.held_heads import HeldHeads
 from tests.hostile.attacks.hidden_fields import HiddenFields
 from tests.hostile.attacks.id_lists import IdLists
@@ -22,20 +26,29 @@ from tests.hostile.attacks.large_responses import LargeResponses
 from tests.hostile.attacks.large_tools import LargeTools
 from tests.hostile.attacks.long_stops import LongStops
 from tests.hostile.attacks.long_texts import LongTexts
+from tests.hostile.attacks.many_blocks import ManyBlocks
 from tests.hostile.attacks.many_headers import ManyHeaders
 from tests.hostile.attacks.many_members import ManyMembers
 from tests.hostile.attacks.many_messages import ManyMessages
+from tests.hostile.attacks.many_pairs import ManyPairs
+from tests.hostile.attacks.many_parts import ManyParts
 from tests.hostile.attacks.many_tool_calls import ManyToolCalls
+from tests.hostile.attacks.new_health_checks import NewHealthChecks
 from tests.hostile.attacks.packed_ids import PackedIds
 from tests.hostile.attacks.ping_flood import PingFlood
+from tests.hostile.attacks.preflights import Preflights
+from tests.hostile.attacks.prompt_reports import PromptReports
 from tests.hostile.attacks.rapid_reset import RapidReset
 from tests.hostile.attacks.settings_flood import SettingsFlood
 from tests.hostile.attacks.short_texts import ShortTexts
 from tests.hostile.attacks.slow_heads import SlowHeads
 from tests.hostile.attacks.small_chunks import SmallChunks
 from tests.hostile.attacks.smuggling import Smuggling
+from tests.hostile.attacks.template_variables import TemplateVariables
 from tests.hostile.attacks.unending_bodies import UnendingBodies
 from tests.hostile.attacks.unending_messages import UnendingMessages
+from tests.hostile.attacks.valid_calls import ValidCalls
+from tests.hostile.attacks.valid_streams import ValidStreams
 from tests.hostile.attacks.watch_calls import WatchCalls
 
 if TYPE_CHECKING:
@@ -49,11 +62,15 @@ ATTACKS: dict[str, type[Attack]] = {
         CancelledCalls,
         ContinuationFlood,
         CostlyGrammar,
+        CountedTools,
         DnsRebinding,
+        EchoedTools,
         EmptyMessages,
+        EscapedText,
         ForgedRoles,
         HeaderBomb,
         HeaderNameBomb,
+        HeldHeaders,
         HeldHeads,
         HiddenFields,
         IdLists,
@@ -64,20 +81,29 @@ ATTACKS: dict[str, type[Attack]] = {
         LargeTools,
         LongStops,
         LongTexts,
+        ManyBlocks,
         ManyHeaders,
         ManyMembers,
         ManyMessages,
+        ManyPairs,
+        ManyParts,
         ManyToolCalls,
+        NewHealthChecks,
         PackedIds,
         PingFlood,
+        Preflights,
+        PromptReports,
         RapidReset,
         SettingsFlood,
         ShortTexts,
         SlowHeads,
         SmallChunks,
         Smuggling,
+        TemplateVariables,
         UnendingBodies,
         UnendingMessages,
+        ValidCalls,
+        ValidStreams,
         WatchCalls,
     )
 }

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from cluster.serving.anthropic.blocks import (
+    AnthropicMessage,
+    read_anthropic_messages,
+    read_text,
+)
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import TEXT, write_tokenizer
 from tests.serving.conftest import Server
@@ -237,3 +242,18 @@ def test_other_errors_have_their_shape(tool_server: Server, tmp_path: Path) -> N
 def test_hints_are_ignored(tool_server: Server) -> None:
     given = {"metadata": {"user_id": "u"}, "service_tier": "auto"}
     assert posted(tool_server, BODY | given).status_code == 200
+
+
+def test_a_text_of_many_blocks_is_read_in_steps() -> None:
+    blocks = [{"type": "text", "text": "x"}] * 8000
+    assert sum(1 for _ in read_text(blocks, "system")) > 100
+    result = RESULT | {"content": blocks}
+    message = AnthropicMessage.model_validate({"role": "user", "content": [result]})
+    assert sum(1 for _ in read_anthropic_messages([message])) > 100
+
+
+def test_one_message_may_not_become_more_than_the_context_has_tokens(tool_server: Server) -> None:
+    message = {"role": "user", "content": [RESULT | {"content": "x"}] * 1025}
+    answer = posted(tool_server, BODY | {"messages": [message]})
+    assert answer.status_code == 400
+    assert "messages may have at most 1024 entries" in answer.json()["error"]["message"]

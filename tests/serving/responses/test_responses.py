@@ -15,13 +15,18 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
+from cluster.serving.memory.reader_limits import ReaderLimits
+from cluster.serving.memory.tenant_bytes import BufferLimits
+from cluster.serving.responses.items import read_items
 from cluster.serving.responses.stored_responses import StoreLimits
 from cluster.serving.text.tokenizer import Tokenizer
 from tests.serving.checkpoint import write_tokenizer
 from tests.serving.conftest import Server
+from tests.serving.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 TEMPLATE = (
     "{# <tool_call> #}"
@@ -190,3 +195,41 @@ def test_bad_input_is_refused(
     error = answer.json()["error"]
     assert (answer.status_code, error["message"], error["param"]) == (400, text, param)
     assert tool_server.engine.log.submitted == []
+
+
+async def test_repeated_parameters_count_as_unread_output_until_the_call_ends(
+    tool_server: Server, client: openai.OpenAI
+) -> None:
+    say(tool_server, "Hi.")
+    buffers = tool_server.frontends.servicer.buffers
+    description = "x" * 50_000
+    tool = TOOL | {"description": description}
+    given = {"tools": [tool], "tool_choice": "none", "instructions": "Be brief.", "stream": True}
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 8} | given
+    held = []
+    with httpx.stream("POST", f"{tool_server.url}/v1/responses", json=body, timeout=20) as answer:
+        for line in answer.iter_lines():
+            held.append(buffers.num_bytes)
+            if line.startswith("data:") and '"response.completed"' in line:
+                assert '"instructions":"Be brief."' in line
+                assert description in line
+    assert max(held) > 50_000
+    await wait_until(lambda: not buffers.num_bytes)
+
+
+def test_more_than_a_tenant_may_keep_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    limits = ReaderLimits(unread_buffer=BufferLimits(total_bytes=2**19))
+    tools = [TOOL | {"name": f"f{number}", "description": "x" * 60_000} for number in range(3)]
+    with Server(Tokenizer.from_folder(tmp_path), reader_limits=limits) as server:
+        answer = posted(server, {"tools": tools, "tool_choice": "none"})
+        assert answer.status_code == 400
+        assert "exceeds 131072 bytes" in answer.json()["error"]["message"]
+        assert not server.frontends.servicer.buffers.num_bytes
+
+
+def test_a_message_of_many_parts_is_read_in_steps() -> None:
+    parts = [{"type": "input_text", "text": "x"}] * 8000
+    steps = read_items([{"role": "user", "content": parts}])
+    assert sum(1 for _ in steps) > 100

@@ -1,0 +1,40 @@
+"""Calls of OpenAI's Responses API, whose responses repeat the tools of the request."""
+
+from __future__ import annotations
+
+import json
+
+from tests.hostile.http_flood import HttpFlood
+
+__all__ = ["EchoedTools"]
+
+_NUM_TOOLS = 60
+_NUM_CHARACTERS = 32_000
+
+
+class EchoedTools(HttpFlood):
+    """Two megabytes that the model does not see, kept while the call waits for the engine."""
+
+    name = "2 MB of tools to repeat"
+    allowed = frozenset(("200", "400", "429"))
+
+    def request(self, key: str | None) -> bytes:
+        """Return a request whose call takes as long as possible."""
+        description = "x" * _NUM_CHARACTERS
+        body = {
+            "model": "tiny-llama",
+            "input": "x",
+            "max_output_tokens": 900,
+            "tools": [
+                {"type": "function", "name": f"f{number}", "description": description}
+                for number in range(_NUM_TOOLS)
+            ],
+            "tool_choice": "none",
+            "stream": True,
+        }
+        raw = json.dumps(body).encode()
+        return (
+            b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+            % ((key or "").encode(), len(raw), raw)
+        )

@@ -1,0 +1,34 @@
+"""Valid streams of one tenant, two hundred at a time."""
+
+from __future__ import annotations
+
+import json
+
+from tests.hostile.http_flood import HttpFlood
+
+__all__ = ["ValidStreams"]
+
+_BODY = {
+    "model": "tiny-llama",
+    "prompt": "def read(path):",
+    "max_tokens": 64,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+class ValidStreams(HttpFlood):
+    """As many as honest clients might send: what the engine computes for others is load."""
+
+    name = "200 valid streams at once"
+    num_connections = 200
+    allowed = frozenset(("200", "429"))
+
+    def request(self, key: str | None) -> bytes:
+        """Return a completion request."""
+        body = json.dumps(_BODY).encode()
+        return (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+            % ((key or "").encode(), len(body), body)
+        )
