@@ -80,6 +80,9 @@ class AsyncLLM:
         assert isinstance(engine, Controller)
         self._engine = engine
         self._streams: dict[str, EngineStream | None] = {}
+        """By the ids of requests; None until a request has entered the queue."""
+        self._aborted: set[str] = set()
+        """Those that were aborted before that."""
 
     async def generate(
         self,
@@ -141,6 +144,8 @@ class AsyncLLM:
         for one in ids:
             if (stream := self._streams.get(one)) is not None:
                 stream.abort()
+            elif one in self._streams:
+                self._aborted.add(one)
 
     async def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, which has `encode` and `decode`."""
@@ -189,11 +194,14 @@ class AsyncLLM:
             )
             async with await _opened(client, request) as stream:
                 self._streams[request_id] = stream
+                if request_id in self._aborted:
+                    stream.abort()
                 async with aclosing(_results(stream, collector, params.output_kind)) as results:
                     async for result in results:
                         yield result
         finally:
             del self._streams[request_id]
+            self._aborted.discard(request_id)
 
     async def _validated(self, prompt: SaltedPrompt, params: SamplingParams) -> Request:
         while True:

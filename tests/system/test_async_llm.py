@@ -167,6 +167,22 @@ def test_aborted_requests_end_with_a_result(engine: AsyncLLM, runner: asyncio.Ru
     wait_until_free(engine)
 
 
+def test_requests_are_aborted_before_they_begin(engine: AsyncLLM, runner: asyncio.Runner) -> None:
+    async def run() -> list[Generation]:
+        async def read() -> list[Generation]:
+            return [result async for result in engine.generate(TEXT, ENDLESS, "early")]
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        await engine.abort("early")
+        return await task
+
+    (*_, last) = runner.run(run())
+    assert last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) < ENDLESS.max_tokens  # type: ignore[operator]  # not None
+    wait_until_free(engine)
+
+
 def test_conversations_are_rendered_as_by_llm(
     engine: AsyncLLM, llm: LLM, runner: asyncio.Runner
 ) -> None:
