@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.deploy.kustomize import DEPLOY, overlay
+from tests.deploy.quantity import parse_quantity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,12 @@ def _containers(manifests: list[Manifest]) -> Iterator[Manifest]:
     for template in _templates(manifests):
         yield from template["spec"]["containers"]
         yield from template["spec"].get("initContainers", [])
+
+
+def _groups(ray_service: Manifest) -> Iterator[Manifest]:
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    yield cluster["headGroupSpec"]
+    yield from cluster["workerGroupSpecs"]
 
 
 def test_pods_have_minimal_permissions(manifests: list[Manifest]) -> None:
@@ -156,6 +163,33 @@ def test_a_disruption_budget_covers_every_pod(manifests: list[Manifest]) -> None
         # A RayCluster has no scale subresource, so its budgets must be absolute minima.
         assert budget["minAvailable"] == 1
         assert "maxUnavailable" not in budget
+
+
+def test_the_object_store_leaves_half_of_the_shared_memory(ray_service: Manifest) -> None:
+    for group in _groups(ray_service):
+        volumes = {one["name"]: one for one in group["template"]["spec"]["volumes"]}
+        room = parse_quantity(volumes["shared-mem"]["emptyDir"]["sizeLimit"])
+        # Ray refuses less than 75 MiB.
+        assert 75 * 2**20 <= int(group["rayStartParams"]["object-store-memory"]) <= room / 2
+
+
+def test_full_log_files_of_all_processes_fit_their_volume(ray_service: Manifest) -> None:
+    for group in _groups(ray_service):
+        [container] = group["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        num_ranks = int(limits.get("nvidia.com/gpu", 1))
+        env = {one["name"]: one["value"] for one in container["env"]}
+        num_files = 1 + int(env["RAY_ROTATION_BACKUP_COUNT"])
+        log_bytes = num_files * int(env["RAY_ROTATION_MAX_BYTES"])
+        volumes = {one["name"]: one for one in group["template"]["spec"]["volumes"]}
+        room = parse_quantity(volumes["ray-logs"]["emptyDir"]["sizeLimit"])
+        # The ranks, their replica and a proxy; each has the log of its core worker, and Serve's.
+        assert 2 * (num_ranks + 2) * log_bytes <= room
+        assert room <= parse_quantity(limits["ephemeral-storage"])
+
+
+def test_clients_reach_workers_only(ray_service: Manifest) -> None:
+    assert ray_service["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
 def test_only_the_autoscaler_gets_a_token() -> None:
