@@ -23,6 +23,9 @@ OPERATOR = Peer.pod("kuberay-system", app="kuberay-operator")
 FAKE_OPERATOR = Peer.pod("web", app="kuberay-operator")
 PROMETHEUS = Peer.pod("monitoring", app="prometheus")
 DNS = replace(Peer.pod("kube-system"), labels={"k8s-app": "kube-dns"})
+NODE_LOCAL_DNS = Peer.outside("169.254.20.10")
+NODE_LOCAL_DNS_POD = replace(DNS, labels={"k8s-app": "node-local-dns"})
+METADATA_SERVER = Peer.outside("169.254.169.254")
 INTERNET = Peer.outside("93.184.216.34")
 
 GCS, DASHBOARD, AGENT, METRICS, HTTP, GRPC, CHANNEL = 6379, 8265, 52365, 8080, 8000, 9000, 40123
@@ -49,10 +52,11 @@ def test_ports_are_open_to_their_clients_only(policies: list[Manifest], target: 
 
 @pytest.mark.parametrize("source", [HEAD, WORKER], ids=["head", "worker"])
 def test_pods_reach_each_other_and_dns_only(policies: list[Manifest], source: Peer) -> None:
-    assert admits(policies, source, DNS, 53, "UDP")
-    assert admits(policies, source, DNS, 53, "TCP")
-    assert not admits(policies, source, DNS, 443)
-    for target in (STRANGER, FAR_STRANGER, INTERNET):
+    for server in (DNS, NODE_LOCAL_DNS, NODE_LOCAL_DNS_POD):
+        assert admits(policies, source, server, 53, "UDP")
+        assert admits(policies, source, server, 53, "TCP")
+        assert not admits(policies, source, server, 80)
+    for target in (STRANGER, FAR_STRANGER, METADATA_SERVER, INTERNET):
         assert not any(admits(policies, source, target, port) for port in (53, 80, HTTP, GCS))
 
 
