@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
-from tests.deploy.kustomize import DEPLOY, render
+from tests.deploy.kustomize import DEPLOY, render, write_overlay
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.deploy.kustomize import Manifest
 
+_SINGLE_POD = DEPLOY / "single-pod"
+_COMPONENTS = sorted(
+    path.parent
+    for path in DEPLOY.glob("*/components/*/kustomization.yaml")
+    # Those that overlays have.
+    if path.parent.name not in ("autoscaling", "models")
+)
 OVERLAYS = sorted(path.parent for path in DEPLOY.glob("kuberay/overlays/*/kustomization.yaml"))
 
 
-@pytest.fixture(params=[*OVERLAYS, DEPLOY / "single-pod"], ids=lambda path: path.name)
+@pytest.fixture(params=[*OVERLAYS, _SINGLE_POD], ids=lambda path: path.name)
 def folder(request: pytest.FixtureRequest) -> Path:
     """The folder of each deployment."""
     path: Path = request.param
@@ -34,21 +39,30 @@ def manifests(folder: Path) -> list[Manifest]:
 @pytest.fixture
 def monitored_folder(tmp_path: Path) -> Path:
     """A user's overlay: one of ours with monitoring."""
-    kuberay = os.path.relpath(DEPLOY / "kuberay", tmp_path.resolve())
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [f"{kuberay}/overlays/gpu-1"],
-        "components": [f"{kuberay}/components/monitoring"],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return tmp_path
+    return write_overlay(
+        tmp_path, DEPLOY / "kuberay/overlays/gpu-1", DEPLOY / "kuberay/components/monitoring"
+    )
 
 
 @pytest.fixture
 def monitored(monitored_folder: Path) -> list[Manifest]:
     """The manifests of that overlay."""
     return render(monitored_folder)
+
+
+@pytest.fixture(params=_COMPONENTS, ids=lambda path: "-".join(path.relative_to(DEPLOY).parts[::2]))
+def extended_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A user's overlay with each of our components: of sixteen GPUs, or of a single pod."""
+    component: Path = request.param
+    is_single = component.is_relative_to(_SINGLE_POD)
+    base = _SINGLE_POD if is_single else DEPLOY / "kuberay/overlays/tp-16"
+    return write_overlay(tmp_path, base, component)
+
+
+@pytest.fixture
+def extended(extended_folder: Path) -> list[Manifest]:
+    """The manifests of that overlay."""
+    return render(extended_folder)
 
 
 @pytest.fixture(params=OVERLAYS, ids=lambda path: path.name)

@@ -7,12 +7,13 @@ kind and name. Where there is a kubectl, a test compares this with what it makes
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["DEPLOY", "Manifest", "RenderError", "overlay", "render"]
+__all__ = ["DEPLOY", "Manifest", "RenderError", "overlay", "render", "write_overlay"]
 
 # Any: YAML.
 Manifest = dict[str, Any]
@@ -46,6 +47,19 @@ def overlay(name: str) -> dict[tuple[str, str], Manifest]:
     """Return the manifests of an overlay for KubeRay by kind and name."""
     manifests = render(DEPLOY / "kuberay" / "overlays" / name)
     return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+
+
+def write_overlay(folder: Path, base: Path, *components: Path) -> Path:
+    """Write a user's overlay of a base with components into a folder, and return the folder."""
+    start = folder.resolve()
+    kustomization = {
+        "apiVersion": _API_VERSIONS["Kustomization"],
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(base, start)],
+        "components": [os.path.relpath(one, start) for one in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return folder
 
 
 def _rendered(folder: Path, kind: str, manifests: list[Manifest]) -> list[Manifest]:
@@ -106,7 +120,8 @@ def _patch(folder: Path, patch: Manifest, manifests: list[Manifest]) -> None:
 
 
 def _operate(manifest: Manifest, operation: Manifest) -> None:
-    *parents, last = operation["path"].lstrip("/").split("/")
+    steps = operation["path"].lstrip("/").split("/")
+    *parents, last = (step.replace("~1", "/").replace("~0", "~") for step in steps)
     # Any: mappings and lists.
     place: Any = manifest
     for step in parents:
