@@ -77,6 +77,7 @@ def _pod(template: Manifest) -> Manifest:
 
 # A built-in type has a schema only as part of a kind, so a whole object is validated.
 _WHOLES: dict[str, Callable[[Any], Manifest]] = {
+    "EnvVarSource": lambda part: _container(env=[{"name": "ONE", "valueFrom": part}]),
     "EnvVars": lambda part: _container(env=part),
     "PodTemplateSpec": _pod,
     "ResourceRequirements": lambda part: _container(resources=part),

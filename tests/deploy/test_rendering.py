@@ -29,6 +29,13 @@ def test_kubectl_renders_the_same(folder: Path, manifests: list[Manifest]) -> No
 
 
 @needs_kubectl
+def test_kubectl_renders_components_the_same(
+    extended_folder: Path, extended: list[Manifest]
+) -> None:
+    assert _by_name(_rendered_by_kubectl(extended_folder)) == _by_name(extended)
+
+
+@needs_kubectl
 def test_kubectl_renders_monitoring_the_same(
     monitored_folder: Path, monitored: list[Manifest]
 ) -> None:
