@@ -94,6 +94,13 @@ def test_images_are_of_this_version(manifests: list[Manifest]) -> None:
         assert re.fullmatch(re.escape(project["version"]) + "-(cpu|cuda)", tag)
 
 
+def test_only_workers_with_gpus_pull_the_cuda_image(ray_service: Manifest) -> None:
+    for group in _groups(ray_service):
+        [container] = group["template"]["spec"]["containers"]
+        has_gpus = "nvidia.com/gpu" in container["resources"]["limits"]
+        assert container["image"].endswith("-cuda" if has_gpus else "-cpu")
+
+
 def test_ray_requires_a_token_and_exposes_no_dashboard(ray_service: Manifest) -> None:
     cluster = ray_service["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}

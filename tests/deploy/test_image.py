@@ -161,11 +161,26 @@ def test_an_image_runs_as_an_unprivileged_user_and_stops_cleanly(target: str) ->
     assert not [words for name, words in _stage(target) if name == "RUN"]
 
 
+def _bases() -> dict[str, str]:
+    arguments = (words[0] for name, words in _instructions() if name == "ARG")
+    pairs = (argument.split("=", 1) for argument in arguments if "_BASE=" in argument)
+    return dict(pairs)
+
+
 def test_base_images_have_exact_versions() -> None:
-    bases = [words[0] for name, words in _instructions() if name == "ARG" and "_BASE=" in words[0]]
+    bases = _bases()
     assert len(bases) == 2
-    for base in bases:
-        assert re.search(r":\d+\.\d+\.\d+-", base)
+    for base in bases.values():
+        assert re.search(r":\d+\.\d+", base)
+
+
+def test_both_images_have_the_python_of_one_release_of_ubuntu() -> None:
+    # Ray compares the Python of a node with the head's, patch level included.
+    releases = {base.partition("ubuntu")[2].lstrip(":") for base in _bases().values()}
+    assert releases == {"24.04"}
+    for stage in ("builder", "cpu-base", "cuda-base"):
+        assert any("python3" in words for name, words in _stage(stage) if name == "RUN")
+    assert "on Python 3.12." in (ROOT / "deploy" / "constraints-cuda.txt").read_text()
 
 
 @pytest.mark.parametrize("extras", [["tracing"], ["gpu", "tracing"]])
