@@ -1,8 +1,9 @@
 """PagedRay inside `ray.serve.llm`: `LLMConfig(server_cls="pagedray:PagedRayLLM")`.
 
-`engine_kwargs` of the configuration are the arguments of our own application, and `model_source` is
-the folder of the checkpoint. Requests go through the same HTTP application as everywhere else, so
-this module knows none of their fields. The library is optional.
+`engine_kwargs` of the configuration are the arguments of our own application, or vLLM's names of
+engine options; `model_source` is the model, and `model_id` its name for clients. Requests pass
+through the same HTTP application as everywhere else, so this module knows none of their fields. The
+library is optional.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cluster.engine.vllm_options import own_options
 from cluster.serving.http_app import build_http_app
 from cluster.serving.ray_serve.deployment import deployment_options
-from cluster.serving.ray_serve.options import read_arguments
+from cluster.serving.ray_serve.options import ServeOptions, read_arguments
 from cluster.serving.ray_serve.pace import MESSAGES_PER_S, Pace
 from cluster.serving.ray_serve.served_replica import ServedReplica
 
@@ -26,11 +29,12 @@ if TYPE_CHECKING:
 
     from cluster.serving.ray_serve.options import ServeArguments
 
-__all__ = ["LLMAnswers", "PagedRayLLM", "post"]
+__all__ = ["LLMAnswers", "PagedRayLLM", "llm_arguments", "post"]
 
 _MODELS = "ray.serve.llm.openai_api_models"
 _HEADERS = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers that our application reads, besides those of the body."""
+_SERVE_NAMES = frozenset(field.name for field in fields(ServeOptions))
 
 
 class PagedRayLLM(ServedReplica):
@@ -39,13 +43,13 @@ class PagedRayLLM(ServedReplica):
     # Any: the configuration and the requests are the library's, which need not be installed.
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._llm_config = llm_config
-        await super().__init__(_arguments(llm_config))
+        await super().__init__(llm_arguments(llm_config))
         self._answers = LLMAnswers(build_http_app(self._replica.servicer), Pace(MESSAGES_PER_S))
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:  # Any: see above.
         """Return the options of the deployment, without its name, which the library chooses."""
-        options = deployment_options(_arguments(llm_config))
+        options = deployment_options(llm_arguments(llm_config))
         return {name: value for name, value in options.items() if name != "name"}
 
     async def chat(
@@ -99,7 +103,8 @@ class LLMAnswers:
     ) -> AsyncGenerator[Any]:
         status = 0
         whole: list[bytes] = []
-        body = request.model_dump_json(exclude_unset=True).encode()
+        # Fields such as the schema of a response format have other names in Python.
+        body = request.model_dump_json(by_alias=True, exclude_unset=True).encode()
         headers = {} if raw_request_info is None else raw_request_info.headers
         parts = post(self._app, path, body, headers)
         async with aclosing(parts):
@@ -195,6 +200,17 @@ def _scope(path: str, body: bytes, headers: Mapping[str, str]) -> Scope:
     }
 
 
-def _arguments(llm_config: Any) -> ServeArguments:  # Any: see above.
-    model = llm_config.model_loading_config.model_source
-    return read_arguments({"model": model, **llm_config.engine_kwargs})
+def llm_arguments(llm_config: Any) -> ServeArguments:  # Any: the library's own.
+    """Return our arguments for a configuration of the library. Raises StartupError."""
+    loading = llm_config.model_loading_config
+    given = llm_config.engine_kwargs
+    own = {name: value for name, value in given.items() if name in _SERVE_NAMES}
+    engine = own_options({name: value for name, value in given.items() if name not in own})
+    return read_arguments(
+        {
+            "model": loading.model_source or loading.model_id,
+            "served_model_name": loading.model_id,
+            **engine,
+            **own,
+        }
+    )

@@ -32,6 +32,8 @@ class ServeOptions:
     """The tokens in flight that autoscaling aims for in each replica; None uses KV blocks alone."""
     drain_timeout_s: float = 300.0
     """How long running requests may take to finish when their replica is stopped."""
+    served_model_name: str | None = None
+    """The model's name for clients; None is the name of its folder, or its Hub id."""
     api_keys: str | None = None
     """Path of the API key file, on every node; None requires no key."""
     stall_timeout_s: float = 120.0

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,9 @@ class ReplicaEngine:
         # Ray knows the placement group of this actor in this thread only.
         placement = get_current_placement_group()
         config = await asyncio.to_thread(engine_config, arguments.model, arguments.engine)
+        name = arguments.serve.served_model_name
+        if name is not None:
+            config = replace(config, model=replace(config.model, name=name))
         replica = cls(arguments, config)
         try:
             await replica._start(make_executor, placement)

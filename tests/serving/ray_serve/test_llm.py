@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cluster.serving.ray_serve.llm import LLMAnswers, post
+from cluster.serving.ray_serve.llm import LLMAnswers, llm_arguments, post
 from cluster.serving.ray_serve.pace import Pace
 from pagedray import PagedRayLLM
+from pagedray.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -125,7 +126,8 @@ class LibraryRequest:
     def stream(self) -> object:
         return self._fields.get("stream")
 
-    def model_dump_json(self, *, exclude_unset: bool) -> str:
+    def model_dump_json(self, *, by_alias: bool, exclude_unset: bool) -> str:
+        assert by_alias
         assert exclude_unset
         return json.dumps(self._fields)
 
@@ -241,12 +243,39 @@ def test_models_are_those_that_the_library_shows() -> None:
     assert {"ChatCompletionResponse", "CompletionResponse", "ErrorResponse"} <= models
 
 
-def test_engine_kwargs_are_our_arguments() -> None:
+def test_engine_kwargs_are_our_arguments_or_those_of_vllm() -> None:
     config = SimpleNamespace(
-        model_loading_config=SimpleNamespace(model_source="/models/tiny"),
-        engine_kwargs={"tensor_parallel_size": 2, "device": "cuda"},
+        model_loading_config=SimpleNamespace(model_id="tiny", model_source="/models/tiny"),
+        engine_kwargs={
+            "tensor_parallel_size": 2,
+            "device": "cuda",
+            "gpu_memory_utilization": 0.8,
+            "dtype": "half",
+            "max_replicas": 3,
+        },
     )
     options = PagedRayLLM.get_deployment_options(config)
     rank = {"CPU": 1.0, "GPU": 1.0}
     assert options["placement_group_bundles"] == [{"CPU": 1.0}, rank, rank]
     assert "name" not in options
+    arguments = llm_arguments(config)
+    assert (arguments.model, arguments.serve.served_model_name) == ("/models/tiny", "tiny")
+    assert (arguments.engine.memory_fraction, arguments.engine.dtype) == (0.8, "float16")
+    assert arguments.serve.max_replicas == 3
+
+
+def test_a_model_without_a_source_is_found_by_its_id() -> None:
+    config = SimpleNamespace(
+        model_loading_config=SimpleNamespace(model_id="org/tiny", model_source=None),
+        engine_kwargs={},
+    )
+    assert llm_arguments(config).model == "org/tiny"
+
+
+def test_an_option_of_vllm_that_we_do_not_have_is_refused() -> None:
+    config = SimpleNamespace(
+        model_loading_config=SimpleNamespace(model_id="tiny", model_source="/models/tiny"),
+        engine_kwargs={"pipeline_parallel_size": 2},
+    )
+    with pytest.raises(StartupError, match="pipeline_parallel_size = 2 is not supported: use ten"):
+        llm_arguments(config)
