@@ -214,7 +214,7 @@ def _vocabulary(size: int) -> Vocabulary:
     generator, tokens = random.Random(0), dict.fromkeys(known[261:])
     while len(tokens) < size - 261:
         tokens[generator.choice(known[261:]) + generator.choice(known[261:])] = None
-    return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(_EOS,))
+    return Vocabulary(tokens=(*known[:261], *tokens), eos_token_ids=(_EOS,), special_token_ids={})
 
 
 def _first_request(*, is_warm: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+StructureKind = Literal["json_object", "json_schema", "regex", "grammar", "choice", "turn"]
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,9 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     kind: StructureKind
     text: str = ""
     """A JSON schema, a regular expression, an EBNF grammar, or choices as a JSON list of strings;
-    empty for `json_object`."""
+    empty for `json_object`. For `turn`, tool calls or an answer, what `TurnStructure` describes."""
+    mark: str = ""
+    """What a `turn` with tool calls begins with, which may be a special token."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

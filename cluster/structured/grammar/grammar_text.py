@@ -2,11 +2,18 @@
 
 import json
 
-from cluster.structured.grammar.expressions import Alternation, Text, invalid_structure, write_ebnf
+from cluster.structured.grammar.expressions import (
+    Alternation,
+    Expression,
+    Text,
+    invalid_structure,
+    write_ebnf,
+)
 from cluster.structured.grammar.json_schema import read_json_schema
 from cluster.structured.grammar.json_text import JSON_RULES, OBJECT
 from cluster.structured.grammar.loops import with_loops_as_rules
 from cluster.structured.grammar.regex import read_regex
+from cluster.structured.grammar.turn import read_turn
 from pagedray.request import Structure
 
 __all__ = ["MAX_TEXT_BYTES", "MAX_TEXT_LENGTH", "grammar_text"]
@@ -21,16 +28,24 @@ _MAX_CHOICES = 1024
 def grammar_text(structure: Structure) -> str:
     """Return the EBNF of a structure, not compiled yet. Raises InvalidRequestError."""
     match structure.kind:
-        case "json_object":
-            return write_ebnf(JSON_RULES, OBJECT)
-        case "json_schema":
-            return write_ebnf(*read_json_schema(structure.text))
-        case "regex":
-            return write_ebnf(*with_loops_as_rules(read_regex(structure.text)))
-        case "choice":
-            return write_ebnf({}, _choice(structure.text))
         case "grammar":
             return structure.text
+        case "turn":
+            return write_ebnf(*read_turn(structure.text, _grammar))
+    return write_ebnf(*_grammar(structure.kind, structure.text))
+
+
+def _grammar(kind: str, text: str) -> tuple[dict[str, Expression], Expression]:
+    match kind:
+        case "json_object":
+            return JSON_RULES, OBJECT
+        case "json_schema":
+            return read_json_schema(text)
+        case "regex":
+            return with_loops_as_rules(read_regex(text))
+        case "choice":
+            return {}, _choice(text)
+    raise invalid_structure("structure is a grammar, which cannot be combined with tools.")
 
 
 def _choice(text: str) -> Alternation:

@@ -1,7 +1,8 @@
 """The grammar of JSON as rules that schemas refer to, and strings that match an expression.
 
 Strings contain no unnecessary escapes and so no half of a surrogate pair, numbers are short enough
-for every parser, and there is at most one line feed between two tokens of JSON.
+for every parser, and there is at most one line feed between two tokens of JSON, with an indentation
+of limited length.
 """
 
 import json
@@ -58,6 +59,8 @@ _DIGIT = Characters(((0x30, 0x39),))
 # Characters that JSON requires to be escaped.
 _ESCAPED = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 PLAIN = complement(_ESCAPED)
+_MAX_INDENT = 32
+"""Blanks behind a line feed. Without a limit, some models write them without end."""
 _SHORT_ESCAPES = '"\\\b\f\n\r\t'
 
 
@@ -139,7 +142,7 @@ _INTEGER = Concat(
 _FRACTION = Concat((Text("."), _digits(1, 18)))
 _EXPONENT = Concat((_one_of("eE"), optional(_one_of("+-")), _digits(1, 2)))
 _MEMBER = Concat((STRING, Text(":"), SPACE, VALUE))
-_INDENT = Concat((Text("\n"), Repeat(_one_of("\t "), 0, None)))
+_INDENT = Concat((Text("\n"), Repeat(_one_of("\t "), 0, _MAX_INDENT)))
 
 JSON_RULES: dict[str, Expression] = {
     "space": optional(Alternation((Text(" "), _INDENT))),

@@ -103,6 +103,7 @@ class MatcherHandle:
             request.eos_token_ids,
             tuple(sampling.stop_token_ids),
             reasoning=request.reasoning,
+            mark="" if sampling.structure is None else sampling.structure.mark,
             tenant=grammar.tenant,
         )
         self._num_prompt_tokens = len(request.prompt_token_ids)

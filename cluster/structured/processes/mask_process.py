@@ -19,6 +19,7 @@ import msgspec
 
 from cluster.structured.processes.cpu_budgets import TenantCpuBudgets
 from cluster.structured.processes.frames import read_message, write_frame
+from cluster.structured.processes.mark_matcher import MarkMatcher
 from cluster.structured.processes.mask_work import CHECK_INTERVAL_S, MaskJob, MaskWork
 from cluster.structured.processes.memory_limit import is_out_of_memory, limit_memory
 from cluster.structured.processes.messages import (
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     import socket
 
     from cluster.structured.processes.messages import MadeMask, MaskQuery, MatcherStart
-    from cluster.structured.processes.xgrammar_library import GrammarMatcher, XGrammarLibrary
+    from cluster.structured.processes.token_matcher import TokenMatcher
+    from cluster.structured.processes.xgrammar_library import XGrammarLibrary
 
 __all__ = ["serve_masks"]
 
@@ -158,8 +160,12 @@ class _MaskServer:
             expected_s=budget.last_mask_s if matcher is None else matcher.last_cpu_s,
         )
 
-    def _grammar_matcher(self, start: MatcherStart) -> GrammarMatcher | ReasoningMatcher:
-        matcher = self._library.matcher(self._grammars[start.grammar_id])
+    def _grammar_matcher(self, start: MatcherStart) -> TokenMatcher:
+        found = self._library.matcher(self._grammars[start.grammar_id])
+        matcher: TokenMatcher = found
+        mark_id = self._library.special_token_ids.get(start.mark) if start.mark else None
+        if mark_id is not None:
+            matcher = MarkMatcher(found, mark_id, start.mark)
         if start.reasoning is None:
             return matcher
         return ReasoningMatcher(

@@ -89,6 +89,8 @@ class MatcherStart(msgspec.Struct, frozen=True, array_like=True):
     """CPU time that the sequence took in another process, if its tokens are replayed."""
     reasoning: Reasoning | None = None
     """The reasoning that may precede the structure."""
+    mark: str = ""
+    """What the structure may begin with, which may be a special token."""
     tenant: str = ""
     """The tenant whose CPU budget its masks are charged to."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.structured.processes.token_index import TokenIndex
-    from cluster.structured.processes.xgrammar_library import GrammarMatcher
+    from cluster.structured.processes.token_matcher import TokenMatcher
     from pagedray.reasoning import Reasoning
 
 __all__ = ["ReasoningMatcher"]
@@ -26,12 +26,12 @@ _MAX_LINE_FEEDS = 2
 class ReasoningMatcher:
     """Lets a sequence reason freely before its grammar, but not end there.
 
-    It has the methods of GrammarMatcher.
+    It is a TokenMatcher.
     """
 
     def __init__(
         self,
-        matcher: GrammarMatcher,
+        matcher: TokenMatcher,
         reasoning: Reasoning,
         index: TokenIndex,
         *,
@@ -41,16 +41,19 @@ class ReasoningMatcher:
         self._reasoning = reasoning
         self._index = index
         self._eos_token_ids = eos_token_ids
-        self._tracker = ReasoningTracker(reasoning)
-        self._is_matching = not reasoning.is_open
+        self._end = reasoning.end.encode()
+        self._usual_mask: NDArray[np.int32] | None = None
+        """The mask inside of the reasoning, unless a part of its end has been written."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tracker = ReasoningTracker(self._reasoning)
+        self._is_matching = not self._reasoning.is_open
         """Whether all tokens so far, if they are no reasoning, match the grammar."""
         self._num_tokens = 0
         self._num_line_feeds = 0
         self._has_begun = False
         """Whether the structure has begun behind the reasoning."""
-        self._end = reasoning.end.encode()
-        self._usual_mask: NDArray[np.int32] | None = None
-        """The mask inside of the reasoning, unless a part of its end has been written."""
 
     @property
     def is_complete(self) -> bool:
@@ -66,7 +69,7 @@ class ReasoningMatcher:
             case ReasoningPlace.AFTER:
                 return self._accept_after(token_id)
         was_undecided = self._tracker.place is ReasoningPlace.START
-        self._tracker.add_token(token_id, self._index.tokens[token_id])
+        self._tracker.add_token(token_id, self._index.bytes_of(token_id))
         if was_undecided:
             is_text = token_id not in (
                 self._reasoning.begin_token_id,
@@ -85,6 +88,11 @@ class ReasoningMatcher:
                 return self._accept_line_feeds(self._tracker.after)
         return True
 
+    def reset(self) -> None:
+        """Return to the start of the turn."""
+        self._matcher.reset()
+        self._begin()
+
     def write_mask(self, masks: NDArray[np.int32], row: int) -> None:
         """Set the bits of the allowed tokens in a row of zeros."""
         place = self._tracker.place
@@ -101,7 +109,8 @@ class ReasoningMatcher:
             masks[row] |= _bits(blanks, masks.shape[1])
 
     def _accept_after(self, token_id: int) -> bool:
-        if not self._has_begun and self._accept_line_feeds(self._index.tokens[token_id]):
+        text = self._index.bytes_of(token_id)
+        if text and not self._has_begun and self._accept_line_feeds(text):
             return True
         self._has_begun = True
         return self._matcher.accept_token(token_id)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from cluster.structured.processes.cpu_budgets import CpuBudget
     from cluster.structured.processes.messages import MaskQuery, MatcherStart
-    from cluster.structured.processes.reasoning_matcher import ReasoningMatcher
-    from cluster.structured.processes.xgrammar_library import GrammarMatcher
+    from cluster.structured.processes.token_matcher import TokenMatcher
 
 __all__ = ["BASE_CPU_S", "REJECTED_TOKEN", "SequenceMatcher", "allowed_cpu_s"]
 
@@ -49,7 +48,7 @@ class SequenceMatcher:
 
     def __init__(
         self,
-        matcher: GrammarMatcher | ReasoningMatcher,
+        matcher: TokenMatcher,
         start: MatcherStart,
         vocab_size: int,
         budget_of: Callable[[], CpuBudget],

@@ -23,6 +23,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[bytes, ...]
     """Empty for ids without text: control tokens and unused ids."""
     eos_token_ids: tuple[int, ...]
+    special_token_ids: dict[str, int]
+    """The other control tokens by their texts."""
 
 
 def vocabulary_of(
@@ -36,5 +38,10 @@ def vocabulary_of(
             else token_bytes.bytes_of(token_id)
             for token_id in range(size)
         ),
+        special_token_ids={
+            token_bytes.bytes_of(token_id).decode(errors="replace"): token_id
+            for token_id in range(size)
+            if token_bytes.is_special(token_id) and token_id not in eos_token_ids
+        },
         eos_token_ids=tuple(token_id for token_id in eos_token_ids if token_id < size),
     )

@@ -76,7 +76,9 @@ class XGrammarLibrary:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocab_size = len(vocabulary.tokens)
-        self.index = TokenIndex(vocabulary.tokens)
+        self.index = TokenIndex(vocabulary.tokens, vocabulary.special_token_ids)
+        self.special_token_ids = vocabulary.special_token_ids
+        """Control tokens by their texts."""
         # Any: the library's constructors are untyped.
         self._info: Any = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
@@ -132,6 +134,10 @@ class GrammarMatcher:
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token, or return False if the grammar does not allow it."""
         return bool(self._matcher.accept_token(token_id))
+
+    def accept_text(self, text: str) -> bool:
+        """Advance by a text, or return False if the grammar does not allow it."""
+        return bool(self._matcher.accept_string(text))
 
     def reset(self) -> None:
         """Return to the start of the grammar."""

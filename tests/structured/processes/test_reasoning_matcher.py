@@ -32,7 +32,8 @@ def library(request: pytest.FixtureRequest) -> tuple[XGrammarLibrary, Reasoning]
     tokens = [text.encode() for text in TEXTS]
     if is_special:
         tokens[BEGIN] = tokens[END] = b""
-    vocabulary = Vocabulary(tokens=tuple(tokens), eos_token_ids=(EOS,))
+    special = {"<think>": BEGIN, "</think>": END} if is_special else {}
+    vocabulary = Vocabulary(tokens=tuple(tokens), eos_token_ids=(EOS,), special_token_ids=special)
     return XGrammarLibrary(vocabulary), SPECIAL if is_special else REASONING
 
 
