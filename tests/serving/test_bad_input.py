@@ -392,8 +392,8 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [  # Any: JSON
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}},
      "tool_choice names 'b', which is not in tools."),
     ({"tool_choice": "required"}, "tool_choice requires tools."),
-    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-     "response_format and tools cannot be used together; set tool_choice = none."),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_schema"}},
+     "response_format.json_schema.name is required."),
     ({"tools": [REFERRING], "tool_choice": "required"},
      "tools.0.function.parameters has the unsupported $ref '#/properties/x'; it must begin with "
      "#/$defs/."),

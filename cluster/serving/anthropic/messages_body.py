@@ -219,10 +219,9 @@ class MessagesBody(ConversationBody):
         if self.stop_sequences is not None:
             is_list = isinstance(self.stop_sequences, list)
             sampling["stop"] = tuple(self.stop_sequences) if is_list else self.stop_sequences
-        structure = self._structure(tools)
-        forced = yield from tools.forced_structure()
-        if forced is not None or structure is not None:
-            sampling["structure"] = structure if forced is None else forced
+        structure = yield from tools.structure(self._structure(), "output_config.format")
+        if structure is not None:
+            sampling["structure"] = structure
         return GenerationInput(
             prompts=(prompt,),
             sampling=sampling,
@@ -232,15 +231,11 @@ class MessagesBody(ConversationBody):
             skips_special_tokens=not tools.is_read,
         )
 
-    def _structure(self, tools: ToolUse) -> Structure | None:
+    def _structure(self) -> Structure | None:
         given = None if self.output_config is None else self._output_config().format
         if given is None:
             return None
         param = "output_config.format"
-        if tools.is_read:
-            raise InvalidRequestError(
-                f"{param} and tools cannot be used together; set tool_choice = none.", param=param
-            )
         schema = given.get("schema") if isinstance(given, dict) else None
         read_part(OutputFormat, {**given, "schema": {}} if schema is not None else given, param)
         if not isinstance(schema, dict):

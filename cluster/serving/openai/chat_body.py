@@ -176,13 +176,7 @@ class ChatBody(GenerationBody):
 
     def _structure(self, tools: ToolUse) -> Steps[Structure | None]:
         requested = self.requested_structure()
-        if requested.structure is not None and tools.is_read:
-            raise InvalidRequestError(
-                f"{requested.param} and tools cannot be used together; set tool_choice = none.",
-                param=requested.param,
-            )
-        forced = yield from tools.forced_structure()
-        return requested.structure if forced is None else forced
+        return (yield from tools.structure(requested.structure, requested.param))
 
 
 def check_open_end(adds_generation_prompt: bool, continues_final_message: bool) -> None:

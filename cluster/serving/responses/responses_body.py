@@ -207,10 +207,9 @@ class ResponsesBody(Body):
                 sampling[name] = getattr(self, name)
         if self.max_output_tokens is not None:
             sampling["max_tokens"] = self.max_output_tokens
-        structure = self._structure(tools)
-        forced = yield from tools.forced_structure()
-        if forced is not None or structure is not None:
-            sampling["structure"] = structure if forced is None else forced
+        structure = yield from tools.structure(self._structure(), "text.format")
+        if structure is not None:
+            sampling["structure"] = structure
         return GenerationInput(
             prompts=(ChatPrompt(messages, tools.for_template, variables=variables),),
             sampling=sampling,
@@ -263,7 +262,7 @@ class ResponsesBody(Body):
             "tool_choice must be none, auto, required or a named function.", param="tool_choice"
         )
 
-    def _structure(self, tools: ToolUse) -> Structure | None:
+    def _structure(self) -> Structure | None:
         if self.text is None:
             return None
         if not isinstance(self.text, dict):
@@ -279,10 +278,6 @@ class ResponsesBody(Body):
         )
         if read.type == "text":
             return None
-        if tools.is_read:
-            raise InvalidRequestError(
-                f"{param} and tools cannot be used together; set tool_choice = none.", param=param
-            )
         if read.type == "json_object":
             return Structure(kind="json_object")
         if not isinstance(schema, dict):

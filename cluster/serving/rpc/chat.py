@@ -17,7 +17,7 @@ from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turn_reader import TurnDelta
 from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
-from pagedray.request import FinishReason
+from pagedray.request import FinishReason, Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -100,14 +100,11 @@ class Chat:
             ),
         )
         given = generation_input(prompt, message, call, tenant)
-        forced = yield from self._tools.forced_structure()
-        if forced is not None:
-            if "structure" in given.sampling:
-                raise InvalidRequestError(
-                    "structure cannot be combined with a tool_choice that forces a tool call.",
-                    param="structure",
-                )
-            given = replace(given, sampling={**given.sampling, "structure": forced})
+        answer = given.sampling.get("structure")
+        assert answer is None or isinstance(answer, Structure)
+        structure = yield from self._tools.structure(answer, "structure")
+        if structure is not None:
+            given = replace(given, sampling={**given.sampling, "structure": structure})
         if self._tools.is_read:
             # Many models mark tool calls by special tokens.
             given = replace(given, skips_special_tokens=False)

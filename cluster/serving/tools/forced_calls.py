@@ -1,12 +1,15 @@
-"""The structure of a turn that must be a tool call, or a list of them."""
+"""The structure of a turn that must be a tool call, or a list of them, or may be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cluster.serving.json_text import json_text
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES, MAX_TEXT_LENGTH
+from cluster.structured.grammar.turn import TurnStructure
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
@@ -15,8 +18,9 @@ if TYPE_CHECKING:
 
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool import Tool
+    from cluster.structured.grammar.turn import CallForm
 
-__all__ = ["call_structure", "list_structure"]
+__all__ = ["call_structure", "list_structure", "turn_structure"]
 
 _MAX_DEPTH = 100
 _DEFINITIONS = ("$defs", "definitions")
@@ -32,6 +36,38 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
 
     Raises InvalidRequestError that names `param` or a field of it.
     """
+    call, definitions = yield from _call_schema(tools, param, "parameters")
+    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": call}
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return _structure(schema | definitions, param)
+
+
+def turn_structure(
+    tools: Sequence[Tool], param: str, form: CallForm, answer: Structure, *, is_parallel: bool
+) -> Steps[Structure]:
+    """Return the structure of a turn that is calls in a form of their own, or an answer.
+
+    Raises InvalidRequestError that names `param` or a field of it.
+    """
+    call, definitions = yield from _call_schema(tools, param, form.arguments)
+    turn = TurnStructure(
+        form=form,
+        call=json_text(call | definitions, param, most_bytes=MAX_TEXT_BYTES),
+        is_parallel=is_parallel,
+        answer_kind=answer.kind,
+        answer_text=answer.text,
+    )
+    return Structure(kind="turn", text=msgspec.json.encode(turn).decode(), mark=form.mark)
+
+
+def _call_schema(
+    tools: Sequence[Tool], param: str, key: str
+) -> Steps[tuple[dict[str, object], dict[str, object]]]:
+    """Return the schema of a call of any tool, and what its root must have beside it.
+
+    Its arguments have this key.
+    """
     definitions: dict[str, object] = {}
     calls: list[dict[str, object]] = []
     num_characters = 0
@@ -42,23 +78,18 @@ def list_structure(tools: Sequence[Tool], param: str, *, is_parallel: bool) -> S
         if num_characters > MAX_TEXT_LENGTH:
             raise InvalidRequestError(
                 f"{param} may have at most {MAX_TEXT_LENGTH} characters of parameters together if "
-                "tool_choice is required.",
+                "tool_choice is required or the answer has a structure.",
                 param=param,
             )
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"enum": [tool.name]}, "parameters": parameters},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"enum": [tool.name]}, key: parameters},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not is_parallel:
-        schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
-    return _structure(schema, param)
+    return {"anyOf": calls}, {"$defs": definitions} if definitions else {}
 
 
 def _structure(schema: Mapping[str, object], param: str) -> Structure:

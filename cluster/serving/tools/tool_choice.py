@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster.serving.tools.forced_calls import call_structure, list_structure
+from cluster.serving.tools.forced_calls import (
+    call_structure,
+    list_structure,
+    turn_structure,
+)
+from cluster.serving.tools.json_calls import ChoiceReader, ListReader, NamedReader
 from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_calls import list_reader, named_reader, turn_reader
+from cluster.serving.tools.tool_calls import call_form, turn_reader
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
     from cluster.serving.tools.tool_calls import ToolCallFormat
     from cluster.serving.tools.turn_reader import TurnReader
+    from cluster.structured.grammar.turn import CallForm
     from pagedray.request import Structure
 
 __all__ = ["ToolChoice", "ToolUse", "read_tools"]
@@ -49,6 +55,8 @@ class ToolUse:
         self._tools = tuple(tools) if choice.kind != "none" else ()
         self._choice = choice
         self._tool_format = tool_format
+        self._form: CallForm | None = None
+        """How calls are written if a grammar lets the model choose between them and an answer."""
         self._names = tuple(tool.name for tool in self._tools)
         if choice.kind == "named":
             self._check_named()
@@ -81,15 +89,29 @@ class ToolUse:
         """Whether a turn with calls has the finish reason `stop`, as OpenAI's for named tools."""
         return self._choice.kind == "named"
 
-    def forced_structure(self) -> Steps[Structure | None]:
-        """Return the structure that the choice forces, or None. Raises InvalidRequestError."""
-        if not self.is_forced:
-            return None
+    def structure(self, answer: Structure | None, param: str | None) -> Steps[Structure | None]:
+        """Return the structure of a turn whose answer has one, if any, which `param` requests.
+
+        A forced call is no answer. Raises InvalidRequestError.
+        """
+        is_parallel = self._choice.is_parallel
         if self._choice.kind == "named":
             (tool,) = (one for one in self._tools if one.name == self._choice.name)
             return call_structure(tool, _PARAM)
+        if self._choice.kind == "required":
+            return (yield from list_structure(self._tools, _PARAM, is_parallel=is_parallel))
+        if answer is None or not self._tools:
+            return answer
+        if answer.kind == "grammar":
+            raise InvalidRequestError(
+                f"{param} cannot be combined with tools: use a JSON schema, a regular expression "
+                "or choices.",
+                param=param,
+            )
+        assert self._tool_format is not None
+        form = self._form = call_form(self._tool_format)
         return (
-            yield from list_structure(self._tools, _PARAM, is_parallel=self._choice.is_parallel)
+            yield from turn_structure(self._tools, _PARAM, form, answer, is_parallel=is_parallel)
         )
 
     def reader(self) -> TurnReader:
@@ -97,12 +119,21 @@ class ToolUse:
         assert self.is_read
         has_short_ids = self._tool_format == "mistral"
         is_parallel = self._choice.is_parallel
+        schemas = {tool.name: tool.schema() for tool in self._tools}
         if self._choice.kind == "named":
-            return named_reader(self._choice.name, has_short_ids=has_short_ids)
+            named = {self._choice.name: schemas[self._choice.name]}
+            return NamedReader(named, is_parallel=False, has_short_ids=has_short_ids)
         if self._choice.kind == "required":
-            return list_reader(self._names, is_parallel=is_parallel, has_short_ids=has_short_ids)
+            return ListReader(schemas, is_parallel=is_parallel, has_short_ids=has_short_ids)
         assert self._tool_format is not None
-        return turn_reader(self._tool_format, self._names, is_parallel=is_parallel)
+        if self._form is not None:
+            return ChoiceReader(
+                schemas,
+                mark=self._form.mark,
+                is_parallel=is_parallel,
+                has_short_ids=has_short_ids,
+            )
+        return turn_reader(self._tool_format, schemas, is_parallel=is_parallel)
 
     def _check_named(self) -> None:
         if self._choice.name not in self._names:

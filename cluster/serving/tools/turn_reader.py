@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import string
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from cluster.serving.text.marks import overlap
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
+__all__ = ["ToolCallDelta", "ToolSchemas", "TurnDelta", "TurnReader"]
 
-__all__ = ["ToolCallDelta", "TurnDelta", "TurnReader"]
+ToolSchemas: TypeAlias = Mapping[str, Mapping[str, object]]
+"""The JSON schemas of the arguments of tools, by their names."""
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -43,10 +44,10 @@ class TurnDelta:
 class TurnReader(ABC):
     """Reads one turn; text that is not a call of a known tool is content."""
 
-    def __init__(self, names: Collection[str], *, is_parallel: bool, has_short_ids: bool) -> None:
+    def __init__(self, tools: ToolSchemas, *, is_parallel: bool, has_short_ids: bool) -> None:
         self.num_calls = 0
         """Number of calls that have begun."""
-        self._names = frozenset(names)
+        self._tools = tools
         self._is_parallel = is_parallel
         self._has_short_ids = has_short_ids
         self._buffer = ""

@@ -37,16 +37,10 @@ class Turns:
         self._token_bytes = token_bytes
         self._shows_reasoning = shows_reasoning
         self._turns: list[Turn] = []
-
-    @property
-    def are_read(self) -> bool:
-        """Whether turns contain anything but text as it is."""
-        return self.has_reasoning or self.tools.is_read
-
-    @property
-    def has_reasoning(self) -> bool:
+        self.has_reasoning = reasoning is not None
         """Whether the model may reason."""
-        return self._reasoning is not None
+        self.are_read = self.has_reasoning or tools.is_read
+        """Whether turns contain anything but text as it is."""
 
     @property
     def num_reasoning_tokens(self) -> int:

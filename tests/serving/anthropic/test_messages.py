@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from pydantic_core import from_json
 
 from cluster.serving.anthropic.blocks import (
     AnthropicMessage,
@@ -215,6 +216,31 @@ CASES: list[tuple[dict[str, Any], str]] = [
      "messages has 3008 tokens, but the context length of 1024 allows at most 1023 and one "
      "generated token."),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("end", "given"),
+    [
+        ('[1, "b', {"a": [1]}),
+        ('[1], "b": 2', {"a": [1], "b": 2}),
+        ("", {}),
+    ],
+)
+def test_call_that_is_cut_off_has_what_is_complete(
+    tool_server: Server, end: str, given: dict[str, Any]
+) -> None:
+    tool_server.engine.reset()
+    text = f'<tool_call>\n{{"name": "look", "arguments": {{"a": {end}'
+    say(tool_server, f"{text}9")
+    num_tokens = len(tool_server.tokenizer.encode(text, add_special_tokens=False))
+    body = BODY | {"tools": [TOOL], "max_tokens": num_tokens}
+    whole = posted(tool_server, body).json()
+    assert whole["stop_reason"] == "max_tokens"
+    assert [(block["type"], block["input"]) for block in whole["content"]] == [("tool_use", given)]
+    streamed = events(tool_server, body)
+    pieces = [event["delta"].get("partial_json", "") for event in streamed if "delta" in event]
+    # What Anthropic's library does with the parts of a stream.
+    assert from_json("".join(pieces), allow_partial=True) == given
 
 
 @pytest.mark.parametrize(("given", "text"), CASES)

@@ -210,3 +210,30 @@ def test_continued_message_stays_open(client: openai.OpenAI, tool_server: Server
         extra_body={"continue_final_message": True, "add_generation_prompt": False},
     )
     assert prompt_of(tool_server).endswith("It is  ")
+
+
+@pytest.mark.parametrize("kind", ["call", "answer"])
+def test_model_calls_or_answers_with_the_schema(
+    client: openai.OpenAI, tool_server: Server, kind: str
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    answer = '{"city": "Rome"}'
+    write(tool_server, call if kind == "call" else answer)
+    schema = {"name": "answer", "schema": PARAMETERS}
+    options: dict[str, Any] = {
+        "tools": TOOLS,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    whole = client.chat.completions.create(model="tiny", messages=ASK, **options)
+    structure = tool_server.engine.log.submitted[-1].sampling.structure
+    assert structure is not None
+    assert (structure.kind, structure.mark) == ("turn", "<tool_call>")
+    (choice,) = whole.choices
+    if kind == "answer":
+        assert (choice.message.content, choice.finish_reason) == (answer, "stop")
+        assert streamed(client, **options) == (answer, [], "stop")
+        return
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    expected = [("weather", '{"city": "Bonn"}')]
+    assert streamed(client, **options) == ("", expected, "tool_calls")

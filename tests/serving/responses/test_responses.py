@@ -171,8 +171,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "tools.0.type must be function: OpenAI's own tools are not available.", "tools.0.type"),
     ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",
      "tools.0.parameters"),
-    ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}},
-     "text.format and tools cannot be used together; set tool_choice = none.", "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},
      "text.format.schema must be a JSON Schema.", "text.format.schema"),
     ({"include": ["message.output_text.logprobs"]},

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.serving.tools.tool_calls import (
-    TOOL_CALL_FORMATS,
-    list_reader,
-    named_reader,
-    turn_reader,
-)
+from cluster.serving.tools.json_calls import ListReader, NamedReader
+from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS, turn_reader
 from tests.hostile.fuzz.target import Target
 
 if TYPE_CHECKING:
     from cluster.serving.tools.turn_reader import TurnDelta, TurnReader
 
-_NAMES = ("look", "add")
+_TOOLS: dict[str, dict[str, object]] = {
+    "look": {"properties": {"where": {"type": "string"}, "deep": {"type": "boolean"}}},
+    "add": {"properties": {"x": {"type": "number"}, "y": True}},
+}
 _NUM_FORMATS = len(TOOL_CALL_FORMATS) + 2
 
 
@@ -33,10 +32,10 @@ def run(data: bytes) -> None:
 def _reader(number: int) -> TurnReader:
     place, is_parallel = number % _NUM_FORMATS, number < 128
     if place < len(TOOL_CALL_FORMATS):
-        return turn_reader(TOOL_CALL_FORMATS[place], _NAMES, is_parallel=is_parallel)
+        return turn_reader(TOOL_CALL_FORMATS[place], _TOOLS, is_parallel=is_parallel)
     if place == len(TOOL_CALL_FORMATS):
-        return list_reader(_NAMES, is_parallel=is_parallel, has_short_ids=False)
-    return named_reader("look", has_short_ids=True)
+        return ListReader(_TOOLS, is_parallel=is_parallel, has_short_ids=False)
+    return NamedReader({"look": {}}, is_parallel=False, has_short_ids=True)
 
 
 def _read(reader: TurnReader, pieces: list[str]) -> tuple[str, dict[int, list[str]]]:
@@ -60,19 +59,61 @@ def _read(reader: TurnReader, pieces: list[str]) -> tuple[str, dict[int, list[st
 
 
 _CALL = b'{"name": "look", "arguments": {"where": "a } \\" b", "x": [1, {"y": 2}]}}'
+_DEEPSEEK = {
+    name: f"<\uff5ctool\u2581{name}\uff5c>".encode()
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+}
+_QWEN_CALL = (
+    b"<tool_call>\n<function=look>\n<parameter=where>\na </b>\n</parameter>\n"
+    b"<parameter=deep>\nTrue\n</parameter>\n</function>\n</tool_call>"
+)
+_GLM_CALL = (
+    b"<tool_call>look\n<arg_key>where</arg_key>\n<arg_value>a <b></arg_value>\n"
+    b"<arg_key>deep</arg_key><arg_value>false</arg_value>\n</tool_call>"
+)
+_DEEPSEEK_CALL = (
+    _DEEPSEEK["call\u2581begin"]
+    + b"function"
+    + _DEEPSEEK["sep"]
+    + b'look\n```json\n{"where": "}"}\n```'
+    + _DEEPSEEK["call\u2581end"]
+)
+
+
+def _seed(name: str, size: int, text: bytes) -> bytes:
+    """Return an input for a format, or for one of the readers of forced calls."""
+    names = (*TOOL_CALL_FORMATS, "list", "named")
+    return bytes((names.index(name), size)) + text
+
 
 TARGET = Target(
     run=run,
     seeds=(
-        b"\x00\x02I look.\n<tool_call>\n" + _CALL + b"\n</tool_call> <tool_call>" + _CALL,
-        b"\x01\x00<|python_tag|>" + _CALL + b"; " + _CALL,
-        b"\x02\x04x [TOOL_CALLS][" + _CALL + b", " + _CALL + b"]",
-        b"\x02\x01[TOOL_CALLS]look[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]add{}",
-        b"\x03\x05[" + _CALL + b',{"parameters":"{}","name":"add"}]',
-        b"\x04\x00{}",
+        _seed(
+            "hermes", 2, b"I look.\n<tool_call>\n" + _CALL + b"\n</tool_call> <tool_call>" + _CALL
+        ),
+        _seed("llama3_json", 0, b"<|python_tag|>" + _CALL + b"; " + _CALL),
+        _seed("mistral", 4, b"x [TOOL_CALLS][" + _CALL + b", " + _CALL + b"]"),
+        _seed("mistral", 1, b"[TOOL_CALLS]look[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]add{}"),
+        _seed("qwen3_coder", 3, b"I look. " + _QWEN_CALL + b"\n" + _QWEN_CALL + b" done"),
+        _seed("glm45", 3, b"\n" + _GLM_CALL + b"\n" + _GLM_CALL),
+        _seed("pythonic", 2, b'[look(where="a, ) \\" b", deep=True), add(y=[1, {"k": None}])]'),
+        _seed(
+            "deepseek_v3",
+            5,
+            _DEEPSEEK["calls\u2581begin"]
+            + _DEEPSEEK_CALL * 2
+            + _DEEPSEEK["calls\u2581end"]
+            + b" x",
+        ),
+        _seed("list", 5, b"[" + _CALL + b',{"parameters":"{}","name":"add"}]'),
+        _seed("named", 0, b"{}"),
     ),
     words=(
         *(b"<tool_call>", b"</tool_call>", b"<|python_tag|>", b"[TOOL_CALLS]", b"[ARGS]"),
         *(b'"name"', b'"arguments"', b'"parameters"', b'"look"', b'"add"', b"[CALL_ID]", b'\\"'),
+        *(b"<function=look>", b"</function>", b"<parameter=where>", b"</parameter>", b"look"),
+        *(b"<arg_key>", b"</arg_key>", b"<arg_value>", b"</arg_value>", b"[look(", b"x=1", b")]"),
+        *_DEEPSEEK.values(),
     ),
 )

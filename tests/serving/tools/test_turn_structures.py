@@ -1,0 +1,158 @@
+"""Grammars that let the model call tools or answer: random texts that they allow, read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cluster.serving.intake.steps import finish
+from cluster.serving.tools.tool import Tool
+from cluster.serving.tools.tool_calls import TOOL_CALL_FORMATS
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.structured.grammar.grammar_text import grammar_text
+from cluster.structured.processes.mark_matcher import MarkMatcher
+from cluster.structured.processes.vocabulary import Vocabulary
+from cluster.structured.processes.xgrammar_library import XGrammarLibrary
+from pagedray.errors import InvalidRequestError
+from pagedray.request import Structure
+
+if TYPE_CHECKING:
+    from cluster.serving.tools.tool_calls import ToolCallFormat
+    from cluster.structured.processes.token_matcher import TokenMatcher
+
+EOS = 0
+SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
+TEXTS = (
+    *("", *SPECIAL, "<tool_call>", "</tool_call>", "\n", "\uff5c", "\u2581"),
+    *map(chr, range(32, 127)),
+)
+INTEGER = {"type": "integer"}
+TOOLS = [
+    Tool(
+        name="look",
+        parameters={"type": "object", "properties": {"where": {"enum": ["a", 1]}}, "required": []},
+    ),
+    Tool(
+        name="add",
+        parameters={
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/n"}},
+            "required": ["x"],
+            "$defs": {"n": INTEGER},
+        },
+    ),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"k": {"$ref": "#/$defs/n"}},
+    "required": ["k"],
+    "$defs": {"n": {"enum": [True, 2]}},
+}
+ANSWER = Structure(kind="json_schema", text=json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def library() -> XGrammarLibrary:
+    tokens = tuple(b"" if text in SPECIAL else text.encode() for text in TEXTS)
+    special = {text: TEXTS.index(text) for text in SPECIAL}
+    return XGrammarLibrary(
+        Vocabulary(tokens=tokens, eos_token_ids=(EOS,), special_token_ids=special)
+    )
+
+
+def use_of(tool_format: ToolCallFormat, *, is_parallel: bool) -> tuple[ToolUse, Structure]:
+    use = ToolUse(TOOLS, ToolChoice(is_parallel=is_parallel), tool_format=tool_format)
+    structure = finish(use.structure(ANSWER, "response_format"))
+    assert structure is not None
+    return use, structure
+
+
+def written(
+    library: XGrammarLibrary,
+    compiled: Any,  # Any: the library's own type
+    mark: str,
+    seed: int,
+) -> tuple[str, bool]:
+    """Return a random text that the masks allow, and whether it has ended."""
+    inner = library.matcher(compiled)
+    mark_id = library.special_token_ids.get(mark)
+    matcher: TokenMatcher = inner
+    if mark_id is not None:
+        matcher = MarkMatcher(inner, mark_id, mark)
+    generator = random.Random(seed)
+    output = ""
+    for _ in range(400):
+        masks = np.zeros((1, library.num_mask_words), dtype=np.int32)
+        matcher.write_mask(masks, 0)
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        chosen = generator.choice(np.flatnonzero(bits).tolist())
+        if chosen == EOS:
+            return output, True
+        assert matcher.accept_token(chosen), (output, TEXTS[chosen])
+        output += TEXTS[chosen]
+    return output, False
+
+
+def check_call(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "look":
+        assert given.get("where", "a") in ("a", 1)
+        assert given.keys() <= {"where"}
+    else:
+        assert name == "add"
+        assert isinstance(given.pop("x"), int)
+        assert not given
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("tool_format", TOOL_CALL_FORMATS)
+def test_model_chooses_calls_or_the_answer(
+    library: XGrammarLibrary, tool_format: ToolCallFormat, is_parallel: bool
+) -> None:
+    most_calls = num_answers = 0
+    use, structure = use_of(tool_format, is_parallel=is_parallel)
+    compiled, _ = library.load_grammar(library.compile_grammar(grammar_text(structure)))
+    for seed in range(30):
+        text, has_ended = written(library, compiled, structure.mark, seed)
+        if not has_ended:
+            continue
+        reader = use.reader()
+        content = ""
+        calls: dict[int, tuple[str | None, str]] = {}
+        for delta in [*map(reader.read_piece, text), reader.flush()]:
+            content += delta.content
+            for call in delta.calls:
+                name, arguments = calls.get(call.index, (call.name, ""))
+                calls[call.index] = (name, arguments + call.arguments)
+        if calls:
+            assert not content
+            assert len(calls) == text.count('"name"')
+            for name, arguments in calls.values():
+                check_call(name or "", arguments)
+        else:
+            assert json.loads(content)["k"] in (True, 2)
+            assert content == text
+            num_answers += 1
+        most_calls = max(most_calls, len(calls))
+    assert num_answers > 2
+    assert most_calls > 1 if is_parallel else most_calls == 1
+
+
+def test_forced_call_leaves_the_answer_out() -> None:
+    for kind in ("required", "named"):
+        choice = ToolChoice(kind=kind, name="add")
+        use = ToolUse(TOOLS, choice, tool_format="hermes")
+        structure = finish(use.structure(ANSWER, "response_format"))
+        assert structure is not None
+        assert structure.kind == "json_schema"
+        assert "true" not in structure.text
+
+
+def test_grammar_of_a_client_cannot_be_joined() -> None:
+    use = ToolUse(TOOLS, ToolChoice(), tool_format="hermes")
+    with pytest.raises(InvalidRequestError, match="guided_grammar cannot be combined with tools"):
+        finish(use.structure(Structure(kind="grammar", text='root ::= "a"'), "guided_grammar"))
