@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.load import cancels, overload
+from tests.load import cancels, overload, tool_calls
 from tests.load.measured_server import MeasuredServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cluster.serving.tools.tool_calls import ToolCallFormat
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,24 @@ async def test_overload_is_rejected_and_the_rest_is_served(
     assert isinstance(served, dict)
     assert refusals["count"] > 0
     assert served["count"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "num_calls"),
+    [
+        ("hermes", 40),
+        pytest.param("mistral", 200, marks=pytest.mark.slow),
+        pytest.param("llama3_json", 200, marks=pytest.mark.slow),
+    ],
+)
+async def test_tool_calls_arrive_as_the_model_wrote_them(
+    tool_format: ToolCallFormat, num_calls: int
+) -> None:
+    with MeasuredServer(*tool_calls.server_arguments(tool_format)) as server:
+        run = tool_calls.ToolCallRun(server, tool_format)
+        await run.send(num_calls)
+    assert not run.examples
+    assert run.counts["calls"] >= num_calls
+    assert run.counts["calls_beside_a_schema"] > 0
+    assert run.counts["answers"] > 0
+    assert run.counts["compared_streams"] > 0
