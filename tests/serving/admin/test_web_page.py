@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.serving.admin.web_page import PAGE_PATHS
+from cluster.serving.reasoning.formats import reasoning_of
 from tests.serving.admin.chromium import CHROMIUM, Browser
 from tests.serving.waiting import wait_until
 
@@ -100,6 +101,24 @@ def test_conversation_continues(page: Browser, server: Server, engine: FakeEngin
     assert re.search("one.*yes.*two", second, re.DOTALL)
     page.click("#new-chat")
     assert page.evaluate("document.querySelectorAll('.message').length") == 0
+
+
+@with_chromium
+def test_reasoning_is_folded(page: Browser, server: Server, engine: FakeEngine) -> None:
+    validator = server.frontends.servicer.validator
+    validator.reasoning = reasoning_of("deepseek_r1", server.tokenizer)
+    try:
+        speak(server, engine, f"{ATTACK} so</think>yes ")
+        page.evaluate("document.getElementById('max-tokens').value = 60")
+        say(page, "one")
+        page.wait_for(IS_DONE)
+    finally:
+        validator.reasoning = None
+    assert page.evaluate(ANSWER).startswith("yes ")
+    details = "document.querySelector('.message.assistant details')"
+    assert page.evaluate(f"{details}.open") is False
+    assert page.evaluate(f"{details}.textContent") == f"Reasoning{ATTACK} so"
+    assert page.console == []
 
 
 @with_chromium

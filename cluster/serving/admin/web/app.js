@@ -204,6 +204,7 @@ function renderProse(text) {
 /** A message in the conversation. */
 class MessageView {
   #text = "";
+  #reasoning = null;
   #body = document.createElement("div");
   #isDrawn = true;
 
@@ -220,6 +221,24 @@ class MessageView {
 
   get text() {
     return this.#text;
+  }
+
+  get reasoning() {
+    return this.#reasoning?.textContent ?? "";
+  }
+
+  /** Add what the model reasons before its answer, folded. */
+  addReasoning(text) {
+    if (this.#reasoning === null) {
+      const details = document.createElement("details");
+      details.className = "reasoning";
+      const summary = document.createElement("summary");
+      summary.textContent = "Reasoning";
+      this.#reasoning = document.createElement("p");
+      details.append(summary, this.#reasoning);
+      this.#body.before(details);
+    }
+    keepScrolledToEnd(() => this.#reasoning.append(text));
   }
 
   add(text) {
@@ -316,8 +335,9 @@ class Chat {
       }
     } finally {
       view.isRunning = false;
-      if (view.text) {
-        messages.push({ role: "assistant", content: view.text });
+      if (view.text || view.reasoning) {
+        const reasoning = view.reasoning ? { reasoning: view.reasoning } : {};
+        messages.push({ role: "assistant", content: view.text, ...reasoning });
       } else {
         // A request that failed without output leaves the conversation and can be sent again.
         messages.pop();
@@ -346,6 +366,7 @@ class Chat {
       if (event.error) throw new Error(String(event.error.message));
       usage = event.usage ?? usage;
       for (const choice of event.choices ?? []) {
+        if (choice.delta?.reasoning) view.addReasoning(choice.delta.reasoning);
         if (choice.delta?.content) view.add(choice.delta.content);
         reason = choice.finish_reason ?? reason;
       }
