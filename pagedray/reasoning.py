@@ -92,6 +92,7 @@ class ReasoningTracker:
         if self.place is ReasoningPlace.START:
             self.rest = self._begin[len(self._tail.lstrip(_BLANK_BYTES)) :]
         elif self.place is ReasoningPlace.INSIDE:
-            sizes = range(min(len(self._tail), len(self._end) - 1), 0, -1)
-            num_begun = next((n for n in sizes if self._end.startswith(self._tail[-n:])), 0)
-            self.rest = self._end[num_begun:]
+            place = self._tail.find(self._end[:1])
+            while place >= 0 and not self._end.startswith(self._tail[place:]):
+                place = self._tail.find(self._end[:1], place + 1)
+            self.rest = self._end if place < 0 else self._end[len(self._tail) - place :]

@@ -5,5 +5,9 @@ __all__ = ["overlap"]
 
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
-    most = min(len(text), len(mark) - 1)
-    return next((size for size in range(most, 0, -1) if mark.startswith(text[-size:])), 0)
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0:
+        if mark.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(mark[0], place + 1)
+    return 0
