@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["document_with_table"]
 
 _ROOT = Path(__file__).parent.parent
-_DOCUMENT = _ROOT / "docs" / "security.md"
-_RESULTS = _ROOT / "bench" / "results" / "hostile.json"
+DOCUMENT = _ROOT / "docs" / "security.md"
+RESULTS = _ROOT / "bench" / "results" / "hostile.json"
 _BEGIN, _END = "<!-- attacks -->\n", "<!-- end of attacks -->"
 
 
@@ -54,8 +54,8 @@ def _row(name: str, figures: dict[str, Any]) -> str:  # Any: as above
 
 def main() -> None:
     """Rewrite the document."""
-    results = json.loads(_RESULTS.read_text())
-    _DOCUMENT.write_text(document_with_table(_DOCUMENT.read_text(), results))
+    results = json.loads(RESULTS.read_text())
+    DOCUMENT.write_text(document_with_table(DOCUMENT.read_text(), results))
 
 
 if __name__ == "__main__":
