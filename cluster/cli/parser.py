@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.cli.bench.flags import add_bench_flags
+from cluster.cli.client_flags import add_client_flags
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
 from cluster.cli.vllm_flags import add_vllm_flags
@@ -310,18 +311,7 @@ def _add_top(commands: _Commands) -> None:
     what = "Show the load of a running server, live."
     top = commands.add_parser("top", help=what, description=what)
     top.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the HTTP port.")
-    top.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="File with the API key. (default: the variable PAGEDRAY_API_KEY)",
-    )
-    top.add_argument(
-        "--tls-ca",
-        type=Path,
-        metavar="FILE",
-        help="CA certificates to trust, in PEM format. (default: the system's)",
-    )
+    add_client_flags(top, variables="PAGEDRAY_API_KEY")
     top.add_argument(
         "--every-s",
         type=seconds(0.1, 60.0),

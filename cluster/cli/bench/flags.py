@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from cluster.cli.bench.latencies import GOALS, METRICS
 from cluster.cli.bench.target import Backend
+from cluster.cli.client_flags import add_client_flags
 from cluster.cli.flag_values import count, number
 
 if TYPE_CHECKING:
@@ -65,18 +66,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="Folder or Hub id of the tokenizer that counts prompts. (default: --model if it is a "
         "folder, or else the server's, by /tokenize)",
     )
-    group.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="File with the API key. (default: the variable PAGEDRAY_API_KEY or OPENAI_API_KEY)",
-    )
-    group.add_argument(
-        "--tls-ca",
-        type=Path,
-        metavar="FILE",
-        help="CA certificates to trust, in PEM format. (default: the system's)",
-    )
+    add_client_flags(group, variables="PAGEDRAY_API_KEY or OPENAI_API_KEY")
     group.add_argument(
         "--header",
         nargs="*",
