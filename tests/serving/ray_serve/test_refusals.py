@@ -58,6 +58,8 @@ def counted(servicer: Servicer) -> dict[str, float]:
         ("Chat", b"", "wrong", "unauthenticated"),
         ("Embed", b"\xff", KEY, "invalid"),
         ("Embed", b"", "wrong", "unauthenticated"),
+        ("Score", pb.ScoreRequest(query="x", documents=[""]), KEY, "invalid"),
+        ("Score", b"", "wrong", "unauthenticated"),
         ("Tokenize", b"\xff", KEY, "invalid"),
         ("ListModels", b"", "wrong", "unauthenticated"),
         ("Abort", b"\xff", KEY, "invalid"),
@@ -129,6 +131,29 @@ async def test_refusals_of_a_handles_embed_are_counted(
     given |= {"timeout_s": None, "key": KEY} | arguments
     with pytest.raises(PagedRayError):
         await ServeHandle(servicer, Pace(1e6)).embed(**given)
+    assert counted(servicer) == {f"ray {reason}": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"key": "wrong"}, "unauthenticated"),
+        ({"query": ""}, "invalid"),
+        ({"query": 5}, "invalid"),
+        ({"documents": "one text"}, "invalid"),
+        ({"documents": ["x", ""]}, "invalid"),
+        ({"timeout_s": -1}, "invalid"),
+    ],
+)
+async def test_refusals_of_a_handles_score_are_counted(
+    servicer: Servicer,
+    arguments: dict[str, Any],  # Any: arguments of all types
+    reason: str,
+) -> None:
+    given: dict[str, Any] = {"query": "x", "documents": ["y"], "instruction": None, "model": None}
+    given |= {"timeout_s": None, "key": KEY} | arguments
+    with pytest.raises(PagedRayError):
+        await ServeHandle(servicer, Pace(1e6)).score(**given)
     assert counted(servicer) == {f"ray {reason}": 1}
 
 
