@@ -16,6 +16,7 @@ from pagedray import LLM
 from pagedray.errors import CheckpointError, InvalidRequestError, StartupError
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
+from workers.models.families.registry import read_model_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,6 +149,23 @@ def test_model_without_answers_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, task="score")
     with pytest.raises(StartupError, match="cannot score; its task can be generate or embed"):
         opened(TINY_LLAMA, task="score")
+
+
+def test_reranker_of_sentence_transformers_is_one_without_an_option(tmp_path: Path) -> None:
+    save_qwen3(tmp_path)
+    ids = {word: made_tokenizer(*SPECIAL).token_to_id(word) for word in ("no", "yes")}
+    place = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    modules = [{"idx": 1, "name": "1", "path": "1_LogitScore", "type": place}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_LogitScore").mkdir()
+    settings = tmp_path / "1_LogitScore" / "config.json"
+    answers = {"true_token_id": ids["yes"], "false_token_id": ids["no"]}
+    settings.write_text(json.dumps(answers))
+    assert read_model_config(tmp_path).task == "score"
+    assert read_model_config(tmp_path, task="generate").task == "generate"
+    settings.write_text(json.dumps(answers | {"false_token_id": None}))
+    with pytest.raises(CheckpointError, match=r"1_LogitScore/config.json: false_token_id must be"):
+        read_model_config(tmp_path)
 
 
 @pytest.fixture(scope="module")

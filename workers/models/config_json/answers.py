@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError
+from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
 
-__all__ = ["with_answers"]
+__all__ = ["is_reranker", "with_answers"]
 
 _ANSWERS = ("no", "yes")
+_MODULE = "LogitScore"
+
+
+def is_reranker(folder: Path) -> bool:
+    """Return whether sentence-transformers scores texts by the answer of this decoder."""
+    return _score_module(folder) is not None
 
 
 def with_answers(config: ModelConfig) -> ModelConfig:
@@ -38,4 +46,30 @@ def with_answers(config: ModelConfig) -> ModelConfig:
             f"{path} must have the tokens {' and '.join(_ANSWERS)}: a decoder scores texts by the "
             "logits of these answers."
         )
+    _check_module(config.folder, no=no, yes=yes)
     return replace(config, answer_token_ids=(no, yes))
+
+
+def _check_module(folder: Path, *, no: int, yes: int) -> None:
+    """Raise CheckpointError if sentence-transformers scores by other answers."""
+    module = _score_module(folder)
+    if module is None:
+        return
+    # The name of a folder beside it, never another path.
+    path = folder / Path(str(module.value("path"))).name / "config.json"
+    file = ConfigFile.read(path)
+    for key, token_id in (("true_token_id", yes), ("false_token_id", no)):
+        if file.value(key) != token_id:
+            raise file.refusal(
+                key,
+                f"must be {token_id}, the token of the answer: supported are rerankers that are "
+                "asked as Qwen3-Reranker",
+            )
+
+
+def _score_module(folder: Path) -> ConfigFile | None:
+    path = folder / "modules.json"
+    if not path.is_file():
+        return None
+    modules = ConfigFile.read_list(path)
+    return next((one for one in modules if str(one.value("type")).endswith(f".{_MODULE}")), None)

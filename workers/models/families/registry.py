@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
-from workers.models.config_json.answers import with_answers
+from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
 from workers.models.families.bert import BERT, ROBERTA
@@ -145,7 +145,9 @@ def _tasks(config: ModelConfig, file: ConfigFile) -> tuple[Task, ...]:
     tasks: tuple[Task, ...] = ("generate", "embed")
     if (config.folder / "modules.json").is_file():
         tasks = ("embed", "generate")
-    return (*tasks, "score") if config.score_head == "answer" else tasks
+    if config.score_head != "answer":
+        return tasks
+    return ("score", *tasks) if is_reranker(config.folder) else (*tasks, "score")
 
 
 def _has_no_head(architecture: str) -> bool:
