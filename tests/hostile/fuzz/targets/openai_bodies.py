@@ -138,6 +138,8 @@ def _seeds() -> tuple[bytes, ...]:
         "/detokenize": 4,
         "/rerank": 5,
         "/score": 6,
+        "/v1/messages": 7,
+        "/v1/responses": 8,
     }
     return (
         _message_seeds()
