@@ -140,6 +140,7 @@ def _seeds() -> tuple[bytes, ...]:
         "/score": 6,
         "/v1/messages": 7,
         "/v1/responses": 8,
+        "/v1/messages/count_tokens": 9,
     }
     return (
         _message_seeds()
