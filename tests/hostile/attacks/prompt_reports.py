@@ -18,6 +18,8 @@ class PromptReports(PostFlood):
     name = "log-probabilities of prompts"
     allowed = frozenset(("200", "400", "429"))
     num_connections = 4
+    # Prompts of as many tokens without log-probabilities take 64 MiB: those of the largest steps.
+    max_growth_mib = 112.0
 
     def body(self) -> bytes:
         """Return a request that generates nothing."""
