@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from tests.hostile.attack import Attack
 
 _BEFORE_S = 0.2
-_SLOW = ("dns_rebinding",)
-"""Attacks that need a server of their own, and that other tests cover in part."""
+_SLOW = (
+    "dns_rebinding",
+    "echoed_tools",
+    "held_headers",
+    "new_health_checks",
+    "prompt_reports",
+    "valid_calls",
+    "valid_streams",
+)
+"""The longest attacks, whose defenses other tests cover in part."""
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_chunks_and_preemption_change_nothing(llm: LLM) -> None:
     for preemption in ("swap", "recompute"):
         with local_llm(
             block_size=4,
-            num_blocks=70,
+            num_blocks=52,
             num_cpu_blocks=200,
             max_model_len=200,
             max_num_batched_tokens=7,

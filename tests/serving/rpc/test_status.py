@@ -115,7 +115,7 @@ def test_every_error_has_a_code_and_a_reason() -> None:
         assert code_of(status).name == kind.grpc_status
         assert status.message == str(error)
         reasons.add(_details(status)["ErrorInfo"].reason)
-    assert len(reasons) == 16
+    assert len(reasons) == 17
 
 
 def test_defect_has_a_generic_message(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,7 +96,7 @@ def test_a_linear_kernel_accepts_a_strided_weight(kind: type[LinearKernel]) -> N
 def test_without_a_compiler_onednn_is_used(
     kind: type[LinearKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PackedGemm, "make", lambda weight, bias: None)
+    monkeypatch.setattr(PackedGemm, "make", lambda *_, **__: None)
     weight, x = torch.randn(64, 50), torch.randn(3, 50)
     kernel = kind(weight.clone(), None)
     kernel.finalize()

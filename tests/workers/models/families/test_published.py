@@ -47,8 +47,10 @@ def shapes_of_transformers(file: PublishedFile, folder: Path, config: ModelConfi
     model_class = getattr(transformers, file.config["architectures"][0])
     with META:
         model = model_class(transformers.AutoConfig.from_pretrained(folder))
-    # Experts are parameters of all together, but are mostly stored one by one.
-    tensors = revert_weight_conversion(model, model.state_dict())
+    tensors = model.state_dict()
+    if config.experts is not None:
+        # They are parameters of all together, but are mostly stored one by one.
+        tensors = revert_weight_conversion(model, tensors)
     stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if config.has_tied_embeddings:
         del stored["lm_head.weight"]
