@@ -187,8 +187,12 @@ class Server:
         if not loading.done():
             await asyncio.wait((loading,), timeout=_LOADING_GRACE_S)
         if not loading.done():
-            # Ray's start cannot be interrupted, and Python would wait for its thread. Ray's
-            # processes end with this one.
+            # Ray's start cannot be interrupted, and Python would wait for its thread. Most of Ray's
+            # processes end with this one, but not its agents.
+            if self._config.parallel.executor == "ray":
+                from cluster.engine.ranks.ray_processes import kill_processes, ray_processes
+
+                kill_processes(ray_processes())
             os._exit(0)
         return await loading
 
