@@ -104,7 +104,7 @@ def test_token_budget_that_forces_chunks_changes_nothing(truth: Truth) -> None:
 
 
 def test_prefix_hit_changes_nothing(truth: Truth) -> None:
-    with gpu_llm(truth.folder, block_size=4, num_blocks=256, max_num_seqs=1) as llm:
+    with gpu_llm(truth.folder, block_size=4, num_blocks=512, max_num_seqs=1) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         assert generated(llm, truth.prompts) == truth.continuations
         assert llm.stats().scheduler.num_hit_tokens >= sum(

@@ -131,7 +131,7 @@ class GroupedExperts(ExpertProduct):
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.expert_gemm import expert_sums
+        from attention.kernels.triton.experts import expert_sums
 
         return expert_sums(
             x,

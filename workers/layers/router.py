@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     """The experts of some tokens."""
 
     experts: torch.Tensor
-    """Their indices, `[num_tokens, num_chosen]` int64."""
+    """Their indices, `[num_tokens, num_chosen]` int64, or int32 on a GPU."""
     weights: torch.Tensor
     """What multiplies their outputs, `[num_tokens, num_chosen]` float32."""
 
@@ -46,7 +46,15 @@ class Router(Layer):
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
-        probabilities = self._kernel(x).softmax(1, dtype=torch.float32)
+        logits = self._kernel(x)
+        if logits.is_cuda:
+            # Triton is absent on machines without a GPU.
+            from attention.kernels.triton.experts import choose_experts
+
+            return Choice(
+                *choose_experts(logits, self._num_chosen, is_renormalized=self._is_renormalized)
+            )
+        probabilities = logits.softmax(1, dtype=torch.float32)
         weights, experts = probabilities.topk(self._num_chosen, dim=1)
         if self._is_renormalized:
             weights = weights / weights.sum(1, keepdim=True)

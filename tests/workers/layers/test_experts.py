@@ -16,6 +16,8 @@ from workers.layers.router import Choice
 from workers.parallel.group import ParallelGroup, SoloGroup
 
 CPU = torch.device("cpu")
+# Without a GPU, Triton's interpreter runs the kernels.
+TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN = 24
 EXPERTS = ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=32, is_renormalized=True)
 STACKED = TensorNames(
@@ -160,17 +162,20 @@ def test_grouped_experts_compute_what_single_ones_do(num_rows: int) -> None:
     pytest.importorskip("triton")
     shape = {"hidden_size": HIDDEN, "intermediate_size": 20, "num_experts": 6}
     products = [
-        kind(**shape, experts=range(2, 6), dtype=torch.float32, device=CPU)
-        for kind in (LinearExperts, GroupedExperts)
+        kind(**shape, experts=range(2, 6), dtype=torch.float32, device=device)
+        for kind, device in ((LinearExperts, CPU), (GroupedExperts, TRITON_DEVICE))
     ]
     for expert in range(4):
         for product in products:
             generator = torch.Generator().manual_seed(expert)
             for target in (product.gate_up(expert), product.down(expert)):
-                target.normal_(0.0, HIDDEN**-0.5, generator=generator)
+                target.copy_(torch.randn(target.shape, generator=generator) / HIDDEN**0.5)
     for product in products:
         product.finalize()
     x = rows_of(num_rows)
     weights, experts = torch.rand(num_rows, 6).topk(3, dim=1)
-    single, grouped = (product(x, Choice(experts, weights)) for product in products)
+    single, grouped = (
+        product(x.to(device), Choice(experts.to(device), weights.to(device))).cpu()
+        for product, device in zip(products, (CPU, TRITON_DEVICE), strict=True)
+    )
     torch.testing.assert_close(grouped, single, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.expert_gemm import (
+from attention.kernels.triton.experts import (
     MAX_SINGLE_PAIRS,
     ExpertTuning,
     default_expert_tuning,
@@ -116,14 +116,19 @@ def test_default_tuning_computes_the_same(num_rows: int) -> None:
     ExpertCase(num_rows, hidden_size=72, inner_size=80).check(None)
 
 
-def test_tiles_are_as_large_as_an_expert_has_pairs() -> None:
+def test_tiles_hold_twice_what_an_expert_has_on_average() -> None:
     sizes = {
         num_pairs: default_expert_tuning(
             num_pairs=num_pairs, num_experts=8, dtype=torch.bfloat16
         ).tile_pairs
-        for num_pairs in (8, 200, 8000)
+        for num_pairs in (8, 100, 200, 8000)
     }
-    assert sizes == {8: 16, 200: 32, 8000: 64}
+    assert sizes == {8: 16, 100: 32, 200: 64, 8000: 128}
+
+
+@pytest.mark.parametrize("num_rows", [3, 30, 60, 250])
+def test_every_default_tile_computes_the_same(num_rows: int) -> None:
+    ExpertCase(num_rows, hidden_size=64, inner_size=40, dtype=torch.bfloat16).check(None)
 
 
 @pytest.mark.parametrize("num_rows", [5, 50])
