@@ -96,11 +96,14 @@ class AttentionMetadata(ABC):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend for a layer whose keys and values are in the cache, between captured graphs.
 
         Query and `out` are `[>= num_tokens, num_heads, head_size]`, keys and values `[>=
-        num_tokens, num_kv_heads, head_size]`, and none of them is checked.
+        num_tokens, num_kv_heads, head_size]`, `sinks` is that of the layer, and none of them is
+        checked.
         """
         raise _no_capture(self)
 

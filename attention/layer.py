@@ -24,6 +24,7 @@ class Attention(nn.Module):
         super().__init__()
         self.params = params
         self.layer_index = layer_index
+        self.sinks = sinks
         self.impl = backend.get_impl_cls()(params, layer_index, sinks)
         self._check = TensorCheck(params)
 

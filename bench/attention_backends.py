@@ -125,9 +125,8 @@ class Bench:
 
         def attend() -> None:
             for i in range(NUM_LAYERS):
-                builder.layer(i)[1].decode(
-                    sub_batch, _heads(query), builder.layer_cache(i, self._cache), _heads(out)
-                )
+                cache = builder.layer_cache(i, self._cache)
+                builder.layer(i)[1].decode(sub_batch, _heads(query), cache, _heads(out), sinks=None)
 
         attention_us = self._timed(_captured(attend))
         num_bytes = 2 * NUM_DECODES * SEQ_LEN * PARAMS.num_kv_heads * PARAMS.head_size * 2
@@ -157,11 +156,16 @@ class Bench:
                 kernels = builder.layer(i)[1]
                 if has_no_context:
                     kernels.prefill_ragged(
-                        sub_batch, _heads(query), _heads(key), _heads(value), _heads(out)
+                        sub_batch,
+                        _heads(query),
+                        _heads(key),
+                        _heads(value),
+                        _heads(out),
+                        sinks=None,
                     )
                 else:
                     cache = builder.layer_cache(i, self._cache)
-                    kernels.prefill(sub_batch, _heads(query), cache, _heads(out))
+                    kernels.prefill(sub_batch, _heads(query), cache, _heads(out), sinks=None)
 
         def forward() -> None:
             for layer in self._layers:

@@ -49,7 +49,13 @@ class _FlashInferPrefills(LayerKernels):
             self._plan_cached(prefills)
 
     def prefill(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self._paged.planned is not sub_batch:
             self._paged.plan_prefills(sub_batch, self._uploader.pages_of(sub_batch))
@@ -62,6 +68,8 @@ class _FlashInferPrefills(LayerKernels):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self._ragged.planned is not sub_batch:
             self._ragged.plan_prefills(sub_batch)
@@ -98,7 +106,13 @@ class FlashInferKernels(_FlashInferPrefills):
             self._decode.plan_decodes(decodes, self._uploader.pages_of(decodes))
 
     def decode(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         # A graph's plan is made before each replay, and never while it is captured.
         if self._decode.planned is not sub_batch and not self.is_graph:
@@ -121,6 +135,12 @@ class HybridKernels(_FlashInferPrefills):
         self._shared.plan_step(batch)
 
     def decode(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
-        self._shared.decode(sub_batch, query, cache, out)
+        self._shared.decode(sub_batch, query, cache, out, sinks=sinks)

@@ -12,6 +12,8 @@ def reason_for_shared(params: AttentionParams) -> str | None:
     if params.alibi_slopes is not None:
         # It derives slopes from the number of heads: wrong for some models and for every rank.
         return "FlashInfer does not support ALiBi slopes"
+    if params.has_sinks:
+        return "FlashInfer's kernels do not support attention sinks"
     if params.head_size not in HEAD_SIZES:
         allowed = ", ".join(map(str, HEAD_SIZES))
         return f"FlashInfer supports head sizes {allowed} and not {params.head_size}"

@@ -62,8 +62,6 @@ class GpuBackend(AttentionBackend):
             if find_spec(module) is None:
                 yield f"the package {package} is not installed"
         yield from cls._refusals_of_device(spec.device)
-        if any(layer.has_sinks for layer in spec.layers):
-            yield "attention sinks are supported on CPUs only"
         if spec.dtype not in cls.dtypes:
             yield f"dtype is {spec.dtype}, but must be {_alternatives(cls.dtypes)}"
         largest = cls.largest_head_size

@@ -25,5 +25,7 @@ class GpuImpl(AttentionImpl):
         assert isinstance(metadata, GpuMetadata)
         if out is None:
             out = query.new_empty(query.shape)
-        metadata.op(query, key, value, kv_cache, out, metadata.handle, self._layer_index)
+        metadata.op(
+            query, key, value, self._sinks, kv_cache, out, metadata.handle, self._layer_index
+        )
         return out

@@ -41,7 +41,8 @@ class LayerKernels(ABC):
 
     Queries and results are `[num_tokens, num_heads, head_size]`, keys and values `[num_tokens,
     num_kv_heads, head_size]`. Tokens may be strided, except those of a result. Results are written
-    completely; those of sequences without keys are zero.
+    completely; those of sequences without keys are zero. `sinks` is `[num_heads]` float32, or None
+    for layers without them.
     """
 
     def __init__(self, params: AttentionParams, spec: AttentionSpec, *, is_graph: bool) -> None:
@@ -61,7 +62,13 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def prefill(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend for queries of several tokens over cached keys."""
 
@@ -73,11 +80,19 @@ class LayerKernels(ABC):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend for sequences whose keys are those of their own tokens, without the cache."""
 
     @abstractmethod
     def decode(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend for one query token of each sequence over cached keys."""

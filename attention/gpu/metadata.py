@@ -76,6 +76,7 @@ class GpuMetadata(AttentionMetadata):
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
@@ -95,11 +96,11 @@ class GpuMetadata(AttentionMetadata):
                 )
             key, value = key.view(kv_heads), value.view(kv_heads)
         if cache is not None:
-            self._attend_cached(params, kernels, batch, query, key, value, cache, out)
+            self._attend_cached(params, kernels, batch, query, key, value, cache, out, sinks)
         else:
             assert key is not None
             assert value is not None
-            self._attend_ragged(params, kernels, batch, query, key, value, out)
+            self._attend_ragged(params, kernels, batch, query, key, value, out, sinks)
         if batch.num_padding and params.attention_type is not AttentionType.ENCODER:
             out[-batch.num_padding :].zero_()
 
@@ -111,11 +112,13 @@ class GpuMetadata(AttentionMetadata):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         params, kernels = self._builder.layer(layer_index)
         cache = self._builder.layer_cache(layer_index, kv_cache)
         batch = self.prepare_step()
-        self._attend_cached(params, kernels, batch, query, key, value, cache, out)
+        self._attend_cached(params, kernels, batch, query, key, value, cache, out, sinks)
 
     @property
     def device_slot_mapping(self) -> torch.Tensor:
@@ -131,6 +134,7 @@ class GpuMetadata(AttentionMetadata):
         value: torch.Tensor | None,
         cache: LayerCache,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         is_cross = params.attention_type is AttentionType.ENCODER_DECODER
         prefills, decodes = batch.sub_batches_of(params.attention_type)
@@ -141,12 +145,13 @@ class GpuMetadata(AttentionMetadata):
                 assert key is not None
                 assert value is not None
                 kernels.prefill_ragged(
-                    prefills, query[tokens], key[tokens], value[tokens], out[tokens]
+                    prefills, query[tokens], key[tokens], value[tokens], out[tokens], sinks=sinks
                 )
             else:
-                kernels.prefill(prefills, query[tokens], cache, out[tokens])
+                kernels.prefill(prefills, query[tokens], cache, out[tokens], sinks=sinks)
         if decodes is not None:
-            kernels.decode(decodes, query[decodes.tokens], cache, out[decodes.tokens])
+            tokens = decodes.tokens
+            kernels.decode(decodes, query[tokens], cache, out[tokens], sinks=sinks)
 
     def _attend_ragged(
         self,
@@ -157,6 +162,7 @@ class GpuMetadata(AttentionMetadata):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         parts: tuple[SubBatch | None, ...] = (batch.prefills, batch.decodes)
         if params.attention_type is AttentionType.ENCODER:
@@ -165,7 +171,7 @@ class GpuMetadata(AttentionMetadata):
             if sub_batch is not None:
                 tokens = sub_batch.tokens
                 kernels.prefill_ragged(
-                    sub_batch, query[tokens], key[tokens], value[tokens], out[tokens]
+                    sub_batch, query[tokens], key[tokens], value[tokens], out[tokens], sinks=sinks
                 )
 
 

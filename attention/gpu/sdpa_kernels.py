@@ -35,12 +35,14 @@ class TorchSDPAKernels(SharedKernels):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         length = sub_batch.max_query_len
         are_equal = length * len(sub_batch.query_lens) == sub_batch.num_tokens
         is_cut = self.params.sliding_window is not None and length > self.params.sliding_window
         if not self._uses_torch or not are_equal or is_cut:
-            super().prefill_ragged(sub_batch, query, key, value, out)
+            super().prefill_ragged(sub_batch, query, key, value, out, sinks=sinks)
             return
         query, key, value = (
             t.unflatten(0, (-1, length)).transpose(1, 2) for t in (query, key, value)
@@ -58,7 +60,7 @@ class TorchSDPAKernels(SharedKernels):
 
 def _supports(params: AttentionParams, spec: AttentionSpec) -> bool:
     """Return whether torch has a kernel for these layers that does not store all scores."""
-    has_bias = params.soft_cap is not None or params.alibi_slopes is not None
+    has_bias = not params.has_plain_softmax or params.alibi_slopes is not None
     # Only kernels for 16 bits support query heads that share a KV head.
     has_kernel = spec.dtype != torch.float32 or params.num_queries_per_kv == 1
     fits = params.head_size <= _LARGEST_HEAD and params.head_size % _HEAD_STEP == 0

@@ -53,7 +53,13 @@ class SharedKernels(LayerKernels):
             self._plan_decode(decodes)
 
     def prefill(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         assert sub_batch.block_tables is not None
         paged_attention(
@@ -65,6 +71,7 @@ class SharedKernels(LayerKernels):
             max_query_len=sub_batch.max_query_len,
             options=self._options_of(cache),
             out=out,
+            sinks=sinks,
         )
 
     def prefill_ragged(
@@ -74,6 +81,8 @@ class SharedKernels(LayerKernels):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if key.stride() != value.stride():
             # The kernel uses the same strides for both.
@@ -87,10 +96,17 @@ class SharedKernels(LayerKernels):
             max_query_len=sub_batch.max_query_len,
             options=self._options,
             out=out,
+            sinks=sinks,
         )
 
     def decode(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         assert sub_batch.block_tables is not None
         if self._planned is not sub_batch:
@@ -107,8 +123,9 @@ class SharedKernels(LayerKernels):
                 options=options,
                 tuning=self._tuning,
                 scratch=self._scratch,
+                has_sinks=self.params.has_sinks,
             )
-        self._decode.launch(query, cache.keys, cache.values, out)
+        self._decode.launch(query, cache.keys, cache.values, out, sinks)
 
     def _plan_decode(self, sub_batch: SubBatch) -> None:
         params = self.params

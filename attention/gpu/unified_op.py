@@ -18,6 +18,7 @@ AttentionOp = Callable[
         torch.Tensor,
         torch.Tensor | None,
         torch.Tensor | None,
+        torch.Tensor | None,
         torch.Tensor,
         torch.Tensor,
         int,
@@ -25,7 +26,7 @@ AttentionOp = Callable[
     ],
     None,
 ]
-"""Query, key, value, cache, out, the metadata's handle, the layer's index."""
+"""Query, key, value, sinks, cache, out, the metadata's handle, the layer's index."""
 
 
 class OpTarget(Protocol):
@@ -37,6 +38,7 @@ class OpTarget(Protocol):
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
@@ -44,8 +46,8 @@ class OpTarget(Protocol):
 
 
 _SCHEMA = (
-    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) kv_cache, Tensor(b!) out, "
-    "int metadata, int layer_index) -> ()"
+    "(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, Tensor(a!) kv_cache, "
+    "Tensor(b!) out, int metadata, int layer_index) -> ()"
 )
 _library = torch.library.Library("pagedray", "DEF")
 # Global because an op can pass a number, but no object.
@@ -75,18 +77,20 @@ def _run(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     kv_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: int,
     layer_index: int,
 ) -> None:
-    _alive[metadata].run_layer(layer_index, query, key, value, kv_cache, out)
+    _alive[metadata].run_layer(layer_index, query, key, value, sinks, kv_cache, out)
 
 
 def _run_fake(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     kv_cache: torch.Tensor,
     out: torch.Tensor,
     metadata: int,

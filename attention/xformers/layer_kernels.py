@@ -52,10 +52,16 @@ class XFormersKernels(SharedKernels):
             self._decodes.plan_decodes(*tables)
 
     def prefill(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self._ragged is None:
-            super().prefill(sub_batch, query, cache, out)
+            super().prefill(sub_batch, query, cache, out, sinks=sinks)
         else:
             self._ragged.prefill(sub_batch, query, cache, out)
 
@@ -66,17 +72,25 @@ class XFormersKernels(SharedKernels):
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self._ragged is None:
-            super().prefill_ragged(sub_batch, query, key, value, out)
+            super().prefill_ragged(sub_batch, query, key, value, out, sinks=sinks)
         else:
             self._ragged.prefill_ragged(sub_batch, query, key, value, out)
 
     def decode(
-        self, sub_batch: SubBatch, query: torch.Tensor, cache: LayerCache, out: torch.Tensor
+        self,
+        sub_batch: SubBatch,
+        query: torch.Tensor,
+        cache: LayerCache,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         if self._decodes is None:
-            super().decode(sub_batch, query, cache, out)
+            super().decode(sub_batch, query, cache, out, sinks=sinks)
         else:
             self._decodes.run_decodes(query, cache, out)
 

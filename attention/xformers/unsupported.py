@@ -42,4 +42,6 @@ def _unsupported_scores(params: AttentionParams) -> str | None:
     # Its biases have the model's dtype, which does not represent distances exactly.
     if params.alibi_slopes is not None:
         return "ALiBi"
+    if params.has_sinks:
+        return "attention sinks"
     return None

@@ -40,11 +40,12 @@ def dense_attention(
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :num_keys], value)
 
 
-def sinks_of(params: AttentionParams) -> torch.Tensor | None:
+def sinks_of(params: AttentionParams, device: str = "cpu") -> torch.Tensor | None:
     """Return sinks of some heads, one of them below and one above most scores, if any."""
     if not params.has_sinks:
         return None
-    return torch.tensor([-9.0, 4.0, 0.3, -0.7, 1.9])[torch.arange(params.num_heads) % 5]
+    sinks = torch.tensor([-9.0, 4.0, 0.3, -0.7, 1.9])[torch.arange(params.num_heads) % 5]
+    return sinks.to(device)
 
 
 def as_cached(x: torch.Tensor, params: AttentionParams, scale: float) -> torch.Tensor:

@@ -45,9 +45,14 @@ FEATURES: dict[str, AttentionParams] = {
     "window+cap": params_of(8, 2, 128, sliding_window=_WINDOW, soft_cap=2.0),
     "alibi": params_of(8, 2, 128, has_alibi=True),
     "window+alibi": params_of(8, 2, 128, sliding_window=_WINDOW, has_alibi=True),
+    "sinks": params_of(8, 2, 128, has_sinks=True),
+    "window+sinks": params_of(8, 2, 128, sliding_window=_WINDOW, has_sinks=True),
     "e4m3": params_of(8, 2, 128, fp8="fp8_e4m3"),
     "e5m2": params_of(8, 2, 128, fp8="fp8_e5m2"),
     "e4m3+window+cap": params_of(8, 2, 128, sliding_window=_WINDOW, soft_cap=2.0, fp8="fp8_e4m3"),
+    "e4m3+window+sinks": params_of(
+        8, 2, 128, sliding_window=_WINDOW, has_sinks=True, fp8="fp8_e4m3"
+    ),
 }
 HEAD_SIZES = (64, 80, 96, 112, 120, 128, 192, 256)
 BLOCK_SIZES = (16, 32, 64)

@@ -95,7 +95,7 @@ def cases() -> Iterator[Case]:
             backends=only_sdpa,
         )
     section = "Attention types (encoder, decoder and cross attention in one model)"
-    for name in ("plain", "scale", "cap", "e4m3"):
+    for name in ("plain", "scale", "cap", "sinks", "e4m3"):
         layers = tuple(replace(FEATURES[name], attention_type=kind) for kind in _TYPES)
         yield Case(section=section, name=name, layers=layers)
     section = "Encoders without a decoder"
@@ -103,8 +103,9 @@ def cases() -> Iterator[Case]:
         layer = replace(FEATURES[name], attention_type=AttentionType.ENCODER_ONLY)
         yield Case(section=section, name=name, layers=(layer,), run=run_encoders)
     section = "Layers that differ"
-    layers = tuple(FEATURES[name] for name in ("window", "plain", "window+cap", "plain"))
-    yield Case(section=section, name="window, plain, window+cap, plain", layers=layers)
+    for names in (("window", "plain", "window+cap", "plain"), ("window+sinks", "sinks") * 2):
+        layers = tuple(FEATURES[name] for name in names)
+        yield Case(section=section, name=", ".join(names), layers=layers)
     for heads in HEAD_COUNTS:
         yield Case(
             section="Query heads per KV head", name=heads, layers=(heads_of(heads, 64, "plain"),)
@@ -114,7 +115,7 @@ def cases() -> Iterator[Case]:
     for size in BLOCK_SIZES:
         yield Case(section="Block sizes", name=str(size), layers=(plain,), block_size=size)
     section = "Captured graphs, replayed over a block's end with padding"
-    for name in ("plain", "window", "cap", "alibi", "e4m3"):
+    for name in ("plain", "window", "cap", "alibi", "sinks", "window+sinks", "e4m3"):
         params = FEATURES[name]
         other = replace(plain, kv_cache_dtype=params.kv_cache_dtype)
         yield Case(section=section, name=name, layers=(params, other), run=_no_steps)

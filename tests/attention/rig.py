@@ -97,7 +97,7 @@ class Rig:
         self.spec = self.spec_of(*layers, dtype=dtype, block_size=block_size, device=device)
         assert backend.check(self.spec) == ()
         self.layers = [
-            Attention(params, layer_index=i, backend=backend, sinks=sinks_of(params))
+            Attention(params, layer_index=i, backend=backend, sinks=sinks_of(params, device))
             for i, params in enumerate(layers)
         ]
         self.builder: Any = (  # Any: tests look into the builders of their own backends

@@ -178,14 +178,6 @@ def test_selector_says_that_there_is_no_gpu(name: str) -> None:
         select_backend(name, spec)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "flashinfer", "xformers", "torch_sdpa"])
-def test_backends_of_gpus_refuse_attention_sinks(name: str) -> None:
-    layers = tuple(replace(layer, has_sinks=True) for layer in SPEC.layers)
-    spec = replace(SPEC, device=torch.device("cuda"), layers=layers)
-    with pytest.raises(ValueError, match=rf"'{name}' refuses: .*attention sinks are supported on"):
-        select_backend(name, spec)
-
-
 def test_selector_refuses_an_unknown_name() -> None:
     with pytest.raises(ValueError, match=r"no such backend\. Backends .* torch_sdpa"):
         select_backend("flashattention", SPEC)

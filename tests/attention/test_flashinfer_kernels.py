@@ -133,12 +133,15 @@ def test_kernels_name_their_providers() -> None:
 
 
 def test_hybrid_names_its_providers_and_the_reasons() -> None:
-    builder = rig_of(FEATURES["plain"], FEATURES["alibi"], backend=HybridBackend).builder
+    layers = FEATURES["plain"], FEATURES["alibi"], params_of(4, 2, 64, has_sinks=True)
+    builder = rig_of(*layers, backend=HybridBackend).builder
     assert builder.provider_sentences() == [
         "flashinfer kernels compute prefill, prefill_ragged of layers [0].",
         "shared kernels compute decode of layers [0]: they read the cache faster than FlashInfer.",
         "shared kernels compute prefill, prefill_ragged, decode of layers [1]: "
         "FlashInfer does not support ALiBi slopes.",
+        "shared kernels compute prefill, prefill_ragged, decode of layers [2]: "
+        "FlashInfer's kernels do not support attention sinks.",
     ]
 
 

@@ -61,7 +61,7 @@ class Covered:
     encoder_features: tuple[str, ...] = ("plain", "window", "alibi")
     replays: tuple[tuple[tuple[str, ...], torch.dtype, int], ...]
     """Layers, dtype and block size of each."""
-    unwaiting: tuple[str, ...] = ("plain", "window", "cap")
+    unwaiting: tuple[str, ...] = ("plain", "window", "cap", "sinks")
 
 
 COVERED = (
@@ -82,7 +82,7 @@ COVERED = (
             (("e4m3", "e4m3"), BFLOAT, 16),
             (("e5m2", "e5m2"), BFLOAT, 16),
         ),
-        unwaiting=("plain", "window", "cap", "alibi"),
+        unwaiting=("plain", "window", "cap", "alibi", "sinks"),
     ),
     # Both of its halves are covered by other backends.
     Covered(
@@ -96,6 +96,7 @@ COVERED = (
         replays=(
             (("plain", "window+cap"), BFLOAT, 16),
             (("alibi", "plain"), BFLOAT, 64),
+            (("window+sinks", "sinks"), BFLOAT, 64),
             (("e4m3", "e4m3"), BFLOAT, 16),
         ),
     ),
@@ -122,7 +123,7 @@ COVERED = (
         encoder_dtypes=(BFLOAT, HALF, FLOAT),
         replays=tuple(
             ((feature, feature), dtype, 16)
-            for feature in ("plain", "window+cap", "alibi", "e4m3")
+            for feature in ("plain", "window+cap", "alibi", "sinks", "e4m3")
             for dtype in (BFLOAT, FLOAT)
         ),
     ),
@@ -281,7 +282,7 @@ def test_encoder_alone(case: Case) -> None:
         rig.step(prefills=[(rig.sequence(), n) for n in lengths], num_padding=2)
 
 
-@over(_of_features("window", "plain", "window+cap", "plain", "alibi"))
+@over(_of_features("window", "plain", "window+cap", "plain", "alibi", "window+sinks", "sinks"))
 def test_layers_with_and_without_window_alternate(case: Case) -> None:
     run_steps(case.rig())
 

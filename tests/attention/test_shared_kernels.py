@@ -44,6 +44,14 @@ def test_every_feature_equals_the_dense_reference(feature: str, dtype: torch.dty
     rig.step(decodes=[c, b, a])
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_sinks_equal_the_dense_reference(window: int | None) -> None:
+    rig = rig_of(params_of(sliding_window=window, has_sinks=True))
+    a, b = rig.sequence(), rig.sequence()
+    rig.step(prefills=[(a, 9), (b, 2)])
+    rig.step(prefills=[(b, 7)], decodes=[a], num_padding=1)
+
+
 @pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Numbers that need no rounding, because Triton's interpreter does not round to nearest.
@@ -60,7 +68,7 @@ def test_fp8_cache_equals_the_dense_reference(fp8: str, monkeypatch: pytest.Monk
 
 def test_encoders_and_cross_attention_equal_the_dense_reference() -> None:
     types = AttentionType.ENCODER, AttentionType.DECODER, AttentionType.ENCODER_DECODER
-    rig = rig_of(*(replace(params_of(), attention_type=kind) for kind in types))
+    rig = rig_of(*(replace(params_of(has_sinks=True), attention_type=kind) for kind in types))
     a, b = rig.sequence(7), rig.sequence(12)
     rig.step(prefills=[(a, 3)])
     rig.step(prefills=[(b, 6)], decodes=[a], num_padding=1)
@@ -101,7 +109,7 @@ def test_parts_of_a_step_equal_the_whole() -> None:
 
 
 def test_graph_inputs_follow_each_step_at_their_addresses() -> None:
-    layers = params_of(), params_of(sliding_window=5)
+    layers = params_of(has_sinks=True), params_of(sliding_window=5, has_sinks=True)
     rig = rig_of(*layers)
     check_graph_inputs(rig, SharedBackend)
 
@@ -202,7 +210,7 @@ def test_builder_names_the_providers_of_its_layers() -> None:
 
 
 def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
-    rig = rig_of(params_of(), params_of(sliding_window=5), params_of())
+    rig = rig_of(params_of(), params_of(sliding_window=5, has_sinks=True), params_of())
     a, b, c = rig.sequence(), rig.sequence(), rig.sequence()
     rig.step(prefills=[(a, 5), (c, 3)])
     batch = rig.batch([(b, 4)], [a, c])
@@ -223,7 +231,8 @@ def test_keys_written_ahead_are_attended_to_as_in_a_whole_step() -> None:
         rig.builder.write_layer(layer_index, key, value, rig.cache, slots)
         heads = [tensor.unflatten(1, (-1, 16)) for tensor in (query, key, value)]
         out = torch.full((9, 64), -7.0, device=rig.spec.device)
-        metadata.attend_layer(layer_index, *heads, rig.cache, out.unflatten(1, (-1, 16)))
+        out_heads, sinks = out.unflatten(1, (-1, 16)), rig.layers[layer_index].sinks
+        metadata.attend_layer(layer_index, *heads, rig.cache, out_heads, sinks=sinks)
         assert torch.equal(out[:6], expected[layer_index])
         # Nothing is computed for padding.
         assert (out[6:] == -7.0).all()

@@ -57,6 +57,7 @@ def test_refusal_does_not_import_the_library() -> None:
         (params_of(8, 2, 264), "a head size of 264"),
         (replace(PLAIN, soft_cap=2.0), "a soft cap"),
         (params_of(8, 2, 128, has_alibi=True), "ALiBi"),
+        (replace(PLAIN, has_sinks=True), "attention sinks"),
         (replace(PLAIN, kv_cache_dtype="fp8_e4m3"), None),
         (replace(PLAIN, attention_type=AttentionType.ENCODER), None),
         (
@@ -79,6 +80,7 @@ def test_prefills_are_shared_for_a_reason(params: AttentionParams, reason: str |
         (params_of(8, 2, 80), 16, "a head size of 80"),
         (replace(PLAIN, soft_cap=2.0), 16, "a soft cap"),
         (params_of(8, 2, 128, has_alibi=True), 16, "ALiBi"),
+        (replace(PLAIN, has_sinks=True), 16, "attention sinks"),
         (replace(PLAIN, kv_cache_dtype="fp8_e5m2"), 16, "an fp8 cache"),
         (replace(PLAIN, attention_type=AttentionType.ENCODER_DECODER), 16, None),
     ],

@@ -77,9 +77,11 @@ class PieceGraphs(StepGraphs[Recording]):
         self._slots[num_tokens:size].fill_(-1)
         for layer, piece in enumerate(recording.pieces):
             self._progress.enter(Phase.LAYER, layer)
-            graph, layer_index, query, key, value, attended = piece
+            graph, layer_index, query, key, value, sinks, attended = piece
             graph.replay()
-            metadata.attend_layer(layer_index, query, key, value, self._kv_cache, attended)
+            metadata.attend_layer(
+                layer_index, query, key, value, self._kv_cache, attended, sinks=sinks
+            )
         recording.last.replay()
         return self._model.normed(
             recording.residual.narrow(0, 0, num_tokens),

@@ -31,6 +31,8 @@ class Piece(NamedTuple):
     key: torch.Tensor
     """`[num_padded, num_kv_heads, head_size]`, and so is `value`."""
     value: torch.Tensor
+    sinks: torch.Tensor | None
+    """Those of the layer, if it has them."""
     attended: torch.Tensor
     """What the next graph reads, of the query's shape."""
 
@@ -87,11 +89,12 @@ class PieceRecorder(StepAttention):
         # The pool has this memory, since it is allocated while the next graph is captured. All
         # that the attention reads is still in use and lies elsewhere.
         attended = query.new_empty(query.shape)
-        heads = (
+        query, key, value, attended_heads = (
             _unowned(tensor).unflatten(1, (-1, layer.params.head_size))
             for tensor in (query, key, value, attended)
         )
-        self._pieces.append(Piece(ended, layer.layer_index, *heads))
+        piece = Piece(ended, layer.layer_index, query, key, value, layer.sinks, attended_heads)
+        self._pieces.append(piece)
         return attended
 
     def _begin(self) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from attention.kernels.triton.tiles import (
     attend,
+    count_sinks,
     dot_type,
     load_slopes,
     load_vectors,
@@ -58,6 +59,7 @@ def _attend_chunks(
     out: tl.tensor,
     lse: tl.tensor,
     slopes: tl.tensor,
+    sinks: tl.tensor,
     query_starts: tl.tensor,
     bounds: tl.tensor,
     tables: tl.tensor,
@@ -79,6 +81,7 @@ def _attend_chunks(
     has_right: tl.constexpr,
     has_cap: tl.constexpr,
     has_slopes: tl.constexpr,
+    has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     operand_type: tl.constexpr,
     stride_unit: tl.constexpr,
@@ -95,9 +98,9 @@ def _attend_chunks(
     Pointers: query, out `[num_tokens, num_heads, head_size]`; keys, values
     `[num_blocks, block_size, num_kv_heads, head_size]`, or with `block_size` 0
     `[num_kv_tokens, num_kv_heads, head_size]`, of the model's dtype or fp8; lse
-    `[num_tokens, num_heads]` float32; slopes `[num_heads]` float32; query_starts `[B + 1]` int32;
-    bounds `[B]` int32, the numbers of keys, or with `block_size` 0 `[B + 1]`, where they start;
-    tables `[B, width]` int32.
+    `[num_tokens, num_heads]` float32; slopes, sinks `[num_heads]` float32; query_starts `[B + 1]`
+    int32; bounds `[B]` int32, the numbers of keys, or with `block_size` 0 `[B + 1]`, where they
+    start; tables `[B, width]` int32.
     """
     tile_queries: tl.constexpr = tile_vectors // num_queries_per_kv
     block_stride, token_stride, head_stride = wide_strides(
@@ -216,6 +219,8 @@ def _attend_chunks(
         tile_keys,
     )
 
+    if has_sinks:
+        weighted, top, total = count_sinks(weighted, top, total, sinks, heads, is_vector)
     dims = tl.arange(0, padded_size)
     out_offsets = tokens * out_token_stride + heads * out_head_stride
     tl.store(
@@ -236,6 +241,7 @@ def attend_chunks(
     query_starts: torch.Tensor,
     max_query_len: int,
     options: AttentionOptions,
+    sinks: torch.Tensor | None,
     tuning: PagedAttentionTuning,
 ) -> None:
     """Launch the kernel; shapes are as in `paged_attention` and `ragged_attention`."""
@@ -248,6 +254,7 @@ def attend_chunks(
     assert query.stride(2) == out.stride(2) == 1
     assert lse is None or (lse.dtype == torch.float32 and lse.stride(1) == 1)
     assert tuning.tile_vectors >= num_queries_per_kv
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     if not num_sequences or not max_query_len:
         return
     tables = layout.block_tables
@@ -261,6 +268,7 @@ def attend_chunks(
         out,
         out if lse is None else lse,
         layout.bounds if slopes is None else slopes,
+        layout.bounds if sinks is None else sinks,
         query_starts,
         layout.bounds,
         layout.bounds if tables is None else tables,
@@ -282,6 +290,7 @@ def attend_chunks(
         has_right=options.window_right >= 0,
         has_cap=options.soft_cap is not None,
         has_slopes=slopes is not None,
+        has_sinks=sinks is not None,
         has_lse=lse is not None,
         operand_type=dot_type(query),
         stride_unit=unit,

@@ -26,6 +26,7 @@ def paged_attention(
     options: AttentionOptions,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tuning: PagedAttentionTuning | None = None,
 ) -> None:
     """Attend for any number of queries per sequence, `[num_tokens, num_heads, head_size]`.
@@ -34,8 +35,10 @@ def paged_attention(
     element type or fp8, and may be strided. `query_starts` is int32 `[B + 1]`, `seq_lens` int32
     `[B]`, the queries' own keys included if they are cached, `block_tables` int32 `[B, width]`.
     No sequence has more queries than `max_query_len`. `lse` is float32 `[num_tokens, num_heads]`,
-    the natural logarithm of the sum of exponents; a query without keys has -inf, and its output is
-    zero. Tokens of no sequence are left unchanged, and blocks that no query can see are not read.
+    the natural logarithm of the sum of exponentials; a query without keys has -inf, and its output
+    is zero. `sinks` is float32 `[num_heads]`, a score of each head that counts in the softmax, and
+    so in `lse`, but has no value. Tokens of no sequence are left unchanged, and blocks that no
+    query can see are not read.
     """
     layout = KeyLayout(
         keys=layer_cache[:, 0],
@@ -51,6 +54,7 @@ def paged_attention(
         query_starts=query_starts,
         max_query_len=max_query_len,
         options=options,
+        sinks=sinks,
         tuning=tuning
         or default_chunk_tuning(
             num_queries_per_kv=query.shape[1] // layer_cache.shape[3],

@@ -20,6 +20,7 @@ from attention.kernels.triton.dependent_launch import (
 from attention.kernels.triton.repeated_launch import RepeatedLaunch
 from attention.kernels.triton.tiles import (
     attend,
+    count_sinks,
     dot_type,
     load_slopes,
     load_vectors,
@@ -47,6 +48,7 @@ def _attend_split(
     out: tl.tensor,
     lse: tl.tensor,
     slopes: tl.tensor,
+    sinks: tl.tensor,
     seq_lens: tl.tensor,
     tables: tl.tensor,
     query_token_stride: tl.tensor,
@@ -65,6 +67,7 @@ def _attend_split(
     has_left: tl.constexpr,
     has_cap: tl.constexpr,
     has_slopes: tl.constexpr,
+    has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     operand_type: tl.constexpr,
     stride_unit: tl.constexpr,
@@ -82,8 +85,8 @@ def _attend_split(
     Launched by `paged_decode`; grid `(num_kv_heads, num_splits, num_sequences)`. Pointers: query
     `[B, num_heads, head_size]`; keys, values `[num_blocks, block_size, num_kv_heads, head_size]` of
     the model's dtype or fp8; out `[B * num_splits, num_heads, head_size]`, the result or float32
-    parts; lse `[B * num_splits, num_heads]` float32; slopes `[num_heads]` float32; seq_lens `[B]`
-    int32; tables `[B, width]` int32.
+    parts; lse `[B * num_splits, num_heads]` float32; slopes, sinks `[num_heads]` float32; seq_lens
+    `[B]` int32; tables `[B, width]` int32. Sinks are counted here only if there are no splits.
     """
     wait_for_inputs(is_dependent)
     block_stride, token_stride, head_stride = wide_strides(
@@ -146,6 +149,8 @@ def _attend_split(
         tile_keys,
     )
 
+    if has_sinks:
+        weighted, top, total = count_sinks(weighted, top, total, sinks, heads, is_vector)
     # Parts are [sequence, split]; without splits, tokens.
     part = (sequence * num_splits + split).to(tl.int64)
     dims = tl.arange(0, padded_size)
@@ -165,9 +170,11 @@ def _merge_splits(
     part_lse: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
+    sinks: tl.tensor,
     out_token_stride: tl.tensor,
     out_head_stride: tl.tensor,
     lse_token_stride: tl.tensor,
+    has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
     num_splits: tl.constexpr,
     padded_splits: tl.constexpr,
@@ -180,7 +187,8 @@ def _merge_splits(
 
     Launched by `paged_decode`; grid `(num_heads, num_sequences)`. Pointers: parts
     `[B, num_splits, num_heads, head_size]` and part_lse `[B, num_splits, num_heads]`, float32, from
-    `_attend_split`; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32.
+    `_attend_split`; out `[B, num_heads, head_size]`; lse `[B, num_heads]` float32; sinks
+    `[num_heads]` float32.
     """
     wait_for_inputs(is_dependent)
     head = tl.program_id(0)
@@ -192,8 +200,13 @@ def _merge_splits(
         part_lse + first_part + splits * num_heads, mask=splits < num_splits, other=float("-inf")
     )
     top = tl.max(all_lse, 0)
+    if has_sinks:
+        sink = tl.load(sinks + head)
+        top = tl.maximum(top, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(all_lse - base), 0)
+    if has_sinks:
+        total += tl.exp(sink - base)
 
     dims = tl.arange(0, padded_size)
     merged = tl.zeros([padded_size], tl.float32)
@@ -234,6 +247,7 @@ class _Parts:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         *,
+        has_sinks: bool,
         num_splits: int,
         scratch: torch.Tensor,
     ) -> None:
@@ -251,6 +265,7 @@ class _Parts:
             (num_heads, num_sequences, 1),
             (
                 *_token_strides(out, lse),
+                has_sinks,
                 lse is not None,
                 num_splits,
                 next_power_of_two(num_splits),
@@ -263,9 +278,9 @@ class _Parts:
             **launch_options(query.device),
         )
 
-    def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         """Merge them into `out` and, if `lse` was given at first, into `lse`."""
-        self._merge.launch(self.out, self.lse, out, lse)
+        self._merge.launch(self.out, self.lse, out, lse, sinks)
 
 
 class PagedDecode:
@@ -287,11 +302,12 @@ class PagedDecode:
         tuning: PagedAttentionTuning,
         scratch: torch.Tensor,
         lse: torch.Tensor | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """`query`, `layer_cache` and `out` are those of any of the layers.
 
         `scratch` is float32 of at least `num_scratch_elements`; launches on one stream may share
-        it.
+        it. `has_sinks` says whether each launch is given sinks.
         """
         assert seq_lens.dtype == block_tables.dtype == torch.int32
         assert query.stride(2) == out.stride(2) == layer_cache.stride(4) == 1
@@ -299,6 +315,7 @@ class PagedDecode:
         self._layouts = query.stride(), layer_cache.stride(), out.stride()
         self._options = options
         self._lse = lse
+        self._has_sinks = has_sinks
         slopes = options.alibi_slopes
         self._step = seq_lens if slopes is None else slopes, seq_lens, block_tables
         self._parts: _Parts | None = None
@@ -307,13 +324,21 @@ class PagedDecode:
             return
         part_strides = _token_strides(out, lse)
         if tuning.num_splits > 1:
-            self._parts = _Parts(query, out, lse, num_splits=tuning.num_splits, scratch=scratch)
+            self._parts = _Parts(
+                query,
+                out,
+                lse,
+                has_sinks=has_sinks,
+                num_splits=tuning.num_splits,
+                scratch=scratch,
+            )
             part_strides = self._parts.strides
         self._attend = _attend_launch(
             query,
             layer_cache,
             part_strides,
             table_stride=block_tables.stride(0),
+            has_sinks=has_sinks and tuning.num_splits == 1,
             has_lse=lse is not None or tuning.num_splits > 1,
             options=options,
             tuning=tuning,
@@ -331,19 +356,28 @@ class PagedDecode:
         return options is self._options and layouts == self._layouts
 
     def launch(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend; keys and values are `layer_cache[:, 0]` and `layer_cache[:, 1]`."""
+        assert self._has_sinks == (sinks is not None)
         if self._attend is None:
             return
         # What a kernel does not use is any tensor.
         lse = out if self._lse is None else self._lse
+        slopes, seq_lens, block_tables = self._step
+        sinks = seq_lens if sinks is None else sinks
+        step = slopes, sinks, seq_lens, block_tables
         parts = self._parts
         if parts is None:
-            self._attend.launch(query, keys, values, out, lse, *self._step)
+            self._attend.launch(query, keys, values, out, lse, *step)
             return
-        self._attend.launch(query, keys, values, parts.out, parts.lse, *self._step)
-        parts.merge(out, lse)
+        self._attend.launch(query, keys, values, parts.out, parts.lse, *step)
+        parts.merge(out, lse, sinks)
 
 
 def paged_decode(
@@ -357,6 +391,7 @@ def paged_decode(
     scratch: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend as `PagedDecode` does, for one layer."""
     decode = PagedDecode(
@@ -369,8 +404,9 @@ def paged_decode(
         tuning=tuning,
         scratch=scratch,
         lse=lse,
+        has_sinks=sinks is not None,
     )
-    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out)
+    decode.launch(query, layer_cache[:, 0], layer_cache[:, 1], out, sinks)
 
 
 def _attend_launch(
@@ -379,6 +415,7 @@ def _attend_launch(
     part_strides: tuple[int, int, int],
     *,
     table_stride: int,
+    has_sinks: bool,
     has_lse: bool,
     options: AttentionOptions,
     tuning: PagedAttentionTuning,
@@ -407,6 +444,7 @@ def _attend_launch(
             options.window_left >= 0,
             options.soft_cap is not None,
             options.alibi_slopes is not None,
+            has_sinks,
             has_lse,
             dot_type(query),
             unit,

@@ -26,6 +26,7 @@ def ragged_attention(
     options: AttentionOptions,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     tuning: PagedAttentionTuning | None = None,
 ) -> None:
     """Attend over `key` and `value`, `[num_kv_tokens, num_kv_heads, head_size]`.
@@ -41,6 +42,7 @@ def ragged_attention(
         query_starts=query_starts,
         max_query_len=max_query_len,
         options=options,
+        sinks=sinks,
         tuning=tuning
         or default_chunk_tuning(
             num_queries_per_kv=query.shape[1] // key.shape[1],

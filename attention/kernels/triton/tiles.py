@@ -19,6 +19,7 @@ import triton.language as tl
 
 __all__ = [
     "attend",
+    "count_sinks",
     "dot_type",
     "load_slopes",
     "load_vectors",
@@ -245,6 +246,26 @@ def attend(
         )
         top = higher
     return weighted, top, total
+
+
+@triton.jit
+def count_sinks(
+    weighted: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    sinks: tl.tensor,
+    heads: tl.tensor,
+    is_vector: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the state of `attend` after the sinks of all vectors, which have no values.
+
+    `sinks` points to `[num_heads]` float32, and `heads` is `[vectors]` int32.
+    """
+    exponents = tl.load(sinks + heads, mask=is_vector, other=0.0) * 1.4426950408889634
+    higher = tl.maximum(top, exponents)
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.exp2(exponents - higher)
+    return weighted * shrink[:, None], higher, total
 
 
 @triton.jit

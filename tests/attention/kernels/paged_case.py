@@ -52,6 +52,10 @@ FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
     "ALiBi and window": {"has_alibi": True, "window_left": 13},
     "cap and window": {"soft_cap": 2.0, "scale": 1.0, "window_left": 17},
     "cap and ALiBi": {"soft_cap": 2.0, "scale": 1.0, "has_alibi": True},
+    "sinks": {"has_sinks": True},
+    "sinks and window": {"has_sinks": True, "window_left": 13},
+    "sinks and left window": {"has_sinks": True, "window_left": 11, "window_right": -1},
+    "sinks and cap": {"has_sinks": True, "soft_cap": 1.5, "scale": 1.0},
 }
 HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
 """Query heads and KV heads: 1, 3, 5, 7, 8 per KV head, and more than a small tile has."""
@@ -98,7 +102,18 @@ def options_of(
     if feature.pop("has_alibi", False):
         slopes = [0.03 + 0.2 / (1 + head) for head in range(shape.num_heads)]
         feature["alibi_slopes"] = torch.tensor(slopes, device=device)
+    feature.pop("has_sinks", None)
     return AttentionOptions(**feature)
+
+
+def sinks_for(
+    shape: Shape, feature: dict[str, Any], device: str
+) -> torch.Tensor | None:  # Any: above
+    """Return the sinks of a feature, one of them below and one above most scores, if any."""
+    if not feature.get("has_sinks", False):
+        return None
+    sinks = torch.tensor([3.5, -40.0, 0.4, -1.1, 60.0])
+    return sinks[torch.arange(shape.num_heads) % len(sinks)].to(device)
 
 
 class PagedCase:
@@ -155,6 +170,7 @@ class PagedCase:
     ) -> torch.Tensor:
         """Check the last queries of each sequence, and return their attention."""
         options = options_of(self.shape, feature, self.device)
+        sinks = sinks_for(self.shape, feature, self.device)
         query, starts, out, lse = self._inputs(query_lens)
         paged_attention(
             query,
@@ -166,10 +182,11 @@ class PagedCase:
             options=options,
             out=out,
             lse=lse,
+            sinks=sinks,
             tuning=tuning,
         )
         contents = [self.keys_and_values(i) for i in range(len(query_lens))]
-        self._check(query, query_lens, contents, options, out, lse)
+        self._check(query, query_lens, contents, options, sinks, out, lse)
         return out
 
     def check_ragged(
@@ -180,6 +197,7 @@ class PagedCase:
     ) -> None:
         """Check the same over the keys and values in rows, with NaN behind them."""
         options = options_of(self.shape, feature, self.device)
+        sinks = sinks_for(self.shape, feature, self.device)
         query, starts, out, lse = self._inputs(query_lens)
         contents = [self.keys_and_values(i) for i in range(len(query_lens))]
         rows = torch.nn.functional.pad(torch.cat(contents, 1), (0, 0, 0, 0, 0, 5), value=torch.nan)
@@ -194,9 +212,10 @@ class PagedCase:
             options=options,
             out=out,
             lse=lse,
+            sinks=sinks,
             tuning=tuning,
         )
-        self._check(query, query_lens, contents, options, out, lse)
+        self._check(query, query_lens, contents, options, sinks, out, lse)
 
     def check_decode(
         self,
@@ -208,6 +227,7 @@ class PagedCase:
         """Check one query for each sequence, and return its attention."""
         shape = self.shape
         options = options_of(shape, feature, self.device)
+        sinks = sinks_for(shape, feature, self.device)
         num_rows = len(self.seq_lens)
         query, _, out, lse = self._inputs([1] * num_rows)
         tuning = default_decode_tuning(
@@ -232,9 +252,10 @@ class PagedCase:
             scratch=torch.full((num_elements,), torch.nan, device=self.device),
             out=out[:num_rows],
             lse=lse[:num_rows],
+            sinks=sinks,
         )
         contents = [self.keys_and_values(i) for i in range(num_rows)]
-        self._check(query, [1] * num_rows, contents, options, out, lse)
+        self._check(query, [1] * num_rows, contents, options, sinks, out, lse)
         return out
 
     def _inputs(
@@ -259,13 +280,14 @@ class PagedCase:
         query_lens: list[int],
         contents: list[torch.Tensor],
         options: AttentionOptions,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
         queries = query.cpu()[: sum(query_lens)].split(query_lens)
         contents = [content.nan_to_num() for content in contents]
         expected = [
-            two_sided_attention(some, keys, values, options)
+            two_sided_attention(some, keys, values, options, sinks)
             for some, (keys, values) in zip(queries, contents, strict=True)
         ]
         expected_out, expected_lse = (torch.cat(part) for part in zip(*expected, strict=True))

@@ -190,10 +190,8 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
     tuning = default_decode_tuning(
         num_queries_per_kv=4, head_size=64, dtype=torch.bfloat16, num_splits=num_splits
     )
-    step = {
-        "seq_lens": torch.tensor([250, 1, 70], dtype=torch.int32, device="cuda"),
-        "block_tables": torch.randperm(32, device="cuda").int().add(1).repeat(3, 1),
-    }
+    seq_lens = torch.tensor([250, 1, 70], dtype=torch.int32, device="cuda")
+    block_tables = torch.randperm(32, device="cuda").int().add(1).repeat(3, 1)
     options = AttentionOptions(scale=0.1, window_right=0)
     scratch = torch.empty(
         num_scratch_elements(num_sequences=3, num_heads=8, head_size=64, num_splits=num_splits),
@@ -205,10 +203,11 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
         queries[0],
         cache[:, 0],
         outs[0],
+        seq_lens=seq_lens,
+        block_tables=block_tables,
         options=options,
         tuning=tuning,
         scratch=scratch,
-        **step,
     )
     for layer in range(3):
         blocks = cache[:, layer]
@@ -217,11 +216,12 @@ def test_decode_of_several_layers_equals_that_of_each(num_splits: int) -> None:
         paged_decode(
             queries[layer],
             blocks,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
             options=options,
             tuning=tuning,
             scratch=scratch,
             out=expected[layer],
-            **step,
         )
     assert torch.equal(outs, expected)
     assert outs.any()

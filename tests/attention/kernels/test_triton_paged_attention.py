@@ -78,8 +78,9 @@ def test_sequence_without_queries_is_skipped() -> None:
     PagedCase(Shape(), [9, 12, 4]).check_chunks([2, 0, 4], {}, SMALL)
 
 
-def test_queries_before_the_first_key_get_zeros() -> None:
-    PagedCase(Shape(), [3, 2]).check_chunks([7, 2], {}, SMALL)
+@pytest.mark.parametrize("feature", ["causal", "sinks"])
+def test_queries_before_the_first_key_get_zeros(feature: str) -> None:
+    PagedCase(Shape(), [3, 2]).check_chunks([7, 2], FEATURES[feature], SMALL)
 
 
 def test_cross_attention_may_have_more_queries_than_keys() -> None:

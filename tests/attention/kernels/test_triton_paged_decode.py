@@ -13,7 +13,7 @@ def test_every_feature_equals_the_reference(feature: str) -> None:
 
 
 @pytest.mark.parametrize("num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7]))
-@pytest.mark.parametrize("feature", ["causal", "window"])
+@pytest.mark.parametrize("feature", ["causal", "window", "sinks"])
 def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: int) -> None:
     shape = Shape(num_heads=2, num_kv_heads=1)
     case = PagedCase(shape, [300, 1, 0, 65])
@@ -27,7 +27,7 @@ def test_splits_have_a_minimum_number_of_keys(min_split_keys: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("feature", ["causal", "cap and window", "ALiBi and window"])
+@pytest.mark.parametrize("feature", ["causal", "cap and window", "ALiBi and window", "sinks"])
 def test_half_precision_equals_the_reference(feature: str, dtype: torch.dtype) -> None:
     PagedCase(Shape(dtype=dtype), [90, 18, 64]).check_decode(FEATURES[feature])
 
@@ -74,12 +74,13 @@ def test_fp8_cache_equals_the_reference(
     case.check_decode(FEATURES["cap and window"], num_splits=num_splits)
 
 
+@pytest.mark.parametrize("feature", ["causal", "sinks"])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_padding_rows_get_zeros_and_read_nothing(num_splits: int) -> None:
+def test_padding_rows_get_zeros_and_read_nothing(num_splits: int, feature: str) -> None:
     case = PagedCase(Shape(), [12, 0, 70, 0])
     # An entry beyond the cache, which must not be read.
     case.tables[1] = case.tables[3] = 2**31 - 1
-    case.check_decode({}, num_splits=num_splits)
+    case.check_decode(FEATURES[feature], num_splits=num_splits)
 
 
 def test_number_of_splits_fills_the_gpu_within_reason() -> None:

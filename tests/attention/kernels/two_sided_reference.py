@@ -8,11 +8,16 @@ __all__ = ["two_sided_attention"]
 
 
 def two_sided_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `[queries, heads, head_size]` and the log-sum-exp, `[queries, heads]`.
 
-    The scales of the cache are not applied: `key` and `value` are the values of the cache.
+    The scales of the cache are not applied: `key` and `value` are the values of the cache. `sinks`
+    is `[heads]`.
     """
     num_queries, num_keys = len(query), len(key)
     num_queries_per_kv = query.shape[1] // key.shape[1]
@@ -30,5 +35,7 @@ def two_sided_attention(
         is_hidden |= distance > options.window_right
     scores = scores.masked_fill(is_hidden, float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.cpu().double()[:, None])
     probabilities = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", probabilities, value), lse.T
