@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--executor", action="append", help="local or ray, or both (local)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--quantization", help="fp8 quantizes the weights (none)")
     parser.add_argument("--all-reduce", default="auto", help="auto or nccl (auto)")
     parser.add_argument(
         "--workload",
@@ -246,6 +247,7 @@ def _run(
             attention_backend=backend,
             tensor_parallel_size=options.num_ranks,
             all_reduce=options.all_reduce,
+            quantization=options.quantization,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=8192,
             max_model_len=8192,

@@ -30,6 +30,10 @@ class LLMOptions(TypedDict, total=False):
     dtype: Literal["auto", "half", "float", "float32", "bfloat16", "float16"] | None
     """Of weights and activations; None and `auto` are the checkpoint's."""
     task: Task | None
+    quantization: (
+        Literal["fp8", "compressed-tensors", "gptq", "awq", "gptq_marlin", "awq_marlin"] | None
+    )
+    """`fp8` quantizes plain weights when they are loaded; None is as the checkpoint says."""
     enable_expert_parallel: bool
     """Whether each rank has whole experts, instead of some columns of each."""
     executor: Literal["ray", "local"]
@@ -77,7 +81,6 @@ class LLMOptions(TypedDict, total=False):
     distributed_executor_backend: Literal["ray", "mp", "uni"]
     """The same as `executor`; `mp` and `uni` are `local`."""
     trust_remote_code: Literal[False]
-    quantization: None
     tokenizer: None
     revision: None
     swap_space: float

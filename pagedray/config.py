@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagedray.errors import StartupError
+from pagedray.weight_format import Quantization
 
 __all__ = [
     "Activation",
@@ -31,6 +32,7 @@ __all__ = [
     "ParallelConfig",
     "PlacementStrategy",
     "Preemption",
+    "QuantizationMethod",
     "RopeConfig",
     "SchedulerConfig",
     "ScoreActivation",
@@ -51,6 +53,7 @@ NormKind = Literal["rms", "offset_rms", "layer"]
 PlacementStrategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 AllReduce = Literal["auto", "nccl"]
 Preemption = Literal["auto", "swap", "recompute"]
+QuantizationMethod = Literal["fp8", "compressed-tensors", "gptq", "awq"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ScoreHeadKind = Literal["roberta", "bert", "linear", "answer"]
 Task = Literal["generate", "embed", "score"]
@@ -279,6 +282,8 @@ class ModelConfig:
     None is a model whose positions count from 0."""
     dtype: Dtype = "bfloat16"
     """The dtype of weights and activations."""
+    quantization: Quantization | None = None
+    """How weights are stored that are not of this dtype, or None."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from pagedray.config import (
     MessageSpecialTokens,
     PlacementStrategy,
     Preemption,
+    QuantizationMethod,
     Task,
 )
 from pagedray.errors import StartupError
@@ -54,6 +55,13 @@ _GROUPS = {
             "dtype",
             "Data type of weights and activations. (default: the checkpoint's)",
             get_args(Dtype),
+        ),
+        _Flag(
+            "quantization",
+            "fp8 quantizes plain weights when they are loaded; others name the format of a "
+            "quantized checkpoint. (default: as the checkpoint says)",
+            get_args(QuantizationMethod),
+            aliases=("-q",),
         ),
         _Flag(
             "load_format",

@@ -19,9 +19,10 @@ def ready_lines(config: EngineConfig, stats: EngineStats) -> Iterator[str]:
     ranks = config.parallel.tensor_parallel_size
     device = config.parallel.device.upper() if config.parallel.device == "cpu" else "CUDA"
     s = "" if ranks == 1 else "s"
+    weights = "" if model.quantization is None else f", {model.quantization.method} weights"
     yield (
-        f"{model.architecture} on {device} in {model.dtype}, {ranks} rank{s}, context length "
-        f"{config.max_model_len}"
+        f"{model.architecture} on {device} in {model.dtype}{weights}, {ranks} rank{s}, "
+        f"context length {config.max_model_len}"
     )
     num_blocks = stats.scheduler.num_blocks
     if num_blocks:

@@ -19,12 +19,14 @@ from pagedray.config import (
     ParallelConfig,
     PlacementStrategy,
     Preemption,
+    QuantizationMethod,
     SchedulerConfig,
     Task,
 )
 from pagedray.errors import CheckpointError, StartupError
 from workers.hub.locate import locate_model
 from workers.models.families.registry import check_parallel, read_model_config
+from workers.models.quantize_at_load import with_method
 from workers.weights.local_weights import check_weights_listed
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class EngineOptions:
     device: Device | None = None
     dtype: Dtype | None = None
     task: Task | None = None
+    quantization: QuantizationMethod | None = None
     enable_expert_parallel: bool = _DEFAULTS["enable_expert_parallel"]
     executor: Literal["ray", "local"] = _DEFAULTS["executor"]
     num_threads: int | None = _DEFAULTS["num_threads"]
@@ -100,6 +103,8 @@ def engine_config(
     options = replace(options, device=options.device or _default_device())
     located = locate_model(model, report_progress)
     model_config = read_model_config(located.folder, dtype=options.dtype, task=options.task)
+    if options.quantization is not None:
+        model_config = with_method(model_config, options.quantization)
     if located.hub is not None:
         if options.load_format != "dummy":
             check_weights_listed(located.hub, located.folder)

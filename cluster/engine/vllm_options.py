@@ -41,7 +41,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enable_lora": (None, False),
     "hf_overrides": (None, {}),
     "pipeline_parallel_size": (1,),
-    "quantization": (None,),
     "revision": (None,),
     "skip_tokenizer_init": (False,),
     "speculative_config": (None,),
@@ -61,7 +60,6 @@ REFUSED: Mapping[str, str] = {
     "enable_lora": "merge the adapter into the weights",
     "hf_overrides": "edit config.json in the folder of the model",
     "pipeline_parallel_size": "use tensor_parallel_size",
-    "quantization": "use weights in bfloat16, float16 or float32",
     "revision": "name it in the model: ORG/NAME@REVISION",
     "skip_tokenizer_init": "the server needs the model's tokenizer",
     "speculative_config": "speculative decoding is not available",
@@ -75,6 +73,7 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
     "dtype": {"auto": None, "half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "load_format": {"safetensors": "auto"},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "executor": {"mp": "local", "uni": "local"},
 }
 """vLLM's values of our options."""

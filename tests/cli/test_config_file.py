@@ -74,7 +74,7 @@ def test_the_command_line_has_priority(path: Path) -> None:
         ("http-port: yes", "http-port must be a value, not true"),
         ("http-port: {a: 1}", "http-port must be a value"),
         ("enforce-eager: 1", "enforce-eager must be true or false, not 1"),
-        ("quantization: awq", "--quantization is not supported"),
+        ("tokenizer: other", "--tokenizer is not supported"),
         ("model: 5", "model must be a folder or a Hub id"),
         ("- a", "must have lines such as"),
         ("a: [", "is not valid YAML"),

@@ -47,6 +47,12 @@ def test_requests_of_full_length_are_counted_in_whole_blocks() -> None:
     assert len(lines(config, 0)) == 1
 
 
+def test_the_format_of_quantized_weights_is_named() -> None:
+    options = EngineOptions(device="cpu", dtype="float32", quantization="fp8")
+    (line,) = lines(engine_config(TINY_LLAMA, options), 0)
+    assert line.startswith("LlamaForCausalLM on CPU in float32, fp8 weights, 1 rank, context")
+
+
 def test_defaults_of_the_model_are_shown() -> None:
     config = engine_config(TINY_LLAMA, EngineOptions(device="cpu"))
     config = replace(config, sampling_defaults=(("temperature", 0.6), ("top_k", 20)))

@@ -14,7 +14,7 @@ GIVEN = (
     "--dtype half --kv-cache-dtype fp8 --max-model-len 32K --load-format safetensors "
     "--tool-call-parser hermes --enable-auto-tool-choice --ssl-certfile c --ssl-keyfile k "
     "--disable-log-requests --swap-space 4 --data-parallel-size 1 --generation-config vllm "
-    "--api-key sk-12345678 sk-87654321"
+    "--api-key sk-12345678 sk-87654321 --quantization gptq_marlin"
 )
 AUTOMATIC = "serve folder --dtype auto --max-model-len auto --no-enable-prefix-caching"
 
@@ -25,7 +25,7 @@ def test_names_and_values_are_taken() -> None:
     assert (options.memory_fraction, options.tensor_parallel_size) == (0.8, 2)
     assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
     assert (options.max_model_len, options.load_format) == (32768, "auto")
-    assert options.enable_prefix_cache
+    assert (options.enable_prefix_cache, options.quantization) == (True, "gptq")
     assert (parsed.http_port, parsed.tool_call_format) == (8001, "hermes")
     assert [str(parsed.tls_cert), str(parsed.tls_key)] == ["c", "k"]
     assert parsed.api_key == ["sk-12345678", "sk-87654321"]
@@ -40,7 +40,7 @@ def test_automatic_values_are_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--quantization awq", "--quantization is not supported: use weights in bfloat16"),
+        ("--quantization int3", "invalid choice: 'int3'"),
         ("--pipeline-parallel-size 2", "use tensor_parallel_size"),
         ("--chat-template x.jinja", "write chat_template.jinja in the folder of the model"),
         ("--enable-lora", "merge the adapter into the weights"),

@@ -158,7 +158,6 @@ def test_seed_makes_results_repeat() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("quantization", "awq", "quantization = 'awq' is not supported: use weights in"),
         ("pipeline_parallel_size", 2, "use tensor_parallel_size"),
         ("tokenizer", "other", "the tokenizer is that of the model's folder"),
         ("trust_remote_code", True, "code from a checkpoint is never run"),
@@ -172,11 +171,17 @@ def test_what_is_not_there_is_refused(name: str, value: object, text: str) -> No
 
 
 def test_values_are_translated() -> None:
-    given = {"dtype": "auto", "kv_cache_dtype": "fp8", "max_model_len": "32K"}
+    given = {
+        "dtype": "auto",
+        "kv_cache_dtype": "fp8",
+        "max_model_len": "32K",
+        "quantization": "awq_marlin",
+    }
     assert own_options(given) == {
         "dtype": None,
         "kv_cache_dtype": "fp8_e4m3",
         "max_model_len": 32768,
+        "quantization": "awq",
     }
     assert [context_length(text) for text in ("1000", "1k", "auto")] == [1000, 1000, None]
 

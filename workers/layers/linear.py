@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.layers.linear_kernels import make_linear_kernel
-from workers.layers.weight import Layer, WeightShard, part_of
+from workers.layers.formats.make_kernel import make_format_kernel
+from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
@@ -68,12 +69,15 @@ class ColumnParallelLinear(Layer):
         columns: Sequence[Columns],
         *,
         has_bias: bool,
+        quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._in_size = in_size
         self._columns = tuple(columns)
-        self._kernel = make_linear_kernel(
+        self._kernel = make_format_kernel(
+            [part.name for part in columns],
+            quantization,
             sum(part.size for part in columns),
             in_size,
             has_bias=has_bias,
@@ -96,12 +100,12 @@ class ColumnParallelLinear(Layer):
         first = 0
         for columns in self._columns:
             rows = slice(first, first + columns.size)
-            yield WeightShard(
-                name=f"{columns.name}.weight",
+            source = MatrixPart(
+                name=columns.name,
                 shape=(columns.total, self._in_size),
                 part=(columns.part, slice(None)),
-                target=self._kernel.weight[rows],
             )
+            yield from self._kernel.weight_shards(source, rows)
             if self._kernel.bias is not None:
                 yield WeightShard(
                     name=f"{columns.name}.bias",
@@ -113,10 +117,7 @@ class ColumnParallelLinear(Layer):
 
     def reorder(self, order: torch.Tensor) -> None:
         """Reorder the loaded columns of this rank; must be called before `finalize`."""
-        kernel = self._kernel
-        kernel.weight.copy_(kernel.weight[order])
-        if kernel.bias is not None:
-            kernel.bias.copy_(kernel.bias[order])
+        self._kernel.reorder(order)
 
     def finalize(self) -> None:
         self._kernel.finalize()
@@ -137,6 +138,7 @@ class RowParallelLinear(Layer):
         has_bias: bool,
         reduces: bool,
         group: ParallelGroup,
+        quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -146,7 +148,9 @@ class RowParallelLinear(Layer):
         self._part = part_of(in_size, group)
         self._group = group
         self._has_bias = has_bias
-        self._kernel = make_linear_kernel(
+        self._kernel = make_format_kernel(
+            [name],
+            quantization,
             out_size,
             in_size // group.size,
             has_bias=has_bias and group.rank == 0,
@@ -163,12 +167,8 @@ class RowParallelLinear(Layer):
         return self._group.all_reduce(partial) if self._reduces else partial
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        yield WeightShard(
-            name=f"{self._name}.weight",
-            shape=self._shape,
-            part=(slice(None), self._part),
-            target=self._kernel.weight,
-        )
+        source = MatrixPart(name=self._name, shape=self._shape, part=(slice(None), self._part))
+        yield from self._kernel.weight_shards(source, slice(None))
         if self._has_bias:
             # The all-reduce must add the bias once, so that only rank 0 holds it.
             bias = self._kernel.bias

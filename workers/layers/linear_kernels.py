@@ -14,9 +14,12 @@ from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from workers.layers.fused_kernels import gate_kernel
+from workers.layers.weight import WeightShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from workers.layers.weight import MatrixPart
 
 __all__ = [
     "DenseLinear",
@@ -59,6 +62,21 @@ class LinearKernel(ABC):
         kernel = cls(weight, bias)
         kernel.owns_weight = True
         return kernel
+
+    def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
+        """Yield what a checkpoint stores of a weight, which becomes these rows of this one."""
+        yield WeightShard(
+            name=f"{source.name}.weight",
+            shape=source.shape,
+            part=source.part,
+            target=self.weight[rows],
+        )
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Reorder the loaded output columns; must be called before `finalize`."""
+        self.weight.copy_(self.weight[order])
+        if self.bias is not None:
+            self.bias.copy_(self.bias[order])
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedray.config import Activation
+    from pagedray.weight_format import Quantization
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup
 
@@ -42,6 +43,7 @@ class MLP(CompositeLayer):
         has_bias: bool,
         reduces: bool,
         group: ParallelGroup,
+        quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -50,6 +52,7 @@ class MLP(CompositeLayer):
             hidden_size,
             columns_of(inner_names, [(intermediate_size, part)] * self._num_inner),
             has_bias=has_bias,
+            quantization=quantization,
             dtype=dtype,
             device=device,
         )
@@ -63,6 +66,7 @@ class MLP(CompositeLayer):
             has_bias=has_bias,
             reduces=reduces,
             group=group,
+            quantization=quantization,
             dtype=dtype,
             device=device,
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from workers.parallel.group import ParallelGroup
 
-__all__ = ["CompositeLayer", "Layer", "WeightShard", "divided", "part_of"]
+__all__ = ["CompositeLayer", "Layer", "MatrixPart", "WeightShard", "divided", "part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -34,6 +34,21 @@ class WeightShard:
     """A view into the parameter, of the part's shape."""
     dummy: float | None = None
     """The value of dummy weights; None stands for random numbers."""
+    scales: torch.Tensor | None = None
+    """`[rows of the part, 1]` float32, for rows that are quantized when they are loaded: `target`
+    is then in float8_e4m3fn, and stands for its values times these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixPart:
+    """This rank's part of the weight of one linear layer of a checkpoint."""
+
+    name: str
+    """The layer's name in the checkpoint, without `.weight`."""
+    shape: tuple[int, int]
+    """The whole weight's, `[out_size, in_size]`, however it is stored."""
+    part: tuple[slice, slice]
+    """This rank's outputs and inputs."""
 
 
 class Layer(ABC):

@@ -44,6 +44,7 @@ def make_mlp(
             has_bias=config.has_mlp_bias,
             reduces=reduces,
             group=group,
+            quantization=config.quantization,
             dtype=dtype,
             device=device,
         )

@@ -95,6 +95,7 @@ class DecoderSelfAttention(CompositeLayer):
             config.hidden_size,
             qkv_columns(prefix, config, group),
             has_bias=config.has_qkv_bias,
+            quantization=config.quantization,
             dtype=dtype,
             device=device,
         )
@@ -116,6 +117,7 @@ class DecoderSelfAttention(CompositeLayer):
             has_bias=config.has_output_bias,
             reduces=reduces,
             group=group,
+            quantization=config.quantization,
             dtype=dtype,
             device=device,
         )

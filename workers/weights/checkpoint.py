@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
+from workers.weights.row_writer import write_rows
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
 from workers.weights.tensor_reader import TensorReader
 
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 
 HEAD_NAME = "lm_head.weight"
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# The stored dtypes of a target of other dtypes, which are not converted.
+_STORED_AS: dict[torch.dtype, tuple[str, ...]] = {
+    torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.int32: ("I32",),
+    torch.int64: ("I64",),
+}
 # Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
 # store the pooler of a training task.
 _IGNORED_SUFFIXES = (
@@ -97,11 +105,10 @@ class Checkpoint:
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
         with device_of(shard):
-            for target, chunk in self.copies(shard):
-                if chunk.data_ptr() != target.data_ptr():
-                    target.copy_(chunk)
+            for rows, chunk in self.copies(shard):
+                write_rows(shard, rows, chunk)
 
-    def copies(self, shard: WeightShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(self, shard: WeightShard) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield rows of a shard's target, and what `fill_shard` writes to them, as stored.
 
         They are there already if both are in the same memory. Otherwise the next chunk overwrites
@@ -109,7 +116,7 @@ class Checkpoint:
         """
         first, _, _ = shard.part[0].indices(shard.shape[0])
         for rows, chunk in self._chunks(shard.name, shard.part, shard.target):
-            yield shard.target[rows.start - first : rows.stop - first], chunk
+            yield slice(rows.start - first, rows.stop - first), chunk
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the rows of a whole tensor, as stored; the next ones overwrite their memory."""
@@ -165,10 +172,13 @@ class Checkpoint:
                 f"{entry.path}: tensor {shard.name} has shape {list(entry.shape)}, but config.json "
                 f"requires {list(shard.shape)}."
             )
-        if entry.dtype not in ITEM_BYTES:
+        allowed: tuple[str, ...] = _FLOATS
+        if shard.scales is None:
+            allowed = _STORED_AS.get(shard.target.dtype, _FLOATS)
+        if entry.dtype not in allowed:
             raise CheckpointError(
                 f"{entry.path}: tensor {shard.name} has dtype {entry.dtype}; supported are "
-                f"{', '.join(ITEM_BYTES)}."
+                f"{', '.join(allowed)}."
             )
 
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from workers.layers.formats.fp8_rows import FP8
+from workers.weights.row_writer import write_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -35,8 +38,8 @@ class DummyTensors:
         first, end, _ = shard.part[0].indices(shard.shape[0])
         for rows, chunk in self._chunks(shard, first, end):
             low, high = max(rows.start, first), min(rows.stop, end)
-            part = chunk[low - rows.start : high - rows.start]
-            shard.target[low - first : high - first] = part[(slice(None), *shard.part[1:])]
+            part = chunk[low - rows.start : high - rows.start][(slice(None), *shard.part[1:])]
+            write_rows(shard, slice(low - first, high - first), part)
 
     def _chunks(
         self, shard: WeightShard, first: int, end: int
@@ -49,10 +52,16 @@ class DummyTensors:
         for index in range(first // height, -(-end // height)):
             rows = slice(index * height, min(num_rows, (index + 1) * height))
             generator.manual_seed(self._seed_of(shard.name, index))
-            chunk = torch.empty(
-                (rows.stop - rows.start, *row_shape), dtype=shard.target.dtype, device=device
-            )
-            yield rows, chunk.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+            dtype = shard.target.dtype
+            shape = (rows.stop - rows.start, *row_shape)
+            if dtype.is_floating_point:
+                # Torch has no random numbers in fp8.
+                made = torch.bfloat16 if dtype == FP8 else dtype
+                chunk = torch.empty(shape, dtype=made, device=device)
+                yield rows, chunk.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+            else:
+                chunk = torch.empty(shape, dtype=dtype, device=device)
+                yield rows, chunk.random_(generator=generator)
 
     def _seed_of(self, name: str, index: int) -> int:
         digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()

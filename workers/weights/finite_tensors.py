@@ -12,7 +12,9 @@ import torch
 
 from attention.kernels.cpu.finite_copy import are_finite, copy_finite
 from pagedray.errors import CheckpointError
+from workers.layers.formats.fp8_rows import FP8
 from workers.weights.checkpoint import Checkpoint, device_of
+from workers.weights.row_writer import quantize_to, write_rows
 
 if TYPE_CHECKING:
     from workers.layers.weight import WeightShard
@@ -31,7 +33,7 @@ class FiniteTensors:
     def fill_shard(self, shard: WeightShard) -> None:
         """Write this rank's part of a tensor to the shard's target, converted to its dtype."""
         with device_of(shard):
-            sums = [_copied(*copy) for copy in self._checkpoint.copies(shard)]
+            sums = [_copied(shard, *copy) for copy in self._checkpoint.copies(shard)]
         self._sums.append((shard, torch.stack(sums).sum()))
 
     def raise_if_not_finite(self) -> None:
@@ -42,7 +44,7 @@ class FiniteTensors:
         are_finite = torch.stack([total for _, total in self._sums]).isfinite().tolist()
         for (shard, _), is_finite in zip(self._sums, are_finite, strict=True):
             # Large values may add up to infinity.
-            if not is_finite and not _is_finite(shard.target):
+            if not is_finite and not _is_finite(shard):
                 raise self._error(shard)
 
     def _error(self, shard: WeightShard) -> CheckpointError:
@@ -63,11 +65,19 @@ class FiniteTensors:
         )
 
 
-def _copied(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Write `source` to `target`, unless it is there.
+def _copied(shard: WeightShard, rows: slice, source: torch.Tensor) -> torch.Tensor:
+    """Write `source` to these rows of the shard's target, unless it is there.
 
     Returns a number that is finite only if all values are.
     """
+    target = shard.target[rows]
+    if shard.scales is not None:
+        scales = shard.scales[rows]
+        quantize_to(target, scales, source)
+        return scales.sum()
+    if target.dtype == FP8 or not target.is_floating_point():
+        write_rows(shard, rows, source)
+        return _zero_if_finite(target)
     is_there = source.data_ptr() == target.data_ptr()
     is_finite = are_finite(target) if is_there else copy_finite(target, source)
     if is_finite is not None:
@@ -78,13 +88,25 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target.sum()
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def _zero_if_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return 0, or NaN if a value in float8_e4m3fn is NaN; it has no infinity."""
+    zero = torch.zeros((), device=values.device)
+    if values.dtype != FP8:
+        return zero
+    has_nan = (values.view(torch.uint8) & 0x7F).eq(0x7F).any()
+    return zero.masked_fill(has_nan, math.nan)
+
+
+def _is_finite(shard: WeightShard) -> bool:
+    values = shard.scales if shard.scales is not None else shard.target
+    if values.dtype == FP8:
+        return bool(_zero_if_finite(values).isfinite())
     # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def _count(chunk: torch.Tensor) -> int:
-    return int((~chunk.isfinite()).sum())
+    return int((~chunk.float().isfinite()).sum())
 
 
 def _values(number: int) -> str:

@@ -122,7 +122,8 @@ def _pieces(shard: WeightShard) -> Iterator[WeightShard]:
     for first in range(0, num_rows, height):
         target = shard.target[first : first + height]
         rows = slice(start + first, start + first + len(target))
-        yield replace(shard, part=(rows, *shard.part[1:]), target=target)
+        scales = None if shard.scales is None else shard.scales[first : first + height]
+        yield replace(shard, part=(rows, *shard.part[1:]), target=target, scales=scales)
 
 
 def _ignore_progress(done: int, total: int) -> None:

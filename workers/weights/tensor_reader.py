@@ -30,6 +30,9 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
 }
 # Still in the CPU's cache when it is copied to a tensor, or checked where it was read to.
 _CHUNK_BYTES = 2**19

@@ -46,15 +46,17 @@ class SkinnyGemmTuning:
 
 
 def default_skinny_tuning(
-    out_size: int, in_size: int, *, is_gated: bool
+    out_size: int, in_size: int, *, is_gated: bool, is_fp8: bool = False
 ) -> SkinnyGemmTuning | None:
-    """Return the tuning for a weight of this shape, or None if cuBLAS is as fast.
+    """Return the tuning for a weight of this shape, or None if a library is as fast.
 
     With a gate, a program reads the weights of two columns for each that it writes.
     """
     if out_size > _MAX_OUT_SIZE or in_size % 256:
         return None
     num_warps, num_stages = (2, 3) if is_gated else (4, 6)
+    if is_fp8:
+        num_stages += 2
     return SkinnyGemmTuning(
         tile_columns=32, tile_depth=256, num_warps=num_warps, num_stages=num_stages
     )
@@ -89,20 +91,63 @@ def _input_tile(
     )
 
 
+# Four fp8 numbers in a register become four of bfloat16 in two: exponents and digits move to their
+# places, which divides by 2**120, the difference of the two exponents' biases. Conversions by
+# float32, which the compiler would use, take longer than the memory does.
+_UNPACK_FP8 = tl.constexpr(
+    """
+    {
+    .reg .b32 low, high, low_sign, high_sign, factor;
+    prmt.b32 low_sign, $2, 0, 0x1404;
+    prmt.b32 high_sign, $2, 0, 0x3424;
+    shr.u32 low, low_sign, 4;
+    shr.u32 high, high_sign, 4;
+    and.b32 low, low, 0x07F007F0;
+    and.b32 high, high, 0x07F007F0;
+    and.b32 low_sign, low_sign, 0x80008000;
+    and.b32 high_sign, high_sign, 0x80008000;
+    or.b32 low, low, low_sign;
+    or.b32 high, high, high_sign;
+    mov.b32 factor, 0x7B807B80;
+    mul.rn.bf16x2 $0, low, factor;
+    mul.rn.bf16x2 $1, high, factor;
+    }
+    """
+)
+
+
+@triton.jit
+def _operand(tile: tl.tensor, operand_type: tl.constexpr, unpacks: tl.constexpr) -> tl.tensor:
+    """Return weights as what the tensor cores multiply; `unpacks` fp8 to bfloat16."""
+    if unpacks:
+        return tl.inline_asm_elementwise(
+            _UNPACK_FP8,
+            "=r,=r,r",
+            [tile.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return tile.to(operand_type)
+
+
 @triton.jit
 def _multiply(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
+    has_scales: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
     kind: tl.constexpr,
     operand_type: tl.constexpr,
+    unpacks: tl.constexpr,
     overlaps: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -112,8 +157,8 @@ def _multiply(
     """Write `tile_columns` output columns of all rows.
 
     Launched by `skinny_gemm` and `skinny_gated`; grid `(tiles of columns,)`. Pointers: x
-    `[num_rows, in_size]`; weight `[out_size, in_size]`, or twice as many rows if it is gated; bias
-    `[out_size]`; out `[num_rows, out_size]`.
+    `[num_rows, in_size]`; weight `[out_size, in_size]`, or twice as many rows if it is gated;
+    scales float32, of the weight's rows; bias `[out_size]`; out `[num_rows, out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Columns beyond the last are computed again and not written.
@@ -129,17 +174,29 @@ def _multiply(
             other_tile = _weight_tile(weight, read + out_size, 0, in_size, tile_depth)
         wait_for_inputs(is_dependent)
         inputs = _input_tile(x, rows, is_row, 0, x_stride, tile_depth).to(operand_type)
-        product = tl.dot(tile.to(operand_type), inputs, product, input_precision="ieee")
+        product = tl.dot(
+            _operand(tile, operand_type, unpacks), inputs, product, input_precision="ieee"
+        )
         if is_gated:
-            other = tl.dot(other_tile.to(operand_type), inputs, other, input_precision="ieee")
+            other = tl.dot(
+                _operand(other_tile, operand_type, unpacks), inputs, other, input_precision="ieee"
+            )
     start: tl.constexpr = tile_depth if overlaps else 0
     for first in range(start, in_size, tile_depth):
         inputs = _input_tile(x, rows, is_row, first, x_stride, tile_depth).to(operand_type)
         tile = _weight_tile(weight, read, first, in_size, tile_depth)
-        product = tl.dot(tile.to(operand_type), inputs, product, input_precision="ieee")
+        product = tl.dot(
+            _operand(tile, operand_type, unpacks), inputs, product, input_precision="ieee"
+        )
         if is_gated:
             tile = _weight_tile(weight, read + out_size, first, in_size, tile_depth)
-            other = tl.dot(tile.to(operand_type), inputs, other, input_precision="ieee")
+            other = tl.dot(
+                _operand(tile, operand_type, unpacks), inputs, other, input_precision="ieee"
+            )
+    if has_scales:
+        product *= tl.load(scales + read)[:, None]
+        if is_gated:
+            other *= tl.load(scales + read + out_size)[:, None]
     if has_bias:
         product += tl.load(bias + read).to(tl.float32)[:, None]
     element_type = out.dtype.element_ty
@@ -155,28 +212,40 @@ def _multiply(
 
 
 def skinny_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tuning: SkinnyGemmTuning
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tuning: SkinnyGemmTuning,
+    *,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
 
-    `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`.
+    `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`. One in
+    float8_e4m3fn is multiplied by `scales`, `[out_size, 1]` float32.
     """
-    return _launched(x, weight, bias, len(weight), tuning, kind=None)
+    return _launched(x, weight, scales, bias, len(weight), tuning, kind=None)
 
 
 def skinny_gated(
-    x: torch.Tensor, weight: torch.Tensor, kind: str, tuning: SkinnyGemmTuning
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    tuning: SkinnyGemmTuning,
+    *,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
 
-    Shapes are those of `skinny_gemm`; the result is `[num_rows, out_size / 2]`.
+    Arguments are those of `skinny_gemm`; the result is `[num_rows, out_size / 2]`.
     """
-    return _launched(x, weight, None, len(weight) // 2, tuning, kind=kind)
+    return _launched(x, weight, scales, None, len(weight) // 2, tuning, kind=kind)
 
 
 def _launched(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_size: int,
     tuning: SkinnyGemmTuning,
@@ -188,6 +257,7 @@ def _launched(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert weight.shape[1] == in_size
+    assert (weight.dtype == torch.float8_e4m3fn) == (scales is not None)
     assert in_size % tuning.tile_depth == 0
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     # With more rows, the first weights would take registers that the loop needs.
@@ -198,16 +268,20 @@ def _launched(
         _multiply[(triton.cdiv(out_size, tuning.tile_columns),)](
             x,
             weight,
+            weight if scales is None else scales,
             weight if bias is None else bias,
             out,
             num_rows,
             out_size,
             in_size,
             x.stride(0),
+            has_scales=scales is not None,
             has_bias=bias is not None,
             is_gated=kind is not None,
             kind=kind,
             operand_type=tl.float32 if widens else _OPERAND_TYPES[x.dtype],
+            # The interpreter has no inline assembly.
+            unpacks=scales is not None and x.dtype == torch.bfloat16 and x.is_cuda,
             tile_rows=MAX_ROWS,
             tile_columns=tuning.tile_columns,
             tile_depth=tuning.tile_depth,

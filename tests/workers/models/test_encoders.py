@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.attention.dense_reference import relative_error
 from tests.workers.models.encoder_reference import (
-    CPU,
     BartRun,
     bart_reference,
     bert_reference,
@@ -21,32 +18,13 @@ from tests.workers.models.encoder_reference import (
     save_bert,
     save_xlm_roberta,
 )
-from workers.parallel.group import ParallelGroup, SoloGroup
-from workers.parallel.open_group import open_group
-from workers.parallel.rendezvous import LOOPBACK
+from tests.workers.models.two_ranks import on_two_ranks
+from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 NUM_TOKENS = 20
-T = TypeVar("T")
-
-
-def on_two_ranks(run: Callable[[ParallelGroup], T]) -> list[T]:
-    """Return what each of two ranks returns; they are threads, each with a group of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def run_rank(rank: int) -> T:
-        with open_group(rank, 2, device=CPU, address=(LOOPBACK, port), timeout_s=60.0) as group:
-            result = run(group)
-            group.barrier()
-            return result
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run_rank, range(2)))
 
 
 def test_hidden_states_of_bert_equal_those_of_transformers(tmp_path: Path) -> None:

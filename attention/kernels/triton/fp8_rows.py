@@ -1,0 +1,76 @@
+"""Quantizes rows to float8_e4m3fn, for products on tensor cores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.tuning import next_power_of_two
+
+__all__ = ["quantize_rows"]
+
+_FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _quantize_rows(
+    x: tl.tensor,
+    input_scale: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    row_stride: tl.tensor,
+    size: tl.constexpr,
+    has_input_scale: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write one row and its scale.
+
+    Launched by `quantize_rows`; grid `(num_rows,)`. Pointers: x, out `[num_rows, size]`;
+    input_scale `[1]` and scales `[num_rows]`, float32.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.arange(0, tile)
+    is_element = elements < size
+    values = tl.load(x + row * row_stride + elements, mask=is_element, other=0.0).to(tl.float32)
+    if has_input_scale:
+        scale = tl.load(input_scale)
+    else:
+        scale = tl.max(tl.abs(values), axis=0) / _FP8_MAX
+        # A row of zeros has any scale.
+        scale = tl.where(scale == 0.0, 1.0, scale)
+    scaled = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
+    tl.store(out + row * size + elements, scaled.to(out.dtype.element_ty), mask=is_element)
+    tl.store(scales + row, scale)
+
+
+def quantize_rows(
+    x: torch.Tensor, input_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[num_rows, size]` in float8_e4m3fn, and the scales of the rows, `[num_rows, 1]`.
+
+    A row becomes its values divided by its scale, which is `input_scale`, `[1]`, if there is one,
+    and else makes the row's largest magnitude the largest value. Scales are float32.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    if num_rows:
+        tile = next_power_of_two(size)
+        _quantize_rows[(num_rows,)](
+            x,
+            scales if input_scale is None else input_scale,
+            out,
+            scales,
+            x.stride(0),
+            size=size,
+            has_input_scale=input_scale is not None,
+            tile=tile,
+            num_warps=min(16, max(4, tile // 512)),
+            **dependent_launch(x.device),
+        )
+    return out, scales

@@ -1,0 +1,70 @@
+"""How checkpoints store the weights of linear layers: data, from which layers make products."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pagedray.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["FormatRule", "Fp8Format", "Quantization", "WeightFormat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Format:
+    """Weights in float8_e4m3fn, with a scale for each output channel or for a whole tensor."""
+
+    scales: Literal["channel", "tensor"] = "channel"
+    is_made_at_load: bool = False
+    """Whether the checkpoint has plain weights, which are quantized when they are loaded."""
+    has_input_scale: bool = False
+    """Whether the checkpoint has one scale for all inputs of a layer; otherwise each row of inputs
+    gets its own."""
+
+
+WeightFormat = Fp8Format
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """Which layers have a format."""
+
+    pattern: re.Pattern[str]
+    """Of the names of layers, from their start."""
+    format: WeightFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """The formats of a model's linear layers; embeddings and output head are always plain."""
+
+    method: str
+    """Its name for users, such as `fp8`."""
+    rules: tuple[FormatRule, ...]
+    """The first that matches a layer counts."""
+    ignored: tuple[re.Pattern[str], ...] = ()
+    """Of the names of layers that are not quantized."""
+
+    def format_of(self, layers: Sequence[str]) -> WeightFormat | None:
+        """Return the format of layers that are computed in one product, or None if it is plain.
+
+        Raises CheckpointError if their formats differ.
+        """
+        first, *others = layers
+        found = self._format_of(first)
+        for other in others:
+            if self._format_of(other) != found:
+                raise CheckpointError(
+                    f"quantization_config stores {first} and {other} in different formats, but one "
+                    "product computes both; quantize all or none of such layers."
+                )
+        return found
+
+    def _format_of(self, layer: str) -> WeightFormat | None:
+        if any(pattern.match(layer) for pattern in self.ignored):
+            return None
+        return next((rule.format for rule in self.rules if rule.pattern.match(layer)), None)

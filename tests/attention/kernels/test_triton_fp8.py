@@ -1,0 +1,93 @@
+"""Quantization of rows and products with fp8 weights, against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from attention.kernels.triton.fp8_rows import quantize_rows
+from attention.kernels.triton.skinny_gemm import (
+    MAX_ROWS,
+    SkinnyGemmTuning,
+    default_skinny_tuning,
+    skinny_gated,
+    skinny_gemm,
+)
+from tests.attention.kernels.paged_case import DEVICE
+
+TUNING = SkinnyGemmTuning(tile_columns=16, tile_depth=32, num_warps=2, num_stages=3)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def fp8_weight(out_size: int, in_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values of all magnitudes, scales, and in float64 what they stand for."""
+    values = torch.randn(out_size, in_size) * 2.0 ** torch.randint(-12, 8, (out_size, in_size))
+    fp8 = values.clamp(-448, 448).to(torch.float8_e4m3fn).to(DEVICE)
+    scales = (torch.rand(out_size, 1) / 400).to(DEVICE)
+    return fp8, scales, fp8.double() * scales.double()
+
+
+def rows_of(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of a wider matrix."""
+    return torch.randn(num_rows, size + 16).to(dtype).to(DEVICE)[:, :size]
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def without_rounding(num_rows: int, size: int) -> torch.Tensor:
+    """Return normal numbers of fp8, up to the largest, since the interpreter does not round."""
+    values = torch.randn(num_rows, size).sign() * (1 + torch.randint(0, 8, (num_rows, size)) / 8)
+    values *= 2.0 ** torch.randint(-6, 8, (num_rows, size))
+    values[:, 5] = -448.0
+    return values.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_row_is_divided_by_its_own_scale(dtype: torch.dtype) -> None:
+    values = without_rounding(5, 100)
+    factors = torch.tensor([[2.0**power] for power in (-7, -1, 0, 3, 20)], device=DEVICE)
+    found, scales = quantize_rows((values * factors).to(dtype), None)
+    assert torch.equal(scales, factors)
+    assert torch.equal(found.float(), values)
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    values, scales = quantize_rows(torch.zeros(2, 40, device=DEVICE), None)
+    assert not values.float().any()
+    assert bool(scales.isfinite().all())
+
+
+def test_a_given_scale_is_used_and_limits_the_values() -> None:
+    values = without_rounding(3, 40)
+    x = values * 0.5
+    x[1, 7], x[2, 3] = 1e4, -1e4
+    found, scales = quantize_rows(x, torch.tensor([0.5], device=DEVICE))
+    values[1, 7], values[2, 3] = 448.0, -448.0
+    assert scales.tolist() == [[0.5]] * 3
+    assert torch.equal(found.float(), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
+def test_product_equals_that_of_dequantized_weights(num_rows: int, dtype: torch.dtype) -> None:
+    values, scales, weight = fp8_weight(40, 96)
+    x = rows_of(num_rows, 96, dtype)
+    bias = torch.randn(40).to(dtype).to(DEVICE)
+    exact = functional.linear(x.double(), weight)
+    assert_near(skinny_gemm(x, values, None, TUNING, scales=scales), exact)
+    assert_near(skinny_gemm(x, values, bias, TUNING, scales=scales), exact + bias.double())
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS])
+def test_both_halves_of_a_gate_have_their_scales(num_rows: int) -> None:
+    values, scales, weight = fp8_weight(2 * 24, 256)
+    x = rows_of(num_rows, 256, torch.float32)
+    gate, other = functional.linear(x.double(), weight).chunk(2, 1)
+    tuning = default_skinny_tuning(48, 256, is_gated=True, is_fp8=True)
+    assert tuning is not None
+    gated = skinny_gated(x, values, "silu", tuning, scales=scales)
+    assert_near(gated, functional.silu(gate) * other)

@@ -1,0 +1,113 @@
+"""Weights in fp8: how they are loaded, cut and multiplied, against torch in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from pagedray.errors import CheckpointError, DeviceError
+from pagedray.weight_format import Fp8Format
+from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
+from workers.layers.formats.fp8_linear import Fp8Linear
+from workers.layers.formats.fp8_weight import Fp8Weight
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Without a GPU the interpreter of Triton runs the kernels, and torch the product of the library.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+AT_LOAD = Fp8Format(is_made_at_load=True)
+
+
+def rounded(weight: torch.Tensor, num_parts: int = 1) -> torch.Tensor:
+    """Return a weight with its values rounded to fp8, by rows of each of some parts of columns."""
+    parts = []
+    for part in weight.double().chunk(num_parts, 1):
+        scale = part.abs().amax(1, keepdim=True) / 448
+        parts.append((part / scale).to(torch.float8_e4m3fn).double() * scale)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_plain_rows_are_rounded_to_fp8_when_they_are_loaded(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    weights = {f"{name}.weight": torch.randn(12, 20).to(stored) for name in "ab"}
+    save_file(weights, tmp_path / "model.safetensors")
+    layer = loaded(column_layer({"a": 12, "b": 12}, 20, AT_LOAD), tmp_path)
+    x = torch.randn(3, 20)
+    exact = [functional.linear(x.double(), rounded(weight)) for weight in weights.values()]
+    torch.testing.assert_close(layer(x).double(), torch.cat(exact, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_each_rank_scales_its_part_of_the_columns(tmp_path: Path) -> None:
+    weight = torch.randn(10, 32) * torch.rand(32).exp2()
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    x = torch.randn(3, 32)
+    parts = [
+        loaded(row_layer("a", 10, 32, AT_LOAD, Rank(rank, 2)), tmp_path)(x[:, 16 * rank :][:, :16])
+        for rank in range(2)
+    ]
+    exact = functional.linear(x.double(), rounded(weight, 2))
+    torch.testing.assert_close((parts[0] + parts[1]).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_is_loaded_in_pieces_has_the_same_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.weights.load_weights._PIECE_BYTES", 1000)
+    weight = torch.randn(70, 300)
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    layer = loaded(column_layer({"a": 70}, 300, AT_LOAD), tmp_path, num_threads=3)
+    x = torch.randn(2, 300)
+    exact = functional.linear(x.double(), rounded(weight))
+    torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_reordered_rows_keep_their_scales() -> None:
+    stored = Fp8Weight(AT_LOAD, 6, 4, device=torch.device("cpu"))
+    stored.values.copy_(torch.arange(24).view(6, 4))
+    stored.scales.copy_(torch.arange(6)[:, None])
+    before = stored.dequantized(torch.float32)
+    order = torch.tensor([3, 1, 0, 5, 4, 2])
+    stored.reorder(order)
+    assert torch.equal(stored.dequantized(torch.float32), before[order])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+    weight = torch.randn(12, 20)
+    weight[7, 3] = value
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor a.weight has 1 value that is NaN or inf"):
+        loaded(column_layer({"a": 12}, 20, AT_LOAD), tmp_path)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_and_many_give_the_same_columns(num_rows: int, has_bias: bool) -> None:
+    stored = Fp8Weight(AT_LOAD, 64, 256, device=DEVICE)
+    stored.values.copy_(torch.randn(64, 256))
+    stored.scales.copy_(torch.rand(64, 1) / 16)
+    bias = torch.randn(64).to(torch.bfloat16).to(DEVICE) if has_bias else None
+    kernel = Fp8Linear(stored, bias, name="a", device=DEVICE)
+    kernel.finalize()
+    # Whole numbers, the largest of which is that of fp8, need no rounding.
+    x = torch.randint(-8, 9, (num_rows, 256)).to(torch.bfloat16).to(DEVICE)
+    x[:, 3] = 448.0
+    weight = stored.dequantized(torch.float64)
+    exact = functional.linear(x.double(), weight, None if bias is None else bias.double())
+    torch.testing.assert_close(kernel(x).double(), exact, rtol=1e-2, atol=2e-2)
+    gate, other = exact.chunk(2, dim=1)
+    gated = functional.silu(gate) * other
+    torch.testing.assert_close(kernel.gated(x).double(), gated, rtol=4e-2, atol=0.5)
+
+
+def test_sizes_that_the_library_cannot_multiply_are_refused() -> None:
+    stored = Fp8Weight(AT_LOAD, 24, 48, device=DEVICE)
+    with pytest.raises(DeviceError, match=r"a has 48 inputs and 24 outputs .* multiples of 16"):
+        Fp8Linear(stored, None, name="a", device=DEVICE)

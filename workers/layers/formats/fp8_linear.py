@@ -1,0 +1,68 @@
+"""Products with fp8 weights on GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.errors import DeviceError
+from workers.layers.formats.quantized_linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from workers.layers.formats.fp8_weight import Fp8Weight
+
+__all__ = ["Fp8Linear"]
+
+_SIZE_STEP = 16
+"""The library multiplies matrices whose sizes are multiples of this."""
+
+
+class Fp8Linear(QuantizedLinear):
+    """Up to 16 rows of inputs stay in bfloat16; more are quantized, for the tensor cores.
+
+    A scale of inputs in the checkpoint is used only for the latter.
+    """
+
+    def __init__(
+        self, stored: Fp8Weight, bias: torch.Tensor | None, *, name: str, device: torch.device
+    ) -> None:
+        super().__init__(stored, bias, device)
+        # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.skinny_gemm import default_skinny_tuning
+
+        out_size, in_size = stored.values.shape
+        if out_size % _SIZE_STEP or in_size % _SIZE_STEP:
+            raise DeviceError(
+                f"{name} has {in_size} inputs and {out_size} outputs on each rank, but products in "
+                f"fp8 need multiples of {_SIZE_STEP}; use fewer ranks, or weights in bfloat16."
+            )
+        self._fp8 = stored
+        self._tuning = default_skinny_tuning(out_size, in_size, is_gated=False, is_fp8=True)
+        self._gated_tuning = default_skinny_tuning(out_size, in_size, is_gated=True, is_fp8=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.fp8_rows import quantize_rows
+        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gemm
+
+        fp8 = self._fp8
+        if self._tuning is not None and len(x) <= MAX_ROWS:
+            return skinny_gemm(x, fp8.values, self.bias, self._tuning, scales=fp8.scales)
+        rows, row_scales = quantize_rows(x, fp8.input_scale)
+        return torch._scaled_mm(
+            rows,
+            fp8.values.t(),
+            scale_a=row_scales,
+            scale_b=fp8.scales.t(),
+            bias=self.bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gated
+
+        if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
+            return super().gated(x)
+        fp8 = self._fp8
+        return skinny_gated(x, fp8.values, "silu", self._gated_tuning, scales=fp8.scales)

@@ -1,0 +1,60 @@
+"""Chooses the product of a linear layer by the format of its weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.errors import DeviceError
+from workers.layers.formats.fp8_linear import Fp8Linear
+from workers.layers.formats.fp8_weight import Fp8Weight
+from workers.layers.formats.quantized_linear import DequantizedLinear
+from workers.layers.linear_kernels import make_linear_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedray.weight_format import Quantization
+    from workers.layers.linear_kernels import LinearKernel
+
+__all__ = ["make_format_kernel"]
+
+_HOPPER = (9, 0)
+
+
+def make_format_kernel(
+    names: Sequence[str],
+    quantization: Quantization | None,
+    out_size: int,
+    in_size: int,
+    *,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LinearKernel:
+    """Return the product of the layers of these names, `[out_size, in_size]` on this rank.
+
+    Raises CheckpointError, and DeviceError if the device cannot compute it.
+    """
+    format = quantization.format_of(names) if quantization is not None else None
+    if format is None:
+        return make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)
+    bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
+    stored = Fp8Weight(format, out_size, in_size, device=device)
+    if device.type != "cuda":
+        return DequantizedLinear(stored, bias, dtype=dtype, device=device)
+    _check_gpu(dtype, device)
+    return Fp8Linear(stored, bias, name=names[0], device=device)
+
+
+def _check_gpu(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype != torch.bfloat16:
+        raise DeviceError("Products in fp8 need --dtype bfloat16 on a GPU.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _HOPPER:
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{'.'.join(map(str, capability))}, but products in fp8 need 9.0 or later; use weights "
+            "in bfloat16."
+        )

@@ -1,0 +1,78 @@
+"""Products with stored weights: the interface, and the one that dequantizes when it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from workers.layers.linear_kernels import LinearKernel, make_linear_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from workers.layers.formats.stored_weight import StoredWeight
+    from workers.layers.weight import MatrixPart, WeightShard
+
+__all__ = ["DequantizedLinear", "QuantizedLinear"]
+
+
+class QuantizedLinear(LinearKernel):
+    """The product with a weight that is stored in a format of its own."""
+
+    def __init__(
+        self, stored: StoredWeight, bias: torch.Tensor | None, device: torch.device
+    ) -> None:
+        super().__init__(torch.empty(0, device=device), bias)
+        self._stored = stored
+
+    def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
+        yield from self._stored.weight_shards(source, rows)
+
+    def reorder(self, order: torch.Tensor) -> None:
+        self._stored.reorder(order)
+        if self.bias is not None:
+            self.bias.copy_(self.bias[order])
+
+    def finalize(self) -> None:
+        self._stored.finalize()
+
+
+class DequantizedLinear(QuantizedLinear):
+    """A weight that is dequantized when it is loaded, for CPUs; it is as large as a plain one."""
+
+    def __init__(
+        self,
+        stored: StoredWeight,
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(stored, bias, device)
+        self._dtype = dtype
+        self._kernel: LinearKernel | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._kernel is not None
+        return self._kernel(x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._kernel is not None
+        return self._kernel.gated(x)
+
+    def finalize(self) -> None:
+        super().finalize()
+        weight = self._stored.dequantized(self._dtype)
+        del self._stored
+        kernel = make_linear_kernel(
+            *weight.shape,
+            has_bias=self.bias is not None,
+            dtype=self._dtype,
+            device=weight.device,
+        )
+        kernel.weight.copy_(weight)
+        if kernel.bias is not None and self.bias is not None:
+            kernel.bias.copy_(self.bias)
+        kernel.finalize()
+        self._kernel = kernel

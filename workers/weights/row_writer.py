@@ -1,0 +1,30 @@
+"""Writes rows as a checkpoint stores them to where they are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.layers.formats.fp8_rows import quantized_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.layers.weight import WeightShard
+
+__all__ = ["quantize_to", "write_rows"]
+
+
+def write_rows(shard: WeightShard, rows: slice, stored: torch.Tensor) -> None:
+    """Write `stored` to these rows of the target, in its dtype, unless it is there already."""
+    target = shard.target[rows]
+    if shard.scales is not None:
+        quantize_to(target, shard.scales[rows], stored)
+    elif stored.data_ptr() != target.data_ptr():
+        target.copy_(stored)
+
+
+def quantize_to(target: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
+    """Quantize rows, and write their values and scales."""
+    values, row_scales = quantized_rows(rows)
+    target.copy_(values)
+    scales.copy_(row_scales)
