@@ -71,6 +71,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """Whether each step samples under a mask, which also enforces `min_tokens`."""
     donor_row: int = -1
     """The row of the running sequence whose prompt it has, and nothing else; -1 is none."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens of which the last is not sampled after the others."""
 
 
 # Plans are never part of a reference cycle, so the garbage collector need not track their parts.

@@ -14,6 +14,9 @@ from pagedray.shown_value import shown_value
 
 __all__ = [
     "MAX_ALLOWED",
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_LENGTH",
+    "MAX_BAD_WORD_TOKENS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_N",
@@ -32,6 +35,9 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED = 2**12
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 128
+MAX_BAD_WORD_TOKENS = 32
 MAX_STOP = 16
 MAX_STOP_LENGTH = 512
 
@@ -92,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Added to the logits of these token ids."""
     allowed_token_ids: Sequence[int] = ()
     """The only token ids that are generated, an end-of-sequence token included; empty is all."""
+    bad_words: Sequence[str] = ()
+    """Texts whose tokens are not generated one after the other: those of the text itself, and of
+    the text after a space if they differ in the first token only."""
     seed: int | None = None
     """Random seed for reproducible sampling; None is a random one."""
     stop: Sequence[str] = ()
@@ -134,10 +143,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_size("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED)
         for token_id in self.allowed_token_ids:
             _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
-        if self.allowed_token_ids and self.structure is not None:
-            raise InvalidRequestError(
-                "allowed_token_ids cannot be combined with a structure.", param="allowed_token_ids"
-            )
+        _check_bad_words(self.bad_words)
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name) and self.structure is not None:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with a structure.", param=name
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -205,6 +216,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The client's seed, or a random one."""
     eos_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion unless `ignore_eos`."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that no completion contains: those of `sampling.bad_words`."""
     tenant: str = ""
     """The tenant that the request is billed to; prefixes are shared within a tenant only."""
     cache_salt: str = ""
@@ -292,6 +305,19 @@ def _check_stop(stop: object) -> None:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_LENGTH:
             raise InvalidRequestError(
                 f"stop must contain strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            )
+
+
+def _check_bad_words(words: object) -> None:
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise InvalidRequestError("bad_words must be a list of strings.", param="bad_words")
+    _check_size("bad_words", len(words), MAX_BAD_WORDS)
+    for text in words:
+        if not isinstance(text, str) or len(text) > MAX_BAD_WORD_LENGTH or not text.strip():
+            raise InvalidRequestError(
+                f"bad_words must contain strings of 1 to {MAX_BAD_WORD_LENGTH} characters that are "
+                "not blank.",
+                param="bad_words",
             )
 
 

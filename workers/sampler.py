@@ -1,6 +1,7 @@
 """The sampler of a rank: from logits to the next token of every sampled row.
 
-The order is: bias and min_tokens, penalties, masks, choice (`workers.sampling.choice` defines it).
+The order is: bias and min_tokens, penalties, bad words, masks, choice (`workers.sampling.choice`
+defines it).
 Log-probabilities are those of the logits before all that. What a token becomes depends only on
 the logits, the request and the position: not on the batch, the row or an earlier preemption.
 The sampler does not know blocks, plans, or when a sequence ends.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.arrays import IntArray, upload
+from workers.sampling.bad_words import BadWords
 from workers.sampling.choice import Draws
 from workers.sampling.edits import LogitEdits
 from workers.sampling.logprobs import LogprobReports, RawLogprobs
@@ -76,19 +78,23 @@ class Sampler:
         self._device = device
         self._choice = choice or _fastest_choice(device)
         self._rows = SamplingRows(max_num_rows, vocab_size)
-        self._edits = LogitEdits(vocab_size)
+        self._edits = LogitEdits(vocab_size, device)
         self._penalties = Penalties(max_num_rows, vocab_size, device)
+        self._bad_words = BadWords(max_num_rows, vocab_size, device)
 
     def start(self, start: SequenceStart) -> None:
         """Let a sequence have its row: nothing of the row's former sequence stays."""
         self._rows.start(start)
         self._edits.end(start.row)
         self._penalties.end(start.row)
+        self._bad_words.end(start.row)
         needs = self._rows.needs(np.array([start.row]))[0]
         if needs & Need.EDIT:
             self._edits.start(start)
         if needs & Need.PENALTY:
             self._penalties.start(start)
+        if needs & Need.BAD_WORDS:
+            self._bad_words.start(start)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Choose once in every way, so that no step waits while kernels are compiled.
@@ -173,14 +179,17 @@ class Sampler:
     ) -> Tensor:
         edited = np.flatnonzero(needs & Need.EDIT)
         penalized = np.flatnonzero(needs & Need.PENALTY)
+        worded = np.flatnonzero(needs & Need.BAD_WORDS)
         masked = np.flatnonzero(needs & Need.MASK)
-        if not len(edited) and not len(penalized) and not len(masked):
+        if not any(map(len, (edited, penalized, worded, masked))):
             return logits
         scores = logits.float()
         if len(edited):
             self._edits.apply(scores, edited, rows[edited], positions[edited])
         if len(penalized):
             self._penalties.apply(scores, penalized, rows[penalized])
+        if len(worded):
+            self._bad_words.apply(scores, worded, rows[worded])
         if len(masked):
             apply_masks(scores, masked, masks)
         return scores
@@ -210,6 +219,9 @@ class Sampler:
         if len(penalized):
             chosen = token_ids[upload(penalized, self._device)]
             self._penalties.count(rows[penalized], chosen)
+        worded = np.flatnonzero(needs & Need.BAD_WORDS)
+        if len(worded):
+            self._bad_words.append(rows[worded], token_ids[upload(worded, self._device)])
 
 
 def _fastest_choice(device: torch.device) -> Choice:

@@ -83,6 +83,7 @@ class PlanDraft:
                 () if request.sampling.ignore_eos else request.eos_token_ids,
                 request.grammar is not None,
                 sequence.donor_row,
+                request.bad_token_ids,
             )
         )
         sequence.donor_row = -1

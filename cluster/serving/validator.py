@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from cluster.serving.bad_words import BadWordReader
 from cluster.serving.inputs import (
     MAX_CLIENT_ID_LENGTH,
     MAX_SALT_LENGTH,
@@ -88,6 +89,9 @@ class Validator:
         )
         """How the model marks its reasoning; None if it has none."""
         self._reader = PromptReader(config, tokenizer, text_pool=text_pool)
+        self._bad_words = BadWordReader(
+            tokenizer, vocab_size=config.model.vocab_size, text_pool=text_pool
+        )
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
@@ -113,9 +117,12 @@ class Validator:
         _check_num_sequences(len(given.prompts), sampling.n)
         is_long = are_long(given.prompts)
         self._check_continuation(given, len(given.prompts) * sampling.n)
+        bad_token_ids = await self._bad_words.read(sampling.bad_words, tenant=given.tenant)
+        self._check_choice(sampling, bad_token_ids)
         requests: list[Request] = []
         for prompt_index, prompt in enumerate(given.prompts):
             request = await self._request(prompt, sampling, given, is_long=is_long)
+            request = msgspec.structs.replace(request, bad_token_ids=bad_token_ids)
             requests.append(_continued(request, given.continuation, prompt_index))
             # Let other calls run between the prompts of a long list.
             await asyncio.sleep(0)
@@ -167,20 +174,27 @@ class Validator:
         _check_structure(sampling.structure)
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
-        self._check_allowed(sampling)
+        check_token_ids(sampling.allowed_token_ids, self._vocab_size, "allowed_token_ids")
         return sampling
 
-    def _check_allowed(self, sampling: SamplingParams) -> None:
-        """Raise InvalidRequestError if no token may be generated."""
-        allowed = sampling.allowed_token_ids
-        check_token_ids(allowed, self._vocab_size, "allowed_token_ids")
-        ending = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ending |= set(self._eos_token_ids)
-        if allowed and sampling.min_tokens and ending.issuperset(allowed):
+    def _check_choice(
+        self, sampling: SamplingParams, bad_token_ids: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Raise InvalidRequestError if there may be a position at which no token is allowed."""
+        left = set(sampling.allowed_token_ids)
+        if left and sampling.min_tokens:
+            left.difference_update(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                left.difference_update(self._eos_token_ids)
+            if not left:
+                raise InvalidRequestError(
+                    "allowed_token_ids must contain a token that does not end the output if "
+                    "min_tokens is set.",
+                    param="allowed_token_ids",
+                )
+        if left and left.issubset(token_ids[-1] for token_ids in bad_token_ids):
             raise InvalidRequestError(
-                "allowed_token_ids must contain a token that does not end the output if min_tokens "
-                "is set.",
+                "allowed_token_ids must contain a token that does not end one of bad_words.",
                 param="allowed_token_ids",
             )
 

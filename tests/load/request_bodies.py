@@ -19,7 +19,7 @@ _SAMPLING = pb.SamplingParams(
     max_tokens=2, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=["zz"], n=2, seed=7,
     logit_bias={5: 1.0}, logprobs=1, min_tokens=1, stop_token_ids=[9], repetition_penalty=1.1,
     presence_penalty=0.5, frequency_penalty=-0.5, ignore_eos=True, prompt_logprobs=1,
-    allowed_token_ids=[5, 6, 7, 8],
+    allowed_token_ids=[5, 6, 7, 8], bad_words=["hello", "~"],
 )  # fmt: skip
 _USER = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content=_TEXT)
 _CALL = pb.ToolCall(id="c", name="look", arguments='{"a":1}')

@@ -168,6 +168,33 @@ CASES = {
         "allowed_token_ids",
         sampling={"allowed_token_ids": [1, 7], "stop_token_ids": [7], "min_tokens": 2},
     ),
+    "bad word of spaces": Case(
+        "bad_words must contain strings of 1 to 128 characters that are not blank.",
+        "bad_words",
+        sampling={"bad_words": ["a", " "]},
+    ),
+    "long bad word": Case(
+        "bad_words must contain strings of 1 to 128 characters that are not blank.",
+        "bad_words",
+        sampling={"bad_words": ["a" * 129]},
+    ),
+    "bad word of many tokens": Case(
+        "bad_words must contain strings of 1 to 32 tokens, but '~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~' "
+        "has 33.",
+        "bad_words",
+        sampling={"bad_words": ["~" * 33]},
+    ),
+    "too many bad words": Case(
+        "bad_words may have at most 256 entries, not 257.",
+        "bad_words",
+        sampling={"bad_words": ["a"] * 257},
+    ),
+    "all allowed tokens end bad words": Case(
+        "allowed_token_ids must contain a token that does not end one of bad_words.",
+        "allowed_token_ids",
+        # Of the test's tokenizer: "!" and "#".
+        sampling={"allowed_token_ids": [5, 7], "bad_words": ["!", "~#"]},
+    ),
     "long id": Case(
         "request_id must have 1 to 128 printable characters.", "request_id", client_id="x" * 129
     ),
@@ -259,6 +286,11 @@ HTTP_CASES: list[tuple[dict[str, Any], str, str | None]] = [  # Any: JSON
      "allowed_token_ids"),
     ({"allowed_token_ids": [5], "guided_regex": "a"},
      "allowed_token_ids cannot be combined with a structure.", "allowed_token_ids"),
+    ({"bad_words": "a"}, "bad_words must be a list of strings.", "bad_words"),
+    ({"bad_words": [5]},
+     "bad_words must contain strings of 1 to 128 characters that are not blank.", "bad_words"),
+    ({"bad_words": ["a"], "guided_regex": "a"},
+     "bad_words cannot be combined with a structure.", "bad_words"),
     ({"logit_bias": [1]}, "logit_bias must be an object that maps token ids to numbers.",
      "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias must be an integer, not 'a'.", "logit_bias"),

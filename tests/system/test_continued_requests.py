@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {  # Any: fields of several types
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 5, "top_p": 0.9, "n": 2},
     "penalties": {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
+    # Of the two tokens of a word nearly alone.
+    "bad words": {"seed": 5, "bad_words": ["self._"], "logit_bias": {291: 30.0, 349: 30.0}, "n": 4},
     "end of text": {"seed": 5, "ignore_eos": False, "min_tokens": 20},
     "structure": {"seed": 5, "structure": Structure(kind="json_schema", text=SCHEMA), "n": 2},
 }

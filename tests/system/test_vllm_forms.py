@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 import pagedray
 from cluster.engine.options import EngineOptions
@@ -79,6 +81,27 @@ def test_allowed_tokens_are_those_of_transformers(llm: LLM) -> None:
         max_new_tokens=12,
         do_sample=False,
         prefix_allowed_tokens_fn=lambda *_: allowed,
+    )
+    assert list(result.outputs[0].token_ids) == expected[0, len(token_ids) :].tolist()
+
+
+def test_bad_words_are_those_of_transformers(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(TEXT)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    (plain,) = llm.generate(TEXT, params, use_tqdm=False)
+    words = ["sequently", "def __", "self"]
+    assert all(word in plain.outputs[0].text for word in words)
+    (result,) = llm.generate(TEXT, replace(params, bad_words=words), use_tqdm=False)
+    encode = partial(llm.get_tokenizer().encode, add_special_tokens=False)
+    sequences = [encode(text) for word in words for text in (word, f" {word}")]
+    assert [len(one) for one in sequences] == [4, 4, 2, 2, 1, 1]
+    # Any: the method's own annotation excludes this class.
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    expected = model.generate(
+        torch.tensor([token_ids]),
+        max_new_tokens=24,
+        do_sample=False,
+        bad_words_ids=sequences,
     )
     assert list(result.outputs[0].token_ids) == expected[0, len(token_ids) :].tolist()
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.sampling.arrays import IntArray, upload
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterable
+
+    import torch
 
     from pagedray.batch import SequenceStart
 
@@ -23,8 +26,8 @@ class _RowEdits:
     biased_ids: IntArray
     biases: NDArray[np.float32]
     ending_ids: IntArray
-    allowed_ids: IntArray
-    """The only tokens that are allowed; empty is all."""
+    allowed_ids: Tensor | None
+    """The only tokens that are allowed, int64 on the device; None is all."""
     first_ending_position: int
     """The ending ids are allowed from this position."""
 
@@ -41,8 +44,9 @@ class _RowEdits:
 class LogitEdits:
     """The edits of every row that has some."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self._device = device
         self._edits_by_row: dict[int, _RowEdits] = {}
 
     def start(self, start: SequenceStart) -> None:
@@ -56,13 +60,12 @@ class LogitEdits:
             ending_ids = set()
         # A tokenizer may have more tokens than the model has logits; their ids are out of range.
         biases = {i: bias for i, bias in sampling.logit_bias.items() if self._is_known(i)}
+        allowed_ids = self._known(sampling.allowed_token_ids)
         self._edits_by_row[start.row] = _RowEdits(
             biased_ids=np.array(list(biases), dtype=np.int64),
             biases=np.array(list(biases.values()), dtype=np.float32),
-            ending_ids=np.array(sorted(filter(self._is_known, ending_ids)), dtype=np.int64),
-            allowed_ids=np.array(
-                sorted(set(filter(self._is_known, sampling.allowed_token_ids))), dtype=np.int64
-            ),
+            ending_ids=self._known(ending_ids),
+            allowed_ids=upload(allowed_ids, self._device) if len(allowed_ids) else None,
             first_ending_position=start.num_prompt_tokens + sampling.min_tokens,
         )
 
@@ -89,8 +92,12 @@ class LogitEdits:
             scores[where[0], where[1]] += upload(values, scores.device)
         for index, row in zip(indices.tolist(), rows.tolist(), strict=True):
             allowed_ids = self._edits_by_row[row].allowed_ids
-            if len(allowed_ids):
-                _forbid_others(scores[index], upload(allowed_ids, scores.device))
+            if allowed_ids is not None:
+                _forbid_others(scores[index], allowed_ids)
+
+    def _known(self, token_ids: Iterable[int]) -> IntArray:
+        """Return the distinct ids that have logits, in order."""
+        return np.array(sorted(set(filter(self._is_known, token_ids))), dtype=np.int64)
 
     def _is_known(self, token_id: int) -> bool:
         return 0 <= token_id < self._vocab_size

@@ -29,6 +29,7 @@ class Need(IntFlag):
     PENALTY = 8
     LOGPROBS = 16
     MASK = 32
+    BAD_WORDS = 64
 
 
 class SamplingRows:
@@ -92,4 +93,6 @@ class SamplingRows:
             need |= Need.LOGPROBS
         if start.is_masked:
             need |= Need.MASK
+        if start.bad_token_ids:
+            need |= Need.BAD_WORDS
         return need

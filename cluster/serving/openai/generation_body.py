@@ -20,6 +20,8 @@ from cluster.serving.openai.structure import (
 from pagedray.errors import InvalidRequestError
 from pagedray.request import (
     MAX_ALLOWED,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -152,6 +154,16 @@ class GenerationBody(Body):
             "items": {"type": "integer", "minimum": 0},
             "minItems": 1,
             "maxItems": MAX_ALLOWED,
+        },
+    )
+    bad_words: Any = Field(
+        None,
+        description="Texts whose tokens are not generated one after the other, with or without a "
+        "space before them.",
+        json_schema_extra={
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
+            "maxItems": MAX_BAD_WORDS,
         },
     )
     logit_bias: Any = Field(
@@ -309,6 +321,9 @@ class GenerationBody(Body):
             given["stop"] = _stop_of(self.stop)
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _tuple_of(self.stop_token_ids, "stop_token_ids")
+        if self.bad_words is not None:
+            words = self.bad_words
+            given["bad_words"] = tuple(words) if isinstance(words, list) else words
         if self.allowed_token_ids is not None:
             given["allowed_token_ids"] = _tuple_of(self.allowed_token_ids, "allowed_token_ids")
             if not given["allowed_token_ids"]:

@@ -47,7 +47,6 @@ CHAT_WITHOUT_EFFECT: Defaults = {
 _BEAMS = "beam search is not available"
 
 REFUSED: Mapping[str, str] = {
-    "bad_words": "use logit_bias",
     "length_penalty": _BEAMS,
     "logits_processors": "code of clients is not run",
     "lora_path": "adapters are not supported",

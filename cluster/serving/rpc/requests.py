@@ -23,7 +23,7 @@ from cluster.serving.rpc.field_count import check_fields, unknown_field
 from cluster.serving.rpc.message_limit import check_message_size
 from cluster.serving.score_validator import MAX_PAIRS
 from pagedray.errors import InvalidRequestError
-from pagedray.request import MAX_ALLOWED, MAX_LOGIT_BIAS, MAX_STOP, Structure
+from pagedray.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP, Structure
 from pagedray.v1 import pagedray_pb2 as pb
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ _MAX_ENTRIES = {
     "stop": MAX_STOP,
     "stop_token_ids": MAX_LOGIT_BIAS,
     "allowed_token_ids": MAX_ALLOWED,
+    "bad_words": MAX_BAD_WORDS,
 }
 # Fields of SamplingParams that are fields of GenerationInput.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
