@@ -1,0 +1,156 @@
+"""Launches of our kernels with the shapes and tunings of served models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.kernels.triton.experts import choose_experts, expert_sums
+from attention.kernels.triton.fp8_rows import quantize_rows
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_attention import paged_attention
+from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
+from attention.kernels.triton.skinny_gemm import (
+    default_skinny_tuning,
+    skinny_gated,
+    skinny_gemm,
+)
+from attention.kernels.triton.token_rows import add_norm, norm_heads, rotate_heads
+from attention.kernels.triton.tuning import default_decode_tuning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BF16, FP8, INT = torch.bfloat16, torch.float8_e4m3fn, torch.int32
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+def experts(dtype: torch.dtype) -> None:
+    """Choose, group and multiply as many rows as need each tuning."""
+    for num_rows in (1, 9, 200, 600, 4096):
+        x = tensor(num_rows, 256, dtype=dtype)
+        chosen, weights = choose_experts(
+            tensor(num_rows, 128, dtype=dtype), 8, is_renormalized=True
+        )
+        expert_sums(
+            x,
+            chosen,
+            weights,
+            tensor(128, 2 * 64, 256, dtype=dtype),
+            tensor(128, 256, 64, dtype=dtype),
+            first_expert=0,
+        )
+
+
+def skinny(weight_type: torch.dtype) -> None:
+    """Multiply one row and several, with and without a gate."""
+    is_fp8 = weight_type == FP8
+    weight = tensor(2048, 4096, dtype=weight_type)
+    scales = tensor(2048, 1, dtype=torch.float32) if is_fp8 else None
+    for num_rows in (1, 16):
+        x = tensor(num_rows, 4096)
+        plain = default_skinny_tuning(2048, 4096, is_gated=False, is_fp8=is_fp8)
+        gated = default_skinny_tuning(2048, 4096, is_gated=True, is_fp8=is_fp8)
+        assert plain is not None
+        assert gated is not None
+        skinny_gemm(x, weight, None, plain, scales=scales)
+        skinny_gated(x, weight, "silu", gated, scales=scales)
+
+
+def quantized() -> None:
+    """Quantize rows with a scale each, and with one for all."""
+    for size in (4096, 14336):
+        quantize_rows(tensor(256, size), None)
+        quantize_rows(tensor(256, size), tensor(1, dtype=torch.float32))
+
+
+def attention(
+    *,
+    has_sinks: bool,
+    head_size: int = 128,
+    num_heads: int = 32,
+    cache_type: torch.dtype = BF16,
+    window_left: int = -1,
+) -> None:
+    """Attend from chunks, and from decodes in one and in several splits."""
+    num_kv_heads, block_size, batch = 8, 16, 64
+    cache = tensor(1024, 2, block_size, num_kv_heads, head_size, dtype=cache_type)
+    sinks = tensor(num_heads, dtype=torch.float32) if has_sinks else None
+    tables, lens = tensor(batch, 128, dtype=INT), tensor(batch, dtype=INT)
+    options = AttentionOptions(
+        scale=head_size**-0.5, window_left=window_left, window_right=0, k_scale=0.5, v_scale=2.0
+    )
+    query = tensor(batch, num_heads, head_size)
+    for num_splits in (1, 8):
+        tuning = default_decode_tuning(
+            num_queries_per_kv=num_heads // num_kv_heads,
+            head_size=head_size,
+            dtype=BF16,
+            num_splits=num_splits,
+        )
+        num_elements = num_scratch_elements(
+            num_sequences=batch, num_heads=num_heads, head_size=head_size, num_splits=num_splits
+        )
+        paged_decode(
+            query,
+            cache,
+            seq_lens=lens,
+            block_tables=tables,
+            options=options,
+            tuning=tuning,
+            scratch=tensor(max(1, num_elements), dtype=torch.float32),
+            out=torch.empty_like(query),
+            sinks=sinks,
+        )
+    prompt = tensor(2048, num_heads, head_size)
+    paged_attention(
+        prompt,
+        cache,
+        query_starts=tensor(batch + 1, dtype=INT),
+        seq_lens=lens,
+        block_tables=tables,
+        max_query_len=2048,
+        options=options,
+        out=torch.empty_like(prompt),
+        sinks=sinks,
+    )
+
+
+def rows() -> None:
+    """Norms and rotations."""
+    stream, weight = tensor(64, 4096), tensor(4096)
+    for overlaps in (False, True):
+        add_norm(stream, tensor(64, 4096), weight, None, 1e-5, is_centred=False, overlaps=overlaps)
+    heads = tensor(64, 32, 128)
+    norm_heads(heads, tensor(32, 128), 1e-6)
+    rotate_heads(heads, tensor(64, dtype=torch.int64), tensor(4096, 128, dtype=torch.float32))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "experts": partial(experts, BF16),
+    "experts float16": partial(experts, torch.float16),
+    "experts float32": partial(experts, torch.float32),
+    "skinny": partial(skinny, BF16),
+    "skinny fp8": partial(skinny, FP8),
+    "quantized rows": quantized,
+    "attention": partial(attention, has_sinks=False),
+    "attention, fp8 cache": partial(attention, has_sinks=False, cache_type=FP8),
+    "attention, sinks": partial(attention, has_sinks=True),
+    "attention, sinks, windows, 64": partial(
+        attention, has_sinks=True, head_size=64, num_heads=64, window_left=127
+    ),
+    "rows": rows,
+}

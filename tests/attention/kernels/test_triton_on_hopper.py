@@ -1,0 +1,46 @@
+"""Every kernel is compiled for a Hopper GPU, by the program that `hopper/compile.py` is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[3]
+MAX_SHARED = 227 * 1024
+"""Bytes that a program of such a GPU can have."""
+SOME = ("experts", "skinny fp8", "quantized rows", "attention, sinks")
+MAX_SPILLED = 256
+"""Bytes of registers that a program may keep in memory: more would cost what tiles gain."""
+
+
+def compiled(*cases: str) -> list[dict[str, Any]]:  # Any: JSON values
+    """Return what the program prints of these cases, or of all."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.attention.kernels.hopper.compile", *cases],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "cases", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_kernels_fit_a_hopper_gpu(cases: tuple[str, ...]) -> None:
+    kernels = compiled(*cases)
+    assert {one["case"] for one in kernels} >= set(cases or SOME)
+    assert [one for one in kernels if one["shared"] > MAX_SHARED] == []
+    assert [one for one in kernels if one["spilled"] > MAX_SPILLED] == []
