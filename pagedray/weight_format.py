@@ -9,21 +9,30 @@ from typing import TYPE_CHECKING, Literal
 from pagedray.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["FormatRule", "Fp8Format", "Quantization", "WeightFormat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Format:
-    """Weights in float8_e4m3fn, with a scale for each output channel or for a whole tensor."""
+    """Weights in float8_e4m3fn, with a scale for each output channel, tensor or block."""
 
-    scales: Literal["channel", "tensor"] = "channel"
+    scales: Literal["channel", "tensor", "block"] = "channel"
+    block: tuple[int, int] = (1, 1)
+    """Output and input channels of a block, for scales of blocks."""
+    scale_name: str = "weight_scale"
+    """The name of the tensor of scales, behind that of its layer."""
     is_made_at_load: bool = False
     """Whether the checkpoint has plain weights, which are quantized when they are loaded."""
     has_input_scale: bool = False
-    """Whether the checkpoint has one scale for all inputs of a layer; otherwise each row of inputs
-    gets its own."""
+    """Whether the checkpoint has one scale for all inputs of a layer. Otherwise each row of inputs
+    gets its own, or each block of a row."""
+
+    @property
+    def in_step(self) -> int:
+        """Input channels, of which a rank has a multiple."""
+        return self.block[1]
 
 
 WeightFormat = Fp8Format
@@ -48,6 +57,8 @@ class Quantization:
     """The first that matches a layer counts."""
     ignored: tuple[re.Pattern[str], ...] = ()
     """Of the names of layers that are not quantized."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """As in `TextTensors`: patterns are of stored names or of ours."""
 
     def format_of(self, layers: Sequence[str]) -> WeightFormat | None:
         """Return the format of layers that are computed in one product, or None if it is plain.
@@ -65,6 +76,15 @@ class Quantization:
         return found
 
     def _format_of(self, layer: str) -> WeightFormat | None:
-        if any(pattern.match(layer) for pattern in self.ignored):
+        names = (layer, *self._stored_names(layer))
+        if any(pattern.match(name) for pattern in self.ignored for name in names):
             return None
-        return next((rule.format for rule in self.rules if rule.pattern.match(layer)), None)
+        for rule in self.rules:
+            if any(rule.pattern.match(name) for name in names):
+                return rule.format
+        return None
+
+    def _stored_names(self, layer: str) -> Iterator[str]:
+        for stored, ours in self.prefixes:
+            if layer.startswith(ours):
+                yield stored + layer.removeprefix(ours)

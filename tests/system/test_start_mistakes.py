@@ -112,6 +112,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         write("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "not valid JSON"),
     ),
+    "unknown format of weights": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "quip"}),
+        ("quantization_config.quant_method must be one of compressed-tensors", "quip"),
+    ),
+    "no scales": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
+        ("dtype", "supported are F8_E4M3"),
+    ),
     "code of the checkpoint": (
         lambda folder: edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}),
         ("auto_map", "requires code from the checkpoint, which is never run"),
@@ -181,6 +189,7 @@ def test_ranks_report_a_broken_checkpoint_as_plainly(folder: Path) -> None:
         (("--dtype=float16",), ("float16", "bfloat16")),
         (("--attention-backend=nonsense",), ("nonsense", "torch_sdpa")),
         (("--attention-backend=xformers",), ("xformers", "torch_sdpa")),
+        (("--quantization=awq",), ("awq requires a checkpoint in this format", "fp8 only")),
         (("--enable-expert-parallel",), ("enable_expert_parallel", "tiny-llama has none")),
         (("--frobnicate",), ("--frobnicate",)),
     ],

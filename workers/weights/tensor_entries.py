@@ -168,7 +168,8 @@ def _entry(path: Path, name: str, value: object, *, start: int, available: int) 
             f"{path}: tensor {shown_name(name)} of shape {shape!s:.{_MAX_SHOWN}} and dtype {dtype} "
             f"must have {expected} bytes, not {end - first}."
         )
-    return TensorEntry(path=path, dtype=dtype, shape=tuple(shape), first_byte=start + first)
+    # A number is a tensor of one element.
+    return TensorEntry(path=path, dtype=dtype, shape=tuple(shape) or (1,), first_byte=start + first)
 
 
 def _check_readable(path: Path) -> None:

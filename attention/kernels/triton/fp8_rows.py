@@ -9,9 +9,10 @@ import triton.language as tl
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["quantize_rows"]
+__all__ = ["quantize_blocks", "quantize_rows"]
 
 _FP8_MAX = tl.constexpr(448.0)
+_BLOCKS_PER_PROGRAM = 32
 
 
 @triton.jit
@@ -71,6 +72,64 @@ def quantize_rows(
             has_input_scale=input_scale is not None,
             tile=tile,
             num_warps=min(16, max(4, tile // 512)),
+            **dependent_launch(x.device),
+        )
+    return out, scales
+
+
+@triton.jit
+def _quantize_blocks(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    row_stride: tl.tensor,
+    size: tl.constexpr,
+    num_blocks: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_blocks: tl.constexpr,
+    depth: tl.constexpr,
+) -> None:
+    """Write some blocks of one row and their scales.
+
+    Launched by `quantize_blocks`; grid `(num_rows, tiles of blocks)`. Pointers: x, out
+    `[num_rows, size]`; scales `[num_rows, num_blocks]` float32.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * tile_blocks + tl.arange(0, tile_blocks)
+    elements = blocks[:, None] * depth + tl.arange(0, depth)[None, :]
+    is_element = elements < size
+    values = tl.load(x + row * row_stride + elements, mask=is_element, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), axis=1) / _FP8_MAX
+    # A block of zeros has any scale.
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    scaled = tl.minimum(tl.maximum(values / scale[:, None], -_FP8_MAX), _FP8_MAX)
+    tl.store(out + row * size + elements, scaled.to(out.dtype.element_ty), mask=is_element)
+    tl.store(scales + row * num_blocks + blocks, scale, mask=blocks < num_blocks)
+
+
+def quantize_blocks(x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[num_rows, size]` in float8_e4m3fn, with a scale for each block of `depth` elements.
+
+    The scales are `[num_rows, size / depth]` float32, rounded up. `depth` is a power of two.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1
+    num_blocks = triton.cdiv(size, depth)
+    out = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=x.device)
+    if num_rows:
+        tile_blocks = min(_BLOCKS_PER_PROGRAM, next_power_of_two(num_blocks))
+        _quantize_blocks[(num_rows, triton.cdiv(num_blocks, tile_blocks))](
+            x,
+            out,
+            scales,
+            x.stride(0),
+            size=size,
+            num_blocks=num_blocks,
+            tile_blocks=tile_blocks,
+            depth=depth,
+            num_warps=4,
             **dependent_launch(x.device),
         )
     return out, scales

@@ -24,7 +24,14 @@ from attention.kernels.triton.dependent_launch import (
 )
 from attention.kernels.triton.token_rows import activation
 
-__all__ = ["MAX_ROWS", "SkinnyGemmTuning", "default_skinny_tuning", "skinny_gated", "skinny_gemm"]
+__all__ = [
+    "MAX_ROWS",
+    "SkinnyGemmTuning",
+    "default_skinny_tuning",
+    "fp8_skinny_tuning",
+    "skinny_gated",
+    "skinny_gemm",
+]
 
 MAX_ROWS = 16
 """The most rows, which are the columns of one tile of the tensor cores."""
@@ -46,19 +53,35 @@ class SkinnyGemmTuning:
 
 
 def default_skinny_tuning(
-    out_size: int, in_size: int, *, is_gated: bool, is_fp8: bool = False
+    out_size: int, in_size: int, *, is_gated: bool
 ) -> SkinnyGemmTuning | None:
-    """Return the tuning for a weight of this shape, or None if a library is as fast.
+    """Return the tuning for a weight of this shape, or None if cuBLAS is as fast.
 
     With a gate, a program reads the weights of two columns for each that it writes.
     """
     if out_size > _MAX_OUT_SIZE or in_size % 256:
         return None
     num_warps, num_stages = (2, 3) if is_gated else (4, 6)
-    if is_fp8:
-        num_stages += 2
     return SkinnyGemmTuning(
         tile_columns=32, tile_depth=256, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+def fp8_skinny_tuning(
+    out_size: int, in_size: int, scale_depth: int, *, is_gated: bool
+) -> SkinnyGemmTuning | None:
+    """Return the tuning for a weight in fp8, or None if there is none for this shape.
+
+    `scale_depth` inputs have a scale in common.
+    """
+    tile_depth = min(256, scale_depth)
+    if out_size > _MAX_OUT_SIZE or in_size % scale_depth or scale_depth % tile_depth:
+        return None
+    if tile_depth % 64 or tile_depth & (tile_depth - 1):
+        return None
+    num_warps, num_stages = (2, 5) if is_gated else (4, 8)
+    return SkinnyGemmTuning(
+        tile_columns=32, tile_depth=tile_depth, num_warps=num_warps, num_stages=num_stages
     )
 
 
@@ -132,6 +155,27 @@ def _operand(tile: tl.tensor, operand_type: tl.constexpr, unpacks: tl.constexpr)
 
 
 @triton.jit
+def _with_product(
+    sums: tl.tensor,
+    tile: tl.tensor,
+    inputs: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    num_scales: tl.constexpr,
+    scale_depth: tl.constexpr,
+    operand_type: tl.constexpr,
+    unpacks: tl.constexpr,
+) -> tl.tensor:
+    """Return sums with the product of weights, of these rows from `first`, and inputs."""
+    weights = _operand(tile, operand_type, unpacks)
+    if num_scales > 1:
+        scale = tl.load(scales + row * num_scales + first // scale_depth)
+        return sums + tl.dot(weights, inputs, input_precision="ieee") * scale[:, None]
+    return tl.dot(weights, inputs, sums, input_precision="ieee")
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     weight: tl.tensor,
@@ -142,7 +186,8 @@ def _multiply(
     out_size: tl.tensor,
     in_size: tl.tensor,
     x_stride: tl.tensor,
-    has_scales: tl.constexpr,
+    num_scales: tl.constexpr,
+    scale_depth: tl.constexpr,
     has_bias: tl.constexpr,
     is_gated: tl.constexpr,
     kind: tl.constexpr,
@@ -158,7 +203,8 @@ def _multiply(
 
     Launched by `skinny_gemm` and `skinny_gated`; grid `(tiles of columns,)`. Pointers: x
     `[num_rows, in_size]`; weight `[out_size, in_size]`, or twice as many rows if it is gated;
-    scales float32, of the weight's rows; bias `[out_size]`; out `[num_rows, out_size]`.
+    scales float32, `num_scales` of each of its rows; bias `[out_size]`; out
+    `[num_rows, out_size]`.
     """
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Columns beyond the last are computed again and not written.
@@ -174,26 +220,62 @@ def _multiply(
             other_tile = _weight_tile(weight, read + out_size, 0, in_size, tile_depth)
         wait_for_inputs(is_dependent)
         inputs = _input_tile(x, rows, is_row, 0, x_stride, tile_depth).to(operand_type)
-        product = tl.dot(
-            _operand(tile, operand_type, unpacks), inputs, product, input_precision="ieee"
+        product = _with_product(
+            product,
+            tile,
+            inputs,
+            scales,
+            read,
+            0,
+            num_scales,
+            scale_depth,
+            operand_type,
+            unpacks,
         )
         if is_gated:
-            other = tl.dot(
-                _operand(other_tile, operand_type, unpacks), inputs, other, input_precision="ieee"
+            other = _with_product(
+                other,
+                other_tile,
+                inputs,
+                scales,
+                read + out_size,
+                0,
+                num_scales,
+                scale_depth,
+                operand_type,
+                unpacks,
             )
     start: tl.constexpr = tile_depth if overlaps else 0
     for first in range(start, in_size, tile_depth):
         inputs = _input_tile(x, rows, is_row, first, x_stride, tile_depth).to(operand_type)
         tile = _weight_tile(weight, read, first, in_size, tile_depth)
-        product = tl.dot(
-            _operand(tile, operand_type, unpacks), inputs, product, input_precision="ieee"
+        product = _with_product(
+            product,
+            tile,
+            inputs,
+            scales,
+            read,
+            first,
+            num_scales,
+            scale_depth,
+            operand_type,
+            unpacks,
         )
         if is_gated:
             tile = _weight_tile(weight, read + out_size, first, in_size, tile_depth)
-            other = tl.dot(
-                _operand(tile, operand_type, unpacks), inputs, other, input_precision="ieee"
+            other = _with_product(
+                other,
+                tile,
+                inputs,
+                scales,
+                read + out_size,
+                first,
+                num_scales,
+                scale_depth,
+                operand_type,
+                unpacks,
             )
-    if has_scales:
+    if num_scales == 1:
         product *= tl.load(scales + read)[:, None]
         if is_gated:
             other *= tl.load(scales + read + out_size)[:, None]
@@ -222,7 +304,8 @@ def skinny_gemm(
     """Return `x @ weight.T + bias`, `[num_rows, out_size]`, for at most `MAX_ROWS` rows.
 
     `weight` is `[out_size, in_size]` and contiguous; `tuning.tile_depth` divides `in_size`. One in
-    float8_e4m3fn is multiplied by `scales`, `[out_size, 1]` float32.
+    float8_e4m3fn has `scales`, `[out_size, 1]` float32, or one for each block of inputs, whose
+    depth `tuning.tile_depth` divides.
     """
     return _launched(x, weight, scales, bias, len(weight), tuning, kind=None)
 
@@ -259,6 +342,8 @@ def _launched(
     assert weight.shape[1] == in_size
     assert (weight.dtype == torch.float8_e4m3fn) == (scales is not None)
     assert in_size % tuning.tile_depth == 0
+    num_scales = 0 if scales is None else scales.shape[1]
+    assert num_scales == 0 or in_size % (num_scales * tuning.tile_depth) == 0
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     # With more rows, the first weights would take registers that the loop needs.
     overlaps = num_rows == 1 and (can_depend(x.device) or not x.is_cuda)
@@ -275,7 +360,8 @@ def _launched(
             out_size,
             in_size,
             x.stride(0),
-            has_scales=scales is not None,
+            num_scales=num_scales,
+            scale_depth=in_size // max(1, num_scales),
             has_bias=bias is not None,
             is_gated=kind is not None,
             kind=kind,

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.fp8_rows import quantize_rows
+from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
+from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.skinny_gemm import (
     MAX_ROWS,
     SkinnyGemmTuning,
-    default_skinny_tuning,
+    fp8_skinny_tuning,
     skinny_gated,
     skinny_gemm,
 )
@@ -87,7 +88,49 @@ def test_both_halves_of_a_gate_have_their_scales(num_rows: int) -> None:
     values, scales, weight = fp8_weight(2 * 24, 256)
     x = rows_of(num_rows, 256, torch.float32)
     gate, other = functional.linear(x.double(), weight).chunk(2, 1)
-    tuning = default_skinny_tuning(48, 256, is_gated=True, is_fp8=True)
+    tuning = fp8_skinny_tuning(48, 256, 256, is_gated=True)
     assert tuning is not None
     gated = skinny_gated(x, values, "silu", tuning, scales=scales)
     assert_near(gated, functional.silu(gate) * other)
+
+
+def block_scaled(out_size: int, in_size: int, depth: int) -> tuple[torch.Tensor, ...]:
+    """As `fp8_weight`, with a scale for each block of inputs."""
+    values, _, _ = fp8_weight(out_size, in_size)
+    scales = (torch.rand(out_size, -(-in_size // depth)) / 400).to(DEVICE)
+    spread = scales.double().repeat_interleave(depth, 1)[:, :in_size]
+    return values, scales, values.double() * spread
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS])
+def test_few_rows_use_the_scales_of_blocks(num_rows: int) -> None:
+    values, scales, weight = block_scaled(40, 192, 64)
+    x = rows_of(num_rows, 192, torch.float32)
+    tuning = fp8_skinny_tuning(40, 192, 64, is_gated=False)
+    assert tuning is not None
+    exact = functional.linear(x.double(), weight)
+    assert_near(skinny_gemm(x, values, None, tuning, scales=scales), exact)
+    gate, other = exact.chunk(2, 1)
+    gated = skinny_gated(x, values, "silu", tuning, scales=scales)
+    assert_near(gated, functional.silu(gate) * other)
+
+
+def test_each_block_is_divided_by_its_own_scale() -> None:
+    # 40 blocks of 32 and a part of one: more than one program of a row.
+    values = without_rounding(3, 1290)
+    values[:, ::32] = 448.0
+    factors = torch.tensor([2.0]).pow(torch.randint(-9, 9, (3, 41))).to(DEVICE)
+    x = values * factors.repeat_interleave(32, 1)[:, :1290]
+    found, scales = quantize_blocks(x, 32)
+    assert torch.equal(scales, factors)
+    assert torch.equal(found.float(), values)
+
+
+@pytest.mark.parametrize(("num_rows", "out_size"), [(17, 48), (70, 150)])
+def test_many_rows_use_the_scales_of_blocks(num_rows: int, out_size: int) -> None:
+    values, scales, weight = block_scaled(out_size, 112, 32)
+    rows, row_scales, exact_rows = block_scaled(num_rows, 112, 32)
+    bias = torch.randn(out_size, device=DEVICE)
+    exact = functional.linear(exact_rows, weight, bias.double())
+    found = block_fp8_gemm(rows, row_scales, values, scales, bias, depth=32, dtype=torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import StartupError
+from tests.quantized_checkpoints import save_compressed, save_fp8_blocks, save_replaced, save_wide
 from tests.workers.models.two_ranks import on_two_ranks
-from tests.workers.reference import CPU, reference_logits, run, save_checkpoint
+from tests.workers.reference import (
+    CPU,
+    loaded_model,
+    reference_logits,
+    run,
+    save_checkpoint,
+    token_ids,
+)
 from workers.models.decoder import Decoder
-from workers.models.families.registry import read_model_config
+from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.quantize_at_load import with_method
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 # Projections that are separate, fused in order and by head, and with reordered columns.
 FP8_CASES = ["llama-6-heads-2-kv-biases", "phi3-window", "bloom-6-heads", "glm4-four-norms"]
-ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def quantized_logits(folder: Path, group: ParallelGroup) -> torch.Tensor:
@@ -40,21 +47,17 @@ def quantized_logits(folder: Path, group: ParallelGroup) -> torch.Tensor:
 
 def save_rounded(folder: Path, rounded: Path, *, num_ranks: int) -> None:
     """Write the checkpoint with the matrices of its layers rounded to fp8."""
-    shutil.copytree(folder, rounded)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if tensor.dim() != 2 or "embed" in name or "lm_head" in name:
-            continue
-        parts = tensor.double().chunk(num_ranks if name.endswith(ROW_PARALLEL) else 1, 1)
+
+    def replaced(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = weight.double().chunk(num_ranks if name.endswith(ROW_PARALLEL) else 1, 1)
         scales = [part.abs().amax(1, keepdim=True) / 448 for part in parts]
-        tensors[name] = torch.cat(
-            [
-                (part / scale).to(torch.float8_e4m3fn).double() * scale
-                for part, scale in zip(parts, scales, strict=True)
-            ],
-            1,
-        ).float()
-    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+        found = [
+            (part / scale).to(torch.float8_e4m3fn).double() * scale
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        return {f"{name}.weight": torch.cat(found, 1).float()}
+
+    save_replaced(folder, rounded, replaced)
 
 
 @pytest.mark.parametrize("name", FP8_CASES)
@@ -77,6 +80,75 @@ def test_two_ranks_equal_weights_that_each_rank_rounds(tmp_path: Path) -> None:
     expected = reference_logits(rounded)
     for logits in on_two_ranks(lambda group: quantized_logits(folder, group)):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+COMPRESSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "fp8-channels": (CHANNELS, ROWS),
+    "fp8-tensors": (
+        CHANNELS | {"strategy": "tensor"},
+        ROWS | {"strategy": "tensor", "dynamic": False},
+    ),
+    "fp8-blocks": (
+        CHANNELS | {"strategy": "block", "block_structure": [16, 32]},
+        ROWS | {"strategy": "group", "group_size": 32},
+    ),
+}
+
+
+def dequantized_logits(folder: Path) -> torch.Tensor:
+    """Return what transformers computes with a checkpoint that it dequantizes."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = model(token_ids()[None]).logits[0]
+    return logits
+
+
+# Transformers warns that its own options win.
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder, compressed = tmp_path / "plain", tmp_path / "compressed"
+    save_wide(folder)
+    save_compressed(folder, compressed, *COMPRESSED[name])
+    expected = dequantized_logits(compressed)
+    group = SoloGroup()
+    found = run(loaded_model(compressed, group), group)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for logits in on_two_ranks(lambda group: run(loaded_model(compressed, group), group)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-6-heads-3-kv", "glm4-four-norms", "phi3-window"])
+def test_blocks_of_fp8_equal_what_they_stand_for(name: str, tmp_path: Path) -> None:
+    folder, quantized, dequantized = (tmp_path / part for part in ("plain", "fp8", "exact"))
+    save_checkpoint(name, folder)
+    # It neither divides the sizes nor the parts of fused tensors.
+    save_fp8_blocks(folder, quantized, dequantized, 20)
+    group = SoloGroup()
+    torch.testing.assert_close(
+        run(loaded_model(quantized, group), group),
+        reference_logits(dequantized),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
+    save_wide(tmp_path / "plain")
+    save_fp8_blocks(tmp_path / "plain", tmp_path / "fp8", tmp_path / "exact", 64)
+    config = read_model_config(tmp_path / "fp8")
+    check_parallel(config, 1)
+    with pytest.raises(
+        StartupError, match=r"0.self_attn.o_proj has 64 inputs in groups of 64, which 2 ranks"
+    ):
+        check_parallel(config, 2)
 
 
 def test_other_formats_need_a_checkpoint(tmp_path: Path) -> None:

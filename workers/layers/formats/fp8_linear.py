@@ -12,8 +12,9 @@ from workers.layers.formats.quantized_linear import QuantizedLinear
 if TYPE_CHECKING:
     from workers.layers.formats.fp8_weight import Fp8Weight
 
-__all__ = ["Fp8Linear"]
+__all__ = ["BlockFp8Linear", "Fp8Linear"]
 
+_DEPTHS = (32, 64, 128)
 _SIZE_STEP = 16
 """The library multiplies matrices whose sizes are multiples of this."""
 
@@ -29,7 +30,7 @@ class Fp8Linear(QuantizedLinear):
     ) -> None:
         super().__init__(stored, bias, device)
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.skinny_gemm import default_skinny_tuning
+        from attention.kernels.triton.skinny_gemm import fp8_skinny_tuning
 
         out_size, in_size = stored.values.shape
         if out_size % _SIZE_STEP or in_size % _SIZE_STEP:
@@ -38,16 +39,22 @@ class Fp8Linear(QuantizedLinear):
                 f"fp8 need multiples of {_SIZE_STEP}; use fewer ranks, or weights in bfloat16."
             )
         self._fp8 = stored
-        self._tuning = default_skinny_tuning(out_size, in_size, is_gated=False, is_fp8=True)
-        self._gated_tuning = default_skinny_tuning(out_size, in_size, is_gated=True, is_fp8=True)
+        self._tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=False)
+        self._gated_tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.fp8_rows import quantize_rows
         from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gemm
 
         fp8 = self._fp8
         if self._tuning is not None and len(x) <= MAX_ROWS:
             return skinny_gemm(x, fp8.values, self.bias, self._tuning, scales=fp8.scales)
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with quantized rows, by the library."""
+        from attention.kernels.triton.fp8_rows import quantize_rows
+
+        fp8 = self._fp8
         rows, row_scales = quantize_rows(x, fp8.input_scale)
         return torch._scaled_mm(
             rows,
@@ -66,3 +73,27 @@ class Fp8Linear(QuantizedLinear):
             return super().gated(x)
         fp8 = self._fp8
         return skinny_gated(x, fp8.values, "silu", self._gated_tuning, scales=fp8.scales)
+
+
+class BlockFp8Linear(Fp8Linear):
+    """As `Fp8Linear`, with a scale for each block of inputs, and of a row of a weight."""
+
+    def __init__(
+        self, stored: Fp8Weight, bias: torch.Tensor | None, *, name: str, device: torch.device
+    ) -> None:
+        super().__init__(stored, bias, name=name, device=device)
+        if stored.depth not in _DEPTHS:
+            raise DeviceError(
+                f"{name} has scales for blocks of {stored.depth} inputs, but on GPUs products in "
+                f"fp8 need blocks of {', '.join(map(str, _DEPTHS))}; use weights in bfloat16."
+            )
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
+        from attention.kernels.triton.fp8_rows import quantize_blocks
+
+        fp8 = self._fp8
+        rows, row_scales = quantize_blocks(x, fp8.depth)
+        return block_fp8_gemm(
+            rows, row_scales, fp8.values, fp8.scales, self.bias, depth=fp8.depth, dtype=x.dtype
+        )

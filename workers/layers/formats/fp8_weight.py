@@ -1,11 +1,11 @@
-"""A weight in float8_e4m3fn with a scale for each output channel.
+"""A weight in float8_e4m3fn. Each output channel has a scale, or one for each block of inputs.
 
-One scale for a whole tensor is that of all its channels.
+Scales of whole tensors, and of blocks of several output channels, are those of all their channels.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -31,12 +31,16 @@ class Fp8Weight(StoredWeight):
         self._format = format
         self.values = torch.empty(out_size, in_size, dtype=FP8, device=device)
         """`[out_size, in_size]` float8_e4m3fn."""
-        self.scales = torch.empty(out_size, 1, device=device)
-        """`[out_size, 1]` float32."""
+        self.depth = format.block[1] if format.scales == "block" else in_size
+        """Inputs that have a scale in common."""
+        self.scales = torch.empty(out_size, -(-in_size // self.depth), device=device)
+        """`[out_size, in_size / depth]` float32, rounded up."""
         self.input_scale: torch.Tensor | None = None
-        """`[1]` float32, the scale of all inputs, or None if each row has its own."""
-        self._scalars: dict[tuple[str, int, int], torch.Tensor] = {}
-        """The stored scales of whole tensors, by name and rows."""
+        """`[1]` float32, the scale of all inputs, or None if they get their own in each step."""
+        self._loaded: dict[tuple[Literal["weight", "input"], int, int], torch.Tensor] = {}
+        """Scales as they are stored, by what they are of and rows."""
+        self._first_row: dict[int, int] = {}
+        """The place of a first row in its block, by row."""
 
     def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
         is_made = self._format.is_made_at_load
@@ -49,43 +53,77 @@ class Fp8Weight(StoredWeight):
         )
         if is_made:
             return
+        name = f"{source.name}.{self._format.scale_name}"
+        first, end, _ = rows.indices(len(self.values))
         if self._format.scales == "tensor":
-            yield self._scalar(source, "weight_scale", rows)
-        else:
+            yield _scalar(name, self._loaded.setdefault(("weight", first, end), self._new(1)))
+        elif self._format.scales == "channel":
             yield WeightShard(
-                name=f"{source.name}.weight_scale",
+                name=name,
                 shape=(source.shape[0], 1),
                 part=(source.part[0], slice(None)),
                 target=self.scales[rows],
                 dummy=1.0,
             )
+        else:
+            yield self._block_scales(name, source, first, end)
         if self._format.has_input_scale:
-            yield self._scalar(source, "input_scale", rows)
+            scale = self._loaded.setdefault(("input", first, end), self._new(1))
+            yield _scalar(f"{source.name}.input_scale", scale)
 
     def reorder(self, order: torch.Tensor) -> None:
+        self._spread_scales()
         for tensor in (self.values.view(torch.uint8), self.scales):
             tensor.copy_(tensor[order])
 
     def finalize(self) -> None:
-        for (name, first, end), scalar in self._scalars.items():
-            if name == "weight_scale":
-                self.scales[first:end] = scalar
-        inputs = [scalar for (name, _, _), scalar in self._scalars.items() if name == "input_scale"]
+        self._spread_scales()
+        inputs = [scale for (of, _, _), scale in self._loaded.items() if of == "input"]
         if inputs:
             # Layers with the same input are computed in one product.
             self.input_scale = torch.cat(inputs).amax().view(1)
-        self._scalars.clear()
+        self._loaded.clear()
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values.float().mul_(self.scales).to(dtype)
+        scales = self.scales
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.depth, dim=1)[:, : self.values.shape[1]]
+        return self.values.float().mul_(scales).to(dtype)
 
-    def _scalar(self, source: MatrixPart, name: str, rows: slice) -> WeightShard:
-        first, end, _ = rows.indices(len(self.values))
-        target = self._scalars.setdefault((name, first, end), self.scales.new_empty(1))
+    def _block_scales(self, name: str, source: MatrixPart, first: int, end: int) -> WeightShard:
+        """Return the shard of the scales of all blocks that rows from `first` to `end` are in."""
+        height, depth = self._format.block
+        out_part, in_part = source.part
+        low, high, _ = out_part.indices(source.shape[0])
+        left, _, _ = in_part.indices(source.shape[1])
+        assert left % depth == 0
+        blocks = slice(low // height, -(-high // height))
+        columns = slice(left // depth, left // depth + self.scales.shape[1])
+        target = self._loaded.setdefault(
+            ("weight", first, end), self._new(blocks.stop - blocks.start, self.scales.shape[1])
+        )
+        self._first_row[first] = low % height
         return WeightShard(
-            name=f"{source.name}.{name}",
-            shape=(1,),
-            part=(slice(None),),
+            name=name,
+            shape=(-(-source.shape[0] // height), -(-source.shape[1] // depth)),
+            part=(blocks, columns),
             target=target,
             dummy=1.0,
         )
+
+    def _spread_scales(self) -> None:
+        """Write the loaded scales of tensors and blocks to those of their rows."""
+        for key in [key for key in self._loaded if key[0] == "weight"]:
+            _, first, end = key
+            scales = self._loaded.pop(key)
+            if self._format.scales == "block":
+                scales = scales.repeat_interleave(self._format.block[0], dim=0)
+                scales = scales[self._first_row[first] :][: end - first]
+            self.scales[first:end] = scales
+
+    def _new(self, *shape: int) -> torch.Tensor:
+        return self.scales.new_empty(shape)
+
+
+def _scalar(name: str, target: torch.Tensor) -> WeightShard:
+    return WeightShard(name=name, shape=(1,), part=(slice(None),), target=target, dummy=1.0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import DeviceError
-from workers.layers.formats.fp8_linear import Fp8Linear
+from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.quantized_linear import DequantizedLinear
 from workers.layers.linear_kernels import make_linear_kernel
@@ -45,7 +45,8 @@ def make_format_kernel(
     if device.type != "cuda":
         return DequantizedLinear(stored, bias, dtype=dtype, device=device)
     _check_gpu(dtype, device)
-    return Fp8Linear(stored, bias, name=names[0], device=device)
+    kind = BlockFp8Linear if format.scales == "block" else Fp8Linear
+    return kind(stored, bias, name=names[0], device=device)
 
 
 def _check_gpu(dtype: torch.dtype, device: torch.device) -> None:

@@ -31,6 +31,7 @@ MAX_LAYERS = 1024
 MAX_HEADS = 2**14
 MAX_POSITIONS = 2**26
 _MAX_HEAD_SIZE = 1024
+_FP8 = "float8_e4m3fn"
 # The key and the names of each activation.
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu": ("hidden_act", ("silu", "swish")),
@@ -121,6 +122,9 @@ def model_dtype(file: ConfigFile) -> Dtype:
     # Transformers 5 writes dtype, 4 torch_dtype; both take float32 if neither is there.
     key = file.first_of("dtype", "torch_dtype")
     allowed: tuple[Dtype, ...] = get_args(Dtype)
+    if "quantization_config" in file and file.value(key) == _FP8:
+        # The dtype of quantized weights; what is computed with is not stated.
+        return "bfloat16"
     words = [word for name in allowed for word in (name, f"torch.{name}")]
     given = file.choice(key, words, "float32").removeprefix("torch.")
     return next(name for name in allowed if name == given)

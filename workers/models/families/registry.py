@@ -9,6 +9,7 @@ from pagedray.errors import CheckpointError, StartupError
 from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
+from workers.models.config_json.quantization import read_quantization, with_quantization
 from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.bloom import BLOOM
 from workers.models.families.cohere2 import COHERE2
@@ -39,6 +40,7 @@ from workers.models.families.qwen3_moe import QWEN3_MOE
 from workers.models.families.seed_oss import SEED_OSS
 from workers.models.families.smollm3 import SMOLLM3
 from workers.models.families.starcoder2 import STARCODER2
+from workers.models.format_cuts import check_cuts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,11 +92,12 @@ def read_model_config(
     for key in _CODE_KEYS:
         if file.value(key) and not family.may_name_code:
             raise file.refusal(key, "requires code from the checkpoint, which is never run")
-    if file.value("quantization_config"):
-        raise file.refusal("quantization_config", "is not supported; use unquantized weights")
+    quantization = read_quantization(file)
     file.choice("model_type", family.model_types, family.model_types[0])
     file.refuse_unless("is_encoder_decoder", False)
     config = family.read(file)
+    if quantization is not None:
+        config = with_quantization(config, file, quantization)
     check_all_read(file, family.architecture)
     tasks = _tasks(config, file)
     if task is not None and task not in tasks:
@@ -123,6 +126,7 @@ def check_parallel(model: ModelConfig, num_ranks: int) -> None:
         _check_experts(model.experts, num_ranks)
     if model.has_dense_layers and model.intermediate_size % num_ranks:
         raise _not_divisible("MLP columns (intermediate_size)", model.intermediate_size, num_ranks)
+    check_cuts(model, num_ranks)
 
 
 def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
 from attention.kernels.triton.experts import choose_experts, expert_sums
-from attention.kernels.triton.fp8_rows import quantize_rows
+from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
 from attention.kernels.triton.skinny_gemm import (
     default_skinny_tuning,
+    fp8_skinny_tuning,
     skinny_gated,
     skinny_gemm,
 )
@@ -55,15 +57,18 @@ def experts(dtype: torch.dtype) -> None:
         )
 
 
-def skinny(weight_type: torch.dtype) -> None:
-    """Multiply one row and several, with and without a gate."""
-    is_fp8 = weight_type == FP8
-    weight = tensor(2048, 4096, dtype=weight_type)
-    scales = tensor(2048, 1, dtype=torch.float32) if is_fp8 else None
+def skinny(scale_depth: int | None) -> None:
+    """Multiply one row and several, with and without a gate; with a depth, by weights in fp8."""
+    weight, scales = tensor(2048, 4096), None
+    plain = default_skinny_tuning(2048, 4096, is_gated=False)
+    gated = default_skinny_tuning(2048, 4096, is_gated=True)
+    if scale_depth is not None:
+        weight = tensor(2048, 4096, dtype=FP8)
+        scales = tensor(2048, 4096 // scale_depth, dtype=torch.float32)
+        plain = fp8_skinny_tuning(2048, 4096, scale_depth, is_gated=False)
+        gated = fp8_skinny_tuning(2048, 4096, scale_depth, is_gated=True)
     for num_rows in (1, 16):
         x = tensor(num_rows, 4096)
-        plain = default_skinny_tuning(2048, 4096, is_gated=False, is_fp8=is_fp8)
-        gated = default_skinny_tuning(2048, 4096, is_gated=True, is_fp8=is_fp8)
         assert plain is not None
         assert gated is not None
         skinny_gemm(x, weight, None, plain, scales=scales)
@@ -75,6 +80,16 @@ def quantized() -> None:
     for size in (4096, 14336):
         quantize_rows(tensor(256, size), None)
         quantize_rows(tensor(256, size), tensor(1, dtype=torch.float32))
+
+
+def blocks() -> None:
+    """Quantize the blocks of rows, and multiply them."""
+    weight, scales = tensor(2048, 4096, dtype=FP8), tensor(2048, 32, dtype=torch.float32)
+    for num_rows in (17, 256):
+        rows, row_scales = quantize_blocks(tensor(num_rows, 4096), 128)
+        block_fp8_gemm(
+            rows.as_subclass(OnGpu), row_scales, weight, scales, None, depth=128, dtype=BF16
+        )
 
 
 def attention(
@@ -143,8 +158,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts": partial(experts, BF16),
     "experts float16": partial(experts, torch.float16),
     "experts float32": partial(experts, torch.float32),
-    "skinny": partial(skinny, BF16),
-    "skinny fp8": partial(skinny, FP8),
+    "skinny": partial(skinny, None),
+    "skinny fp8": partial(skinny, 4096),
+    "skinny fp8, blocks": partial(skinny, 128),
+    "fp8 blocks": blocks,
     "quantized rows": quantized,
     "attention": partial(attention, has_sinks=False),
     "attention, fp8 cache": partial(attention, has_sinks=False, cache_type=FP8),

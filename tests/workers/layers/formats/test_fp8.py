@@ -14,8 +14,10 @@ from pagedray.weight_format import Fp8Format
 from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
 from workers.layers.formats.fp8_linear import Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
+from workers.layers.weight import MatrixPart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # Without a GPU the interpreter of Triton runs the kernels, and torch the product of the library.
@@ -111,3 +113,102 @@ def test_sizes_that_the_library_cannot_multiply_are_refused() -> None:
     stored = Fp8Weight(AT_LOAD, 24, 48, device=DEVICE)
     with pytest.raises(DeviceError, match=r"a has 48 inputs and 24 outputs .* multiples of 16"):
         Fp8Linear(stored, None, name="a", device=DEVICE)
+
+
+def stored_fp8(out_size: int, in_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and scales of channels."""
+    values = torch.randn(out_size, in_size).to(torch.float8_e4m3fn)
+    return values, torch.rand(out_size, 1)
+
+
+def test_layers_of_one_product_keep_their_own_scales(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    exact = []
+    for name, size in {"a": 12, "b": 6}.items():
+        values, _ = stored_fp8(size, 20)
+        # As one number, and as a tensor of one.
+        scale = torch.rand(()) if name == "a" else torch.rand(1)
+        tensors |= {f"{name}.weight": values, f"{name}.weight_scale": scale}
+        exact.append(values.double() * scale)
+    save_file(tensors, tmp_path / "model.safetensors")
+    x = torch.randn(3, 20)
+    format = Fp8Format(scales="tensor")
+    for rank in range(2):
+        layer = loaded(column_layer({"a": 12, "b": 6}, 20, format, Rank(rank, 2)), tmp_path)
+        weight = torch.cat([part.chunk(2)[rank] for part in exact])
+        expected = functional.linear(x.double(), weight)
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_may_have_a_part_of_a_block_of_outputs(tmp_path: Path) -> None:
+    values, _ = stored_fp8(24, 40)
+    scales = torch.rand(3, 3)
+    save_file({"a.weight": values, "a.weight_scale": scales}, tmp_path / "model.safetensors")
+    spread = scales.repeat_interleave(10, 0)[:24].repeat_interleave(16, 1)[:, :40]
+    exact = values.double() * spread
+    x = torch.randn(3, 40)
+    format = Fp8Format(scales="block", block=(10, 16))
+    for rank in range(2):
+        layer = loaded(column_layer({"a": 24}, 40, format, Rank(rank, 2)), tmp_path)
+        expected = functional.linear(x.double(), exact.chunk(2)[rank])
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_largest_scale_of_inputs_is_that_of_the_product() -> None:
+    format = Fp8Format(has_input_scale=True)
+    stored = Fp8Weight(format, 6, 4, device=torch.device("cpu"))
+    for name, rows, scale in (("a", slice(0, 4), 0.5), ("b", slice(4, 6), 0.25)):
+        source = MatrixPart(name=name, shape=(rows.stop, 4), part=(slice(None), slice(None)))
+        shards = {shard.name: shard.target for shard in stored.weight_shards(source, rows)}
+        shards[f"{name}.input_scale"].fill_(scale)
+    stored.finalize()
+    assert stored.input_scale is not None
+    assert stored.input_scale.tolist() == [0.5]
+
+
+def drop_scale(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["a.weight_scale"]
+
+
+def spoil_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.weight_scale"][3] = torch.nan
+
+
+def spoil_value(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.weight"].view(torch.uint8)[3, 4] = 0xFF
+
+
+def reshape_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.weight_scale"] = tensors["a.weight_scale"].view(1, -1)
+
+
+def widen_values(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.weight"] = tensors["a.weight"].float()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop_scale, "tensor a.weight_scale is missing"),
+        (spoil_scale, "tensor a.weight_scale has 1 value that is NaN or infinite"),
+        (spoil_value, "tensor a.weight has 1 value that is NaN or infinite"),
+        (reshape_scale, r"a.weight_scale has shape \[1, 12\], but config.json requires \[12, 1\]"),
+        (widen_values, "a.weight has dtype F32; supported are F8_E4M3"),
+    ],
+)
+def test_broken_tensors_are_named(
+    spoil: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    values, scales = stored_fp8(12, 20)
+    tensors = {"a.weight": values, "a.weight_scale": scales}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        loaded(column_layer({"a": 12}, 20, Fp8Format()), tmp_path)
+
+
+def test_fp8_values_are_no_plain_weights(tmp_path: Path) -> None:
+    values, _ = stored_fp8(12, 20)
+    save_file({"a.weight": values}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a.weight has dtype F8_E4M3; supported are F64"):
+        loaded(column_layer({"a": 12}, 20, AT_LOAD), tmp_path)

@@ -260,7 +260,6 @@ def test_what_transformers_writes_is_read(name: str, tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ["full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor must be 1, not 0.5"]),
         ({"auto_map": {"AutoConfig": "x.Y"}}, ["auto_map", "never run"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config", "unquantized"]),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],

@@ -1,0 +1,100 @@
+"""The formats of compressed-tensors, by groups of layers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from pagedray.weight_format import FormatRule, Fp8Format
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.weight_format import WeightFormat
+    from workers.models.config_json.config_file import ConfigFile
+
+__all__ = ["block_shape", "compressed_tensors_rules"]
+
+_REGEX = "re:"
+_MAX_BLOCK = 2**16
+# The class of all layers that a format can have.
+_LINEAR = "Linear"
+# How the weights were rounded, and how they are computed with.
+_RECORDS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "format")
+
+
+def compressed_tensors_rules(
+    section: ConfigFile,
+) -> tuple[tuple[FormatRule, ...], tuple[re.Pattern[str], ...]]:
+    """Return which layers have which format, and which have none. Raises CheckpointError."""
+    section.note_read("format", "global_compression_ratio", "quantization_status", "run_compressed")
+    section.choice("quantization_status", ("compressed",), "compressed")
+    if "kv_cache_scheme" in section:
+        raise section.refusal("kv_cache_scheme", "is not supported; use --kv-cache-dtype fp8_e4m3")
+    sparsity = section.section("sparsity_config")
+    sparsity.choice("format", ("dense",), "dense")
+    for key in sparsity.given_keys():
+        sparsity.note_read(key)
+    groups = section.section("config_groups")
+    rules = []
+    for name in groups.given_keys():
+        group = groups.section(name)
+        format = _format(group)
+        rules += [FormatRule(pattern, format) for pattern in _patterns(group, "targets")]
+    if not rules:
+        raise section.refusal("config_groups", "must name the targets of at least one group")
+    return tuple(rules), tuple(_patterns(section, "ignore"))
+
+
+def block_shape(section: ConfigFile, key: str) -> tuple[int, int]:
+    """Return the output and input channels of a block, a list of two numbers."""
+    sizes = section.indices(key, most=_MAX_BLOCK)
+    if len(sizes) != 2 or not all(sizes):
+        raise section.refusal(key, f"must be a list of two numbers above 0, not {list(sizes)}")
+    return sizes[0], sizes[1]
+
+
+def _format(group: ConfigFile) -> WeightFormat:
+    weights = group.section("weights")
+    group.note_read("format")
+    weights.note_read(*_RECORDS)
+    kind = weights.choice("type", ("float",))
+    weights.integer("num_bits", least=8, most=8)
+    weights.refuse_unless("symmetric", True)
+    weights.refuse_unless("dynamic", False)
+    assert kind == "float"
+    return _fp8_format(group, weights)
+
+
+def _fp8_format(group: ConfigFile, weights: ConfigFile) -> Fp8Format:
+    inputs = group.section("input_activations")
+    inputs.note_read(*_RECORDS)
+    inputs.choice("type", ("float",))
+    inputs.integer("num_bits", least=8, most=8)
+    inputs.refuse_unless("symmetric", True)
+    scales = weights.choice("strategy", ("tensor", "channel", "block"))
+    if scales == "block":
+        block = block_shape(weights, "block_structure")
+        inputs.refuse_unless("dynamic", True)
+        inputs.choice("strategy", ("group",))
+        inputs.refuse_unless("group_size", block[1])
+        return Fp8Format(scales="block", block=block)
+    is_dynamic = inputs.flag("dynamic", False)
+    inputs.choice("strategy", ("token",) if is_dynamic else ("tensor",))
+    return Fp8Format(
+        scales="tensor" if scales == "tensor" else "channel", has_input_scale=not is_dynamic
+    )
+
+
+def _patterns(section: ConfigFile, key: str) -> Iterator[re.Pattern[str]]:
+    """Yield the patterns of a list of classes, names, and regular expressions of names."""
+    for word in section.words(key):
+        if word == _LINEAR:
+            yield re.compile("")
+        elif word.startswith(_REGEX):
+            try:
+                yield re.compile(word.removeprefix(_REGEX))
+            except re.error as error:
+                raise section.refusal(key, f"has {word[:60]!r}, no pattern: {error}") from None
+        else:
+            yield re.compile(rf"{re.escape(word)}$")

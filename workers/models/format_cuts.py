@@ -1,0 +1,32 @@
+"""Whether the ranks of a group can each have a part of weights that are stored in groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from pagedray.config import ModelConfig
+
+__all__ = ["check_cuts"]
+
+
+def check_cuts(model: ModelConfig, num_ranks: int) -> None:
+    """Raise StartupError if a rank's part of a layer's inputs would cut a group of them."""
+    if model.quantization is None:
+        return
+    names = model.names
+    layers = (
+        (names.attention_output, model.num_heads * model.head_size),
+        (names.mlp_output, model.intermediate_size),
+    )
+    for index in range(model.num_layers):
+        for output, in_size in layers:
+            name = f"{names.decoder_layer.format(index)}.{output}"
+            format = model.quantization.format_of([name])
+            if format is not None and num_ranks > 1 and in_size // num_ranks % format.in_step:
+                raise StartupError(
+                    f"{name} has {in_size} inputs in groups of {format.in_step}, which "
+                    f"{num_ranks} ranks would cut; use fewer ranks."
+                )
