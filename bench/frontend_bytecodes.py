@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,15 @@ NUM_STEPS = 12
 STEP_S = 0.25
 """Enough to write the messages of a step while bytecodes are counted."""
 MOST_LEAD = 1000
+TOKENS_PER_MESSAGE = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table, for messages of one token."""
+    """One row of the table."""
 
     frontend: str
+    tokens_per_message: int
     bytecodes_per_message: float
     calls_per_message: float
     """Calls of Python functions, and resumptions of coroutines."""
@@ -77,7 +80,7 @@ class BytecodeCounter:
         return self._trace
 
 
-async def _measure(kind: Kind, counter: TokenCounter) -> Row:
+async def _measure(kind: Kind, counter: TokenCounter, num_tokens: int) -> Row:
     frontends, engine = await start_frontends(counter)
     engine.set_pace(step_s=0.0, lead=MOST_LEAD)
     port = frontends.grpc_port if kind.is_grpc else frontends.http_port
@@ -88,7 +91,7 @@ async def _measure(kind: Kind, counter: TokenCounter) -> Row:
             reader = threading.Thread(target=_read, args=(clients, is_over))
             reader.start()
             try:
-                return await _count(kind, engine)
+                return await _count(kind, engine, num_tokens)
             finally:
                 is_over.set()
                 await asyncio.to_thread(reader.join)
@@ -96,23 +99,30 @@ async def _measure(kind: Kind, counter: TokenCounter) -> Row:
         await frontends.stop_servers(0.0)
 
 
-async def _count(kind: Kind, engine: PacedEngine) -> Row:
+async def _count(kind: Kind, engine: PacedEngine, num_tokens: int) -> Row:
     while engine.stats().scheduler.num_running < NUM_STREAMS:
         await asyncio.sleep(0.01)
     for _ in range(NUM_WARM_UP_STEPS):
-        engine.run_step()
+        _publish(engine, num_tokens)
         await asyncio.sleep(STEP_S)
     counted = BytecodeCounter()
     for _ in range(NUM_STEPS):
-        engine.run_step()
+        _publish(engine, num_tokens)
         with counted.counting():
             await asyncio.sleep(STEP_S)
     num_messages = NUM_STEPS * NUM_STREAMS
     return Row(
         kind.name,
+        num_tokens,
         round(counted.num_bytecodes / num_messages, 1),
         round(counted.num_calls / num_messages, 2),
     )
+
+
+def _publish(engine: PacedEngine, num_tokens: int) -> None:
+    """Publish as many tokens of each stream before the event loop sees any of them."""
+    for _ in range(num_tokens):
+        engine.run_step()
 
 
 def _read(clients: StreamClients, is_over: threading.Event) -> None:
@@ -126,17 +136,17 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
-    print("| frontend | bytecodes per message | calls |")
-    print("| --- | ---: | ---: |")
+    print("| frontend | tokens per message | bytecodes per message | calls |")
+    print("| --- | ---: | ---: | ---: |")
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(TokenCounter.NUM_BYTES))
         file.flush()
-        for kind in KINDS:
+        for kind, num_tokens in product(KINDS, TOKENS_PER_MESSAGE):
             if kind.is_grpc and not kind.shares_connection:
                 continue
-            row = asyncio.run(_measure(kind, TokenCounter(Path(file.name))))
+            row = asyncio.run(_measure(kind, TokenCounter(Path(file.name)), num_tokens))
             print(
-                f"| {row.frontend} | {row.bytecodes_per_message:.0f} "
+                f"| {row.frontend} | {row.tokens_per_message} | {row.bytecodes_per_message:.0f} "
                 f"| {row.calls_per_message:.1f} |",
                 flush=True,
             )

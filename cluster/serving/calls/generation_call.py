@@ -204,7 +204,7 @@ class GenerationCall:
         sequences: list[SequenceOutput] = []
         num_tokens = 0
         found: tuple[PromptLogprobs, ...] = ()
-        for key, group in _by_sequence(events).items():
+        for key, group in self._by_sequence(events).items():
             if key[0] not in self._started_ids:
                 self._started_ids.add(key[0])
                 self._num_cached_tokens += group[0].num_cached_tokens
@@ -239,6 +239,16 @@ class GenerationCall:
             is_last=is_last,
             prompt_logprobs=found,
         )
+
+    def _by_sequence(self, events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
+        if len(events) == 1 or len(self._texts) == 1:
+            # The common cases.
+            first = events[0]
+            return {(first.request_id, first.index): events}
+        grouped: dict[tuple[str, int], list[TokenEvent]] = {}
+        for event in events:
+            grouped.setdefault((event.request_id, event.index), []).append(event)
+        return grouped
 
     def _finish(self, key: tuple[str, int], output: SequenceOutput) -> None:
         """Note the last output of a sequence. Raises DeadlineError if the deadline ended it."""
@@ -298,17 +308,6 @@ def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> Token
     has_logprobs = request.sampling.logprobs is not None
     logprobs = (TokenLogprobs(0.0, [], []),) * len(token_ids) if has_logprobs else ()
     return TokenEvent(request.id, index, token_ids, logprobs)
-
-
-def _by_sequence(events: list[TokenEvent]) -> dict[tuple[str, int], list[TokenEvent]]:
-    first = events[0]
-    if len(events) == 1:
-        # The common case.
-        return {(first.request_id, first.index): events}
-    grouped: dict[tuple[str, int], list[TokenEvent]] = {}
-    for event in events:
-        grouped.setdefault((event.request_id, event.index), []).append(event)
-    return grouped
 
 
 def _deadline_error() -> DeadlineError:

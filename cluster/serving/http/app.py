@@ -24,7 +24,7 @@ from cluster.serving.http.endpoint import Access, Endpoint, EndpointTable, HttpC
 from cluster.serving.http.errors import ErrorShape, error_body, openai_error, refusal_body
 from cluster.serving.http.kept_response import kept_if_large
 from cluster.serving.inputs import Arrival
-from cluster.serving.intake.loop_shares import MAX_WAITING, TimedWork, TooManyWaitError
+from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from pagedray.errors import (
     AuthenticationError,
     EngineError,
@@ -124,9 +124,9 @@ class HttpApp:
                     TooManyWaitError(), self._error_shape(request), {"connection": "close"}
                 )
             await shares.wait_turn(client)
-        work = TimedWork(self._respond(request).__await__())
-        response = await work
-        shares.charge(client, _charged_s(endpoint, response, work.used_s))
+        timer = LoopTimer()
+        response = await timer.run(self._respond(request))
+        shares.charge(client, _charged_s(endpoint, response, timer.used_s))
         return response
 
     def _client_of(self, request: Request) -> str:

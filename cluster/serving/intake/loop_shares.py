@@ -7,17 +7,17 @@ a client little, and the event loop up to milliseconds. The engine's queue does 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, TypeVar
+from types import coroutine
+from typing import TYPE_CHECKING, TypeVar
 
 from pagedray.errors import OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Awaitable, Callable, Generator
 
-__all__ = ["MAX_WAITING", "LoopShares", "TimedWork", "TooManyWaitError"]
+__all__ = ["MAX_WAITING", "LoopShares", "LoopTimer", "TooManyWaitError"]
 
 MAX_WAITING = 1024
 """Requests of a client that may wait."""
@@ -145,24 +145,21 @@ class LoopShares:
         }
 
 
-class TimedWork(Generic[Result]):
-    """A coroutine to await, and how long it has held the event loop."""
+class LoopTimer:
+    """Measures how long awaited work holds the event loop."""
 
-    def __init__(self, work: Generator[object, None, Result], *, limit_s: float = math.inf) -> None:
-        """`work` is what the coroutine's `__await__` returns.
-
-        From `limit_s` on, the coroutine is not timed any more, which makes a long stream cheaper.
-        """
-        self._work = work
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self.used_s = 0.0
 
-    def __await__(self) -> Generator[object, None, Result]:
+    @coroutine
+    def run(self, work: Awaitable[Result]) -> Generator[object, None, Result]:
+        """Await `work`, return its result, and add the time that it ran to `used_s`."""
+        steps = work.__await__()
         error: BaseException | None = None
-        while error is not None or self.used_s < self._limit_s:
+        while True:
             started_s = time.perf_counter()
             try:
-                awaited = next(self._work) if error is None else self._work.throw(error)
+                awaited = next(steps) if error is None else steps.throw(error)
             except StopIteration as end:
                 result: Result = end.value
                 return result
@@ -173,4 +170,3 @@ class TimedWork(Generic[Result]):
                 error = None
             except BaseException as thrown:
                 error = thrown
-        return (yield from self._work)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,12 +16,12 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from cluster.serving.auth.tenant import ANONYMOUS
-from cluster.serving.intake.loop_shares import MAX_WAITING, TimedWork, TooManyWaitError
+from cluster.serving.intake.loop_shares import MAX_WAITING, LoopTimer, TooManyWaitError
 from cluster.serving.rpc.call import AUTHORIZATION
 from cluster.serving.rpc.context import Context, abort_call, drop_frames, host_of, metadata_of
 from cluster.serving.rpc.message_reader import MessageReader
 from cluster.serving.rpc.service import OPERATIONS, SERVICE, GrpcService
-from cluster.serving.rpc.stalled_writes import StalledWrites
+from cluster.serving.rpc.stalled_writes import StalledWrites, StreamWriter
 from pagedray.errors import AuthenticationError, StalledReaderError
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
     from cluster.serving.rpc.call import RpcCall
     from cluster.serving.servicer import Servicer
+
+    _Answer = Callable[[Context, LoopTimer], Coroutine[None, None, None]]
 
 __all__ = ["method_handlers", "python_name"]
 
@@ -93,28 +94,29 @@ def _answering(
     reader: MessageReader[Message],
     servicer: Servicer,
     writes: StalledWrites,
-) -> Callable[[Context], Coroutine[None, None, None]]:
-    async def answer(context: Context) -> None:
-        message: Message | bytes = b""
+) -> _Answer:
+    async def answer(context: Context, timer: LoopTimer) -> None:
+        message: Message | bytes | None = None
         try:
-            incoming, call = await reader.read_message(context)
+            incoming, call = await timer.run(reader.read_message(context))
             try:
                 with writes.watched() as writer:
                     async with aclosing(method(incoming, call)) as messages:
+                        # Later messages are the engine's work, and a timer for each is slow.
+                        message = await timer.run(_first_of(messages))
+                        if message is None:
+                            return
+                        await timer.run(_write_first(message, context, writer))
                         async for message in messages:
                             writer.num_marks += 1
-                            if writer.num_marks == 1 and _is_large(message):
-                                # Headers that go with the message would be pending with it, and
-                                # gRPC sends no status meanwhile.
-                                await context.send_initial_metadata(())
                             await context.write(message)
                             writer.num_marks += 1
             finally:
                 if call.entered is not None:
                     call.entered.leave()
         except StalledReaderError as error:
-            num_bytes = len(_serialize(message))
-            message = b""
+            num_bytes = 0 if message is None else len(_serialize(message))
+            message = None
             await _abort_stalled(context, error, num_bytes, servicer)
         except Exception as error:
             await abort_call(context, error)
@@ -122,35 +124,40 @@ def _answering(
     return answer
 
 
+async def _first_of(messages: AsyncGenerator[Message | bytes]) -> Message | bytes | None:
+    async for message in messages:
+        return message
+    return None
+
+
+async def _write_first(message: Message | bytes, context: Context, writer: StreamWriter) -> None:
+    writer.num_marks += 1
+    if _is_large(message):
+        # Headers that go with the message would be pending with it, and gRPC sends no status
+        # meanwhile.
+        await context.send_initial_metadata(())
+    await context.write(message)
+    writer.num_marks += 1
+
+
 def _handler(
-    answer: Callable[[Context], Coroutine[None, None, None]],
-    servicer: Servicer,
-    *,
-    uses_engine: bool,
+    answer: _Answer, servicer: Servicer, *, uses_engine: bool
 ) -> Callable[[object, Context], Awaitable[None]]:
-    shares = servicer.intake.loop_shares
-
-    async def answer_in_turn(context: Context) -> None:
-        client = _client_of(context, servicer)
-        if shares.num_waiting(client) >= MAX_WAITING:
-            await abort_call(context, TooManyWaitError())
-        await shares.wait_turn(client)
-        # What a call generated before it was cancelled is not charged.
-        limit_s = _CALL_S if uses_engine else math.inf
-        work = TimedWork(answer(context).__await__(), limit_s=limit_s)
-        is_complete = False
-        try:
-            await work
-            is_complete = True
-        finally:
-            # An overloaded server rejects at once; clients that it has room for are not delayed.
-            is_free = is_complete or context.code() in _OVERLOADED
-            if not (is_free and uses_engine):
-                shares.charge(client, _OTHER_S + min(work.used_s, limit_s))
-
     async def handle(_requests: object, context: Context) -> None:
         try:
-            await answer_in_turn(context)
+            client = await _wait_turn(context, servicer)
+            timer = LoopTimer()
+            is_complete = False
+            try:
+                await answer(context, timer)
+                is_complete = True
+            finally:
+                # An overloaded server rejects at once; clients that it has room for are not
+                # delayed.
+                is_free = is_complete or context.code() in _OVERLOADED
+                if not (is_free and uses_engine):
+                    used_s = min(timer.used_s, _CALL_S) if uses_engine else timer.used_s
+                    servicer.intake.loop_shares.charge(client, _OTHER_S + used_s)
         except grpc.aio.AbortError as abort:
             drop_frames(abort)
             raise
@@ -160,6 +167,15 @@ def _handler(
             raise asyncio.CancelledError from left
 
     return handle
+
+
+async def _wait_turn(context: Context, servicer: Servicer) -> str:
+    """Wait for the turn of a call's client, and return the client."""
+    shares, client = servicer.intake.loop_shares, _client_of(context, servicer)
+    if shares.num_waiting(client) >= MAX_WAITING:
+        await abort_call(context, TooManyWaitError())
+    await shares.wait_turn(client)
+    return client
 
 
 def _client_of(context: Context, servicer: Servicer) -> str:

@@ -6,6 +6,8 @@ from codecs import utf_8_decode
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.serving.text.token_bytes import TokenBytes
 
 __all__ = ["IncrementalDetokenizer"]
@@ -25,32 +27,36 @@ class IncrementalDetokenizer:
         skips_special_tokens: bool = True,
     ) -> None:
         """`is_continuation` means that text precedes it, so a leading space is kept."""
-        self._token_bytes = token_bytes
-        self._fallback_bytes = token_bytes.fallback_bytes
+        by_id = token_bytes.ordinary_by_id if skips_special_tokens else token_bytes.by_id
+        # Called by `map`, which costs no Python code for each token.
+        self._bytes_of = by_id.__getitem__
+        self._fallback_ids = token_bytes.fallback_ids
         self._run = bytearray()
-        self._skips_special_tokens = skips_special_tokens
         self._held = b""
         self._num_stripped = 0 if is_continuation else token_bytes.num_stripped
 
-    def add_token(self, token_id: int) -> str:
-        """Return the complete characters up to this token that were not returned before."""
-        if self._skips_special_tokens and self._token_bytes.is_special(token_id):
-            return ""
-        if not self._fallback_bytes:
-            return self._decoded(self._token_bytes.bytes_of(token_id))
-        byte = self._fallback_bytes.get(token_id)
-        if byte is not None:
-            # Bytes in a row are text only together, so that none of it is certain before the end.
-            self._run.append(byte)
-            return ""
-        own = self._token_bytes.bytes_of(token_id)
-        return self._decoded(self._ended_run() + own) if own else ""
+    def add_tokens(self, token_ids: Sequence[int]) -> str:
+        """Return the complete characters up to these tokens that were not returned before."""
+        if self._run or not self._fallback_ids.isdisjoint(token_ids):
+            return "".join(map(self._add_beside_run, token_ids))
+        # The fast path of most tokens.
+        return self._decoded(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         """Return the rest of the text: U+FFFD if a character is incomplete."""
         text = self._decoded(self._ended_run())
         held, self._held = self._held, b""
         return text + held.decode(errors="replace")
+
+    def _add_beside_run(self, token_id: int) -> str:
+        own = self._bytes_of(token_id)
+        if not own:
+            return ""
+        if token_id in self._fallback_ids:
+            # Bytes in a row are text only together, so that none of it is certain before the end.
+            self._run += own
+            return ""
+        return self._decoded(self._ended_run() + own)
 
     def _decoded(self, data: bytes) -> str:
         known = self._held + data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from cluster.serving.text.token_bytes import TokenBytes
 
 __all__ = ["SequenceOutput", "TextStream"]
+
+_token_ids_of = attrgetter("token_ids")
+_logprobs_of = attrgetter("logprobs")
 
 
 # One is created for every token; gc=False is safe, because it is in no reference cycle.
@@ -98,16 +103,24 @@ class TextStream:
     def add_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
         """Return the output of the next events."""
         assert not self.is_finished
+        # Nothing follows the event that ends the sequence.
+        if self._has_stops or events[-1].finish_reason is not None:
+            return self._add_one_by_one(events)
         event = events[0]
-        if len(events) == 1 and not (self._has_stops or event.logprobs or event.finish_reason):
-            # The fast path of most tokens.
-            self._num_tokens += len(event.token_ids)
-            return SequenceOutput(
-                prompt_index=self.prompt_index,
-                index=self._index,
-                text="".join(map(self._detokenizer.add_token, event.token_ids)),
-                token_ids=event.token_ids,
-            )
+        token_ids, logprobs = event.token_ids, event.logprobs
+        if len(events) > 1:
+            token_ids = tuple(chain.from_iterable(map(_token_ids_of, events)))
+            logprobs = tuple(chain.from_iterable(map(_logprobs_of, events)))
+        return SequenceOutput(
+            prompt_index=self.prompt_index,
+            index=self._index,
+            text=self._detokenizer.add_tokens(token_ids),
+            token_ids=token_ids,
+            logprobs=logprobs,
+        )
+
+    def _add_one_by_one(self, events: Sequence[TokenEvent]) -> SequenceOutput:
+        """Return the output of events of which one may end the sequence."""
         pieces: list[str] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -127,7 +140,7 @@ class TextStream:
         num_hidden = 0 if event.stop_token_id is None or is_included else 1
         for position, token_id in enumerate(event.token_ids[: len(event.token_ids) - num_hidden]):
             self._num_tokens += 1
-            stop = self._push_text(self._detokenizer.add_token(token_id), pieces)
+            stop = self._push_text(self._detokenizer.add_tokens((token_id,)), pieces)
             if stop is not None:
                 return position + 1, stop
         self._num_tokens += num_hidden

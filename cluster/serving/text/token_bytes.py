@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from pagedray.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import tokenizers
 
 __all__ = ["TokenBytes"]
@@ -46,12 +48,16 @@ class TokenBytes:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._cache: dict[int, bytes] = {}
-        self.fallback_bytes = _fallback_bytes(tokenizer) if self._rules.has_byte_fallback else {}
-        """The byte of each token that stands for one byte of a character.
+        self._fallback_bytes = _fallback_bytes(tokenizer) if self._rules.has_byte_fallback else {}
+        self.fallback_ids = frozenset(self._fallback_bytes)
+        """The tokens that stand for one byte of a character.
 
         If several such tokens in a row are no valid text, each becomes U+FFFD.
         """
+        self.by_id = _BytesById(self._read)
+        """The bytes of each token; empty for an id without a token."""
+        self.ordinary_by_id = _BytesById(self._read_ordinary)
+        """The bytes of each token that is not special; empty for one that is."""
 
     @property
     def num_stripped(self) -> int:
@@ -64,14 +70,14 @@ class TokenBytes:
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; empty for an id without a token."""
-        found = self._cache.get(token_id)
-        if found is None:
-            found = self._cache[token_id] = self._read(token_id)
-        return found
+        return self.by_id[token_id]
 
     def text_of(self, token_id: int) -> str:
         """Return the token as text, with U+FFFD for incomplete characters."""
         return self.bytes_of(token_id).decode(errors="replace")
+
+    def _read_ordinary(self, token_id: int) -> bytes:
+        return b"" if self.is_special(token_id) else self.by_id[token_id]
 
     def _read(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -83,11 +89,23 @@ class TokenBytes:
             except KeyError:
                 # Added tokens are plain text.
                 return token.encode()
-        if (byte := self.fallback_bytes.get(token_id)) is not None:
+        if (byte := self._fallback_bytes.get(token_id)) is not None:
             return bytes((byte,))
         for old, new in self._rules.replacements:
             token = token.replace(old, new)
         return token.encode()
+
+
+class _BytesById(dict[int, bytes]):
+    """The bytes of tokens, each read when it is first looked up."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._read(token_id)
+        return found
 
 
 def _read_rules(tokenizer: tokenizers.Tokenizer) -> _Rules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.serving.intake.loop_shares import LoopShares, TimedWork
+from cluster.serving.intake.loop_shares import LoopShares, LoopTimer
 from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
@@ -135,25 +134,25 @@ async def test_only_the_time_on_the_event_loop_is_measured() -> None:
         await asyncio.sleep(0.5)
         return "done"
 
-    timed = TimedWork(work().__await__())
-    assert await timed == "done"
-    assert 0.01 <= timed.used_s < 0.5
+    timer = LoopTimer()
+    assert await timer.run(work()) == "done"
+    assert 0.01 <= timer.used_s < 0.5
 
 
-async def test_work_is_not_measured_beyond_its_limit() -> None:
-    async def work() -> str:
-        for _ in range(5):
-            time.sleep(0.01)
-            await asyncio.sleep(0)
-        return "done"
+async def test_the_times_of_failed_and_later_work_add_up() -> None:
+    async def work(seconds: float) -> None:
+        time.sleep(seconds)
+        await asyncio.sleep(0)
+        raise ValueError
 
-    timed = TimedWork(work().__await__(), limit_s=0.015)
-    assert await timed == "done"
-    assert 0.02 <= timed.used_s < 0.05
+    timer = LoopTimer()
+    for _ in range(2):
+        with pytest.raises(ValueError):  # noqa: PT011
+            await timer.run(work(0.01))
+    assert 0.02 <= timer.used_s < 0.5
 
 
-@pytest.mark.parametrize("limit_s", [math.inf, 0.0])
-async def test_measured_work_can_be_cancelled_and_may_catch_errors(limit_s: float) -> None:
+async def test_measured_work_can_be_cancelled_and_may_catch_errors() -> None:
     caught: list[BaseException] = []
 
     async def work() -> None:
@@ -164,7 +163,7 @@ async def test_measured_work_can_be_cancelled_and_may_catch_errors(limit_s: floa
             raise
 
     async def timed() -> None:
-        await TimedWork(work().__await__(), limit_s=limit_s)
+        await LoopTimer().run(work())
 
     task = asyncio.create_task(timed())
     await asyncio.sleep(0)

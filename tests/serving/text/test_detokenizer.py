@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -51,7 +52,7 @@ FALLBACK = _byte_fallback_tokenizer()
 
 def _pieces(token_bytes: TokenBytes, token_ids: list[int], *, continues: bool = False) -> list[str]:
     detokenizer = IncrementalDetokenizer(token_bytes, is_continuation=continues)
-    return [*(detokenizer.add_token(token_id) for token_id in token_ids), detokenizer.flush()]
+    return [*(detokenizer.add_tokens((token_id,)) for token_id in token_ids), detokenizer.flush()]
 
 
 def test_no_piece_splits_a_character(tokenizer: Tokenizer) -> None:
@@ -103,6 +104,34 @@ def test_byte_fallback_and_prefix_space_are_what_decoding_all_gives(texts: list[
 def test_invalid_bytes_in_a_row_are_what_decoding_all_gives(token_ids: list[int]) -> None:
     expected = FALLBACK.decode(token_ids, skip_special_tokens=True)
     assert "".join(_pieces(TokenBytes(FALLBACK), token_ids)) == expected
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_tokens_that_come_together_are_what_decoding_all_gives(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    # The pairs of bytes are halves of characters, as often as not.
+    fallback_ids = st.integers(0, len(_TOKENS) + 3) | st.sampled_from(
+        [_TOKENS.index(f"<0x{byte:02X}>") for byte in b"\n\xc3\xa9"]
+    )
+    for token_bytes, decode, ids in (
+        (tokenizer.token_bytes, tokenizer.decode, st.integers(0, 400)),
+        (TokenBytes(FALLBACK), FALLBACK.decode, fallback_ids),
+    ):
+        messages = data.draw(st.lists(st.lists(ids, max_size=6), max_size=6))
+        detokenizer = IncrementalDetokenizer(token_bytes, is_continuation=False)
+        text = "".join(map(detokenizer.add_tokens, messages)) + detokenizer.flush()
+        assert text == decode(list(chain.from_iterable(messages)))
+
+
+def test_special_tokens_are_kept_on_request() -> None:
+    token_ids = [_TOKENS.index(token) for token in ("<s>", "world", "<0x0A>", "</s>")]
+    kept = IncrementalDetokenizer(
+        TokenBytes(FALLBACK), is_continuation=False, skips_special_tokens=False
+    )
+    text = kept.add_tokens(token_ids) + kept.flush()
+    assert text == FALLBACK.decode(token_ids, skip_special_tokens=False)
 
 
 def test_a_byte_becomes_text_with_the_first_token_behind_its_row() -> None:

@@ -100,3 +100,13 @@ def test_many_events_become_one_output(tokenizer: Tokenizer) -> None:
     output = _stream(tokenizer).add_events(events)
     assert output.text == "The quick"
     assert output.token_ids == tuple(token_ids)
+
+
+def test_an_end_behind_other_events_stops_there(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("The quick", add_special_tokens=False), 1]
+    events = [TokenEvent("r", 0, (token_id,)) for token_id in token_ids[:-1]]
+    end = TokenEvent("r", 0, (1,), finish_reason=FinishReason.STOP, stop_token_id=1)
+    output = _stream(tokenizer).add_events([*events, end])
+    assert output.text == "The quick"
+    assert output.token_ids == tuple(token_ids)
+    assert output.finish_reason is FinishReason.STOP
