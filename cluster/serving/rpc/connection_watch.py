@@ -1,7 +1,7 @@
 """Stops gRPC connections that gRPC itself cannot limit.
 
-These are the ones that a host has too many of, and those that send much without one valid call:
-gRPC decodes any number of headers, pings and settings of a client without a key.
+These are the ones that a host has too many of, and those that send much, or are many, without one
+valid call: gRPC decodes any number of headers, pings and settings of a client without a key.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cluster.serving.rpc.open_sockets import (
     stall_connection,
 )
 from cluster.serving.rpc.proven_connections import peer_name
+from cluster.serving.rpc.unproven_share import UnprovenShare
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ _MAX_STALLED_PER_HOST = 8
 """A client that opens further ones sees them end, and the memory for stalled ones is bounded."""
 _STALL_S = 60.0
 _TRIM_INTERVAL_S = 5.0
+_MANY_ENDED = 64
+"""Sockets between two looks whose memory is worth returning to the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class ConnectionWatch:
         sockets = open_sockets()
         self._update_known(sockets)
         num_open: Counter[str] = Counter()
+        share = UnprovenShare()
         suspects: set[int] = set()
         for inode, connection in self._known.items():
             if connection is None:
@@ -124,7 +128,7 @@ class ConnectionWatch:
                 self._log_excess(connection.host)
             elif inode in self._stalled:
                 self._reconsider(connection, sockets[inode], inode)
-            elif self._sends_too_much(connection, sockets[inode]):
+            elif self._is_too_much(connection, sockets[inode], share):
                 # A message may arrive shortly before the handler of its call has started.
                 if inode not in self._suspects:
                     suspects.add(inode)
@@ -136,6 +140,7 @@ class ConnectionWatch:
 
     def _update_known(self, sockets: dict[int, int]) -> None:
         known = {inode: found for inode, found in self._known.items() if inode in sockets}
+        num_ended = len(self._known) - len(known)
         for inode, descriptor in sockets.items():
             if inode not in known:
                 address = peer_address(descriptor, self._port)
@@ -147,16 +152,17 @@ class ConnectionWatch:
         self._known = known
         stalled = {one: end_s for one, end_s in self._stalled.items() if one in known}
         # gRPC keeps what they have sent until they end.
-        self._has_garbage = self._has_garbage or len(stalled) < len(self._stalled)
+        self._has_garbage |= len(stalled) < len(self._stalled) or num_ended >= _MANY_ENDED
         self._stalled = stalled
         self._proven.forget_closed({one.peer for one in known.values() if one is not None})
 
-    def _sends_too_much(self, connection: _Connection, descriptor: int) -> bool:
+    def _is_too_much(self, connection: _Connection, descriptor: int, share: UnprovenShare) -> bool:
         if connection.peer in self._proven:
             return False
+        num_bytes = num_received_bytes(descriptor)
         age_s = time.monotonic() - connection.seen_s
         allowed = _UNPROVEN_BYTES + age_s * _UNPROVEN_BYTES_PER_S
-        return num_received_bytes(descriptor) > allowed
+        return num_bytes > allowed or not share.admits(connection.host, num_bytes)
 
     def _stop(self, descriptor: int, inode: int, host: str) -> None:
         """Stall a connection, so that its client waits; end it if its host has several of these."""
@@ -198,9 +204,8 @@ class ConnectionWatch:
     def _log_unproven(self, host: str) -> None:
         if num_closed := self._unproven_lines.count_event():
             logger.warning(
-                "Stopped %d gRPC connections that sent more than %d bytes without a valid call, "
-                "the last of %s.",
+                "Stopped %d gRPC connections that sent too much without a valid call, or were too "
+                "many, the last of %s.",
                 num_closed,
-                _UNPROVEN_BYTES,
                 host,
             )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +18,7 @@ from cluster.serving.connections.connection_limits import ConnectionLimits
 from cluster.serving.rpc.connection_watch import ConnectionWatch
 from cluster.serving.rpc.open_sockets import num_received_bytes
 from cluster.serving.rpc.proven_connections import ProvenConnections, peer_name
+from cluster.serving.rpc.unproven_share import UnprovenShare
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
@@ -212,3 +214,43 @@ async def test_a_defect_does_not_end_the_watch(caplog: pytest.LogCaptureFixture)
     assert [record.message for record in caplog.records] == [
         "gRPC connections could not be checked."
     ]
+
+
+def test_newest_connections_end_if_a_host_sends_much_on_many() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener, ExitStack() as stack:
+        port = listener.getsockname()[1]
+        watch = ConnectionWatch(port, ConnectionLimits(), ProvenConnections())
+        accepted = []
+        for _ in range(200):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(bytes(15_000))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+        wait_for(lambda: all(num_received_bytes(one.fileno()) == 15_000 for one in accepted))
+        for _ in range(2):
+            watch.close_excess()
+        num_kept = 2**21 // 15_000
+        # Of further ones eight are stalled.
+        assert [_is_ended(one) for one in accepted] == [
+            place >= num_kept + 8 for place in range(200)
+        ]
+
+
+def _is_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while received := len(connection.recv(2**16)):
+            assert received
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_connections_without_a_valid_call_have_limits() -> None:
+    share = UnprovenShare()
+    hosts = [f"192.0.2.{number}" for number in range(5)]
+    # Each host may have 128 of the largest headers, and two of them fill the memory for all.
+    assert [sum(share.admits(one, 2**14) for _ in range(200)) for one in hosts] == [
+        128, 128, 0, 0, 0,
+    ]  # fmt: skip
+    # A host's first connections, as those of a new client, have room.
+    assert sum(share.admits("192.0.2.9", 500) for _ in range(600)) == 512
