@@ -71,6 +71,30 @@ QWEN3_30B_A3B: dict[str, Any] = {  # Any: JSON values
     "vocab_size": 151936,
     "rope_theta": 1000000.0,
 }
+GPT_OSS_20B: dict[str, Any] = {  # Any: JSON values
+    **LLAMA_8B,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 # Small enough to try the program on a CPU within seconds.
 SMALL: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
@@ -90,10 +114,23 @@ SMALL_EXPERTS: dict[str, Any] = {  # Any: JSON values
     "num_experts": 16,
     "num_experts_per_tok": 4,
 }
+SMALL_GPT_OSS: dict[str, Any] = {  # Any: JSON values
+    **GPT_OSS_20B,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "vocab_size": 4096,
+}
 SHAPES = {
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-20b-bf16": {**GPT_OSS_20B, "quantization_config": None},
     "llama-8b": LLAMA_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "small": SMALL,
+    "small-gpt-oss": SMALL_GPT_OSS,
     "small-experts": SMALL_EXPERTS,
 }
 

@@ -17,6 +17,7 @@ __all__ = [
     "AllReduce",
     "CacheConfig",
     "CacheSize",
+    "ClampedGate",
     "Device",
     "Dtype",
     "EngineConfig",
@@ -138,11 +139,30 @@ class TensorNames:
 
     A name without a place for the expert's index is that of a stack of all experts."""
     expert_output: str = "mlp.experts.{}.down_proj.weight"
+    expert_input_bias: str = ""
+    """The stack of the biases of `expert_input`, with the same order of columns."""
+    expert_output_bias: str = ""
+    is_expert_input_interleaved: bool = False
+    """Whether the columns of gate and up projection alternate in a fused tensor."""
+    are_experts_transposed: bool = False
+    """Whether stacks of experts are `[num_experts, in_size, out_size]`."""
     shared_input: tuple[str, ...] = ()
     """As `mlp_input`, of the MLP that every token passes beside its experts."""
     shared_output: str = ""
     encoder: str = "bert"
     """The prefix of all tensors of an encoder with a head; without a head they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """How an expert joins its gate and up projection, if not as `silu(gate) * up`.
+
+    `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit`, and of an up projection
+    of at most that magnitude.
+    """
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +176,12 @@ class ExpertsConfig:
     """Of each expert."""
     is_renormalized: bool
     """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
+    gate: ClampedGate | None = None
+    """None is `silu(gate) * up`."""
+    has_bias: bool = False
+    """Whether the router and the projections of experts have biases."""
+    is_mxfp4: bool = False
+    """Whether the projections are stored as blocks of 32 4-bit numbers and their exponents."""
     dense_layers: tuple[int, ...] = ()
     """The layers that have one MLP instead of experts."""
     shared_size: int | None = None

@@ -11,7 +11,10 @@ from pagedray.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["FormatRule", "Fp8Format", "Quantization", "WeightFormat"]
+__all__ = ["MXFP4_BLOCK_SIZE", "FormatRule", "Fp8Format", "Quantization", "WeightFormat"]
+
+MXFP4_BLOCK_SIZE = 32
+"""Inputs that share a scale in mxfp4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

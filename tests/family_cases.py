@@ -61,6 +61,18 @@ MOE_CASES = (
         },
     ),
     Case(
+        name="gpt-oss-windows",
+        family="GptOss",
+        more={
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 11,
+            "swiglu_limit": 1.5,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    Case(
         name="granite-moe-shared",
         family="GraniteMoeShared",
         has_tied_embeddings=True,

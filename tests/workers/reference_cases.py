@@ -481,6 +481,30 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [0, 50.0, 50.0],
         "tie_word_embeddings": True,
     },
+    "gpt_oss-yarn": {
+        "model_type": "gpt_oss",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 10,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+        "rope_parameters": _YARN | {"truncate": False},
+    },
+    "gpt_oss-limits": {
+        "model_type": "gpt_oss",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "swiglu_alpha": 1.1,
+        "swiglu_limit": 0.9,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
 }
 TWO_RANK_CASES = [
     name

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
+    from pagedray.config import Activation, ClampedGate
 
-    from pagedray.config import Activation
-
-__all__ = ["activation_function"]
+__all__ = ["activation_function", "clamped_gate"]
 
 
 def activation_function(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the elementwise function of this name."""
     return _FUNCTIONS[activation]
+
+
+def clamped_gate(columns: torch.Tensor, form: ClampedGate) -> torch.Tensor:
+    """Return the gated first half of the columns times the second half plus one."""
+    gate, up = columns.chunk(2, dim=1)
+    gate = gate.clamp(max=form.limit)
+    up = up.clamp(-form.limit, form.limit)
+    return torch.sigmoid(form.alpha * gate).mul_(gate).mul_(up + 1.0)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

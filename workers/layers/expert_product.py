@@ -1,4 +1,4 @@
-"""The product of rows with their experts: `down(silu(gate(x)) * up(x))` of each, weighted."""
+"""The product of rows with their experts: `down(gate(x) joined with up(x))` of each, weighted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from workers.layers.activation import clamped_gate
+from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_kernels import make_linear_kernel
 
 if TYPE_CHECKING:
+    from pagedray.config import ExpertsConfig
+    from workers.layers.linear_kernels import LinearKernel
     from workers.layers.router import Choice
 
-__all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "expert_product_class"]
+__all__ = [
+    "DequantizedExperts",
+    "ExpertProduct",
+    "GroupedExperts",
+    "LinearExperts",
+    "expert_product_class",
+]
 
 
 class ExpertProduct(ABC):
@@ -24,26 +34,35 @@ class ExpertProduct(ABC):
     @abstractmethod
     def __init__(
         self,
+        config: ExpertsConfig,
         *,
-        experts: range,
-        num_experts: int,
+        ours: range,
         hidden_size: int,
         intermediate_size: int,
+        has_output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`experts` are those of this rank, of `num_experts` on all ranks together."""
+        """`ours` are the experts of this rank, of which it has `intermediate_size` columns."""
 
     @abstractmethod
-    def gate_up(self, expert: int) -> torch.Tensor:
+    def gate_up(self, expert: int) -> torch.Tensor | Mxfp4Matrix:
         """Return where the gate and up projection of the rank's expert of this index are loaded.
 
         The shape is `[2 * intermediate_size, hidden_size]`.
         """
 
     @abstractmethod
-    def down(self, expert: int) -> torch.Tensor:
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        """Return where their biases are loaded, `[2 * intermediate_size]`."""
+
+    @abstractmethod
+    def down(self, expert: int) -> torch.Tensor | Mxfp4Matrix:
         """Return where its down projection is loaded, `[hidden_size, intermediate_size]`."""
+
+    @abstractmethod
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        """Return where its bias is loaded, `[hidden_size]`, if this rank adds it."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
@@ -58,29 +77,38 @@ class LinearExperts(ExpertProduct):
 
     def __init__(
         self,
+        config: ExpertsConfig,
         *,
-        experts: range,
-        num_experts: int,
+        ours: range,
         hidden_size: int,
         intermediate_size: int,
+        has_output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._experts = experts
-        self._num_experts = num_experts
-        self._gate_up, self._down = (
-            [
-                make_linear_kernel(*shape, has_bias=False, dtype=dtype, device=device)
-                for _ in experts
+        def kernels(out_size: int, in_size: int, *, has_bias: bool) -> list[LinearKernel]:
+            return [
+                make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)
+                for _ in ours
             ]
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        )
+
+        self._experts = ours
+        self._num_experts = config.num_experts
+        self._gate = config.gate
+        self._gate_up = kernels(2 * intermediate_size, hidden_size, has_bias=config.has_bias)
+        self._down = kernels(hidden_size, intermediate_size, has_bias=has_output_bias)
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert].weight
 
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        return self._gate_up[expert].bias
+
     def down(self, expert: int) -> torch.Tensor:
         return self._down[expert].weight
+
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        return self._down[expert].bias
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         chosen = choice.experts.flatten()
@@ -95,7 +123,7 @@ class LinearExperts(ExpertProduct):
             part = slice(starts[expert], ends[expert])
             if part.start == part.stop:
                 continue
-            inner = self._gate_up[index].gated(x[tokens[part]])
+            inner = self._inner(index, x[tokens[part]])
             # A token adds its experts in their order, whatever the other tokens are.
             sums.index_add_(0, tokens[part], self._down[index](inner) * weights[part])
         return sums.to(x.dtype)
@@ -104,30 +132,48 @@ class LinearExperts(ExpertProduct):
         for kernel in (*self._gate_up, *self._down):
             kernel.finalize()
 
+    def _inner(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the input of an expert's down projection."""
+        if self._gate is None:
+            return self._gate_up[index].gated(rows)
+        return clamped_gate(self._gate_up[index](rows), self._gate)
+
 
 class GroupedExperts(ExpertProduct):
     """All experts at once, by kernels whose tiles have rows of one expert each, for GPUs."""
 
     def __init__(
         self,
+        config: ExpertsConfig,
         *,
-        experts: range,
-        num_experts: int,
+        ours: range,
         hidden_size: int,
         intermediate_size: int,
+        has_output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (len(experts), 2 * intermediate_size, hidden_size)
-        self._first_expert = experts.start
-        self._gate_up = torch.empty(shape, dtype=dtype, device=device)
-        self._down = self._gate_up.new_empty((len(experts), hidden_size, intermediate_size))
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(len(ours), *shape, dtype=dtype, device=device)
+
+        self._first_expert = ours.start
+        self._gate = config.gate
+        self._gate_up = empty(2 * intermediate_size, hidden_size)
+        self._down = empty(hidden_size, intermediate_size)
+        self._gate_up_bias = empty(2 * intermediate_size) if config.has_bias else None
+        self._down_bias = empty(hidden_size) if has_output_bias else None
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert]
 
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        return None if self._gate_up_bias is None else self._gate_up_bias[expert]
+
     def down(self, expert: int) -> torch.Tensor:
         return self._down[expert]
+
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        return None if self._down_bias is None else self._down_bias[expert]
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         # Triton is absent on machines without a GPU.
@@ -140,9 +186,69 @@ class GroupedExperts(ExpertProduct):
             self._gate_up,
             self._down,
             first_expert=self._first_expert,
+            gate_up_bias=self._gate_up_bias,
+            down_bias=self._down_bias,
+            clamp=None if self._gate is None else (self._gate.alpha, self._gate.limit),
         )
 
 
-def expert_product_class(device: torch.device) -> type[ExpertProduct]:
-    """Return the class for a device."""
+class DequantizedExperts(ExpertProduct):
+    """Experts in mxfp4, which are dequantized when they are loaded."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        ours: range,
+        hidden_size: int,
+        intermediate_size: int,
+        has_output_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._plain = _plain_class(device)(
+            config,
+            ours=ours,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            has_output_bias=has_output_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._gate_up, self._down = (
+            [Mxfp4Matrix.empty(*shape, device=device) for _ in ours]
+            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+        )
+
+    def gate_up(self, expert: int) -> Mxfp4Matrix:
+        return self._gate_up[expert]
+
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.gate_up_bias(expert)
+
+    def down(self, expert: int) -> Mxfp4Matrix:
+        return self._down[expert]
+
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.down_bias(expert)
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return self._plain(x, choice)
+
+    def finalize(self) -> None:
+        for expert in reversed(range(len(self._gate_up))):
+            for target, stored in (
+                (self._plain.gate_up(expert), self._gate_up.pop()),
+                (self._plain.down(expert), self._down.pop()),
+            ):
+                target.copy_(dequantized_mxfp4(stored, target.dtype))
+        self._plain.finalize()
+
+
+def expert_product_class(config: ExpertsConfig, device: torch.device) -> type[ExpertProduct]:
+    """Return the class for the stored weights and a device."""
+    return DequantizedExperts if config.is_mxfp4 else _plain_class(device)
+
+
+def _plain_class(device: torch.device) -> type[GroupedExperts | LinearExperts]:
     return GroupedExperts if device.type == "cuda" else LinearExperts

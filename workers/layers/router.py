@@ -42,7 +42,9 @@ class Router(Layer):
         self._shape = (experts.num_experts, hidden_size)
         self._num_chosen = experts.num_chosen
         self._is_renormalized = experts.is_renormalized
-        self._kernel = make_linear_kernel(*self._shape, has_bias=False, dtype=dtype, device=device)
+        self._kernel = make_linear_kernel(
+            *self._shape, has_bias=experts.has_bias, dtype=dtype, device=device
+        )
 
     def __call__(self, x: torch.Tensor) -> Choice:
         """Return the experts of each of `[num_tokens, hidden_size]`."""
@@ -67,6 +69,13 @@ class Router(Layer):
             part=(slice(None), slice(None)),
             target=self._kernel.weight,
         )
+        if self._kernel.bias is not None:
+            yield WeightShard(
+                name=f"{self._name}.bias",
+                shape=self._shape[:1],
+                part=(slice(None),),
+                target=self._kernel.bias,
+            )
 
     def finalize(self) -> None:
         self._kernel.finalize()

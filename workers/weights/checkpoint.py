@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import CheckpointError
+from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.row_writer import write_rows
 from workers.weights.tensor_entries import ITEM_BYTES, read_entries, shown_name
 from workers.weights.tensor_reader import TensorReader
@@ -38,6 +39,9 @@ _STORED_AS: dict[torch.dtype, tuple[str, ...]] = {
     torch.float8_e4m3fn: ("F8_E4M3",),
     torch.int32: ("I32",),
     torch.int64: ("I64",),
+    torch.uint8: ("U8",),
+    # As bytes.
+    SCALE: ("U8",),
 }
 # Older checkpoints store rotary frequencies or position ids, which are computed here, and encoders
 # store the pooler of a training task.

@@ -13,13 +13,17 @@ import torch
 from attention.kernels.cpu.finite_copy import are_finite, copy_finite
 from pagedray.errors import CheckpointError
 from workers.layers.formats.fp8_rows import FP8
+from workers.layers.formats.mxfp4 import SCALE
 from workers.weights.checkpoint import Checkpoint, device_of
-from workers.weights.row_writer import quantize_to, write_rows
+from workers.weights.row_writer import as_numbers, quantize_to, write_rows
 
 if TYPE_CHECKING:
     from workers.layers.weight import WeightShard
 
 __all__ = ["FiniteTensors"]
+
+_NAN_BITS = {FP8: 0x7F, SCALE: 0xFF}
+"""The bits that are all set in NaN alone."""
 
 
 class FiniteTensors:
@@ -50,7 +54,8 @@ class FiniteTensors:
     def _error(self, shard: WeightShard) -> CheckpointError:
         path = self._checkpoint.path_of(shard.name)
         num_stored = num_converted = 0
-        for chunk in self._checkpoint.chunks(shard.name):
+        for stored in self._checkpoint.chunks(shard.name):
+            chunk = as_numbers(stored, shard.target.dtype)
             num_stored += _count(chunk)
             num_converted += _count(chunk.to(shard.target.dtype))
         if num_stored:
@@ -75,7 +80,7 @@ def _copied(shard: WeightShard, rows: slice, source: torch.Tensor) -> torch.Tens
         scales = shard.scales[rows]
         quantize_to(target, scales, source)
         return scales.sum()
-    if target.dtype == FP8 or not target.is_floating_point():
+    if target.dtype in _NAN_BITS or not target.is_floating_point():
         write_rows(shard, rows, source)
         return _zero_if_finite(target)
     is_there = source.data_ptr() == target.data_ptr()
@@ -89,17 +94,18 @@ def _copied(shard: WeightShard, rows: slice, source: torch.Tensor) -> torch.Tens
 
 
 def _zero_if_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return 0, or NaN if a value in float8_e4m3fn is NaN; it has no infinity."""
+    """Return 0, or NaN if a value of 8 bits is NaN; these dtypes have no infinity."""
     zero = torch.zeros((), device=values.device)
-    if values.dtype != FP8:
+    if values.dtype not in _NAN_BITS:
         return zero
-    has_nan = (values.view(torch.uint8) & 0x7F).eq(0x7F).any()
+    bits = _NAN_BITS[values.dtype]
+    has_nan = (values.view(torch.uint8) & bits).eq(bits).any()
     return zero.masked_fill(has_nan, math.nan)
 
 
 def _is_finite(shard: WeightShard) -> bool:
     values = shard.scales if shard.scales is not None else shard.target
-    if values.dtype == FP8:
+    if values.dtype in _NAN_BITS:
         return bool(_zero_if_finite(values).isfinite())
     # NaN is both, if there is one. One pass without a temporary, unlike `isfinite`.
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.layers.formats.fp8_rows import quantized_rows
+from workers.layers.formats.mxfp4 import SCALE
 
 if TYPE_CHECKING:
     import torch
 
     from workers.layers.weight import WeightShard
 
-__all__ = ["quantize_to", "write_rows"]
+__all__ = ["as_numbers", "quantize_to", "write_rows"]
+
+
+def as_numbers(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers that are stored for a target of a dtype: exponents are bytes."""
+    return stored.view(SCALE) if dtype == SCALE else stored
 
 
 def write_rows(shard: WeightShard, rows: slice, stored: torch.Tensor) -> None:
@@ -20,7 +26,7 @@ def write_rows(shard: WeightShard, rows: slice, stored: torch.Tensor) -> None:
     if shard.scales is not None:
         quantize_to(target, shard.scales[rows], stored)
     elif stored.data_ptr() != target.data_ptr():
-        target.copy_(stored)
+        target.copy_(as_numbers(stored, target.dtype))
 
 
 def quantize_to(target: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pagedray.config import ExpertsConfig, TensorNames
+from pagedray.config import ClampedGate, ExpertsConfig, TensorNames
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
 from workers.layers.linear_kernels import PackedGemmLinear, linear_kernel_class
@@ -23,6 +23,16 @@ EXPERTS = ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=32, is_re
 STACKED = TensorNames(
     router="router", expert_input=("input.weight",), expert_output="output.weight"
 )
+GPT_OSS = TensorNames(
+    router="router",
+    expert_input=("input",),
+    expert_input_bias="input_bias",
+    expert_output="output",
+    expert_output_bias="output_bias",
+    is_expert_input_interleaved=True,
+    are_experts_transposed=True,
+)
+CLAMPED = replace(EXPERTS, has_bias=True, gate=ClampedGate(alpha=1.3, limit=0.8))
 
 
 class RankAlone(SoloGroup):
@@ -135,11 +145,37 @@ def test_stacked_tensors_are_those_of_single_experts() -> None:
     torch.testing.assert_close(stacked(x), expected(x, single, EXPERTS).float())
 
 
-@pytest.mark.parametrize("names", [TensorNames(), STACKED], ids=["single", "stacked"])
+@torch.inference_mode()
+def test_clamped_gates_and_biases_are_those_of_gpt_oss() -> None:
+    layer, tensors = filled_layer(GPT_OSS, CLAMPED)
+    assert tensors["p.input"].shape == (6, HIDDEN, 64)
+    x = rows_of(9)
+    rows = []
+    for row in x.double():
+        logits = tensors["p.router.weight"] @ row + tensors["p.router.bias"]
+        top = logits.topk(2)
+        row_sum = torch.zeros_like(row)
+        for weight, expert in zip(top.values.softmax(0), top.indices.tolist(), strict=True):
+            inner = row @ tensors["p.input"][expert] + tensors["p.input_bias"][expert]
+            gate, up = inner[::2].clamp(max=0.8), inner[1::2].clamp(-0.8, 0.8)
+            outer = gate * torch.sigmoid(1.3 * gate) * (up + 1.0)
+            outputs = outer @ tensors["p.output"][expert] + tensors["p.output_bias"][expert]
+            row_sum += weight * outputs
+        rows.append(row_sum)
+    torch.testing.assert_close(layer(x), torch.stack(rows).float())
+
+
+@pytest.mark.parametrize(
+    ("names", "experts"),
+    [(TensorNames(), EXPERTS), (STACKED, EXPERTS), (GPT_OSS, CLAMPED)],
+    ids=["single", "stacked", "gpt-oss"],
+)
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
 @torch.inference_mode()
-def test_the_parts_of_three_ranks_add_up(is_expert_parallel: bool, names: TensorNames) -> None:
-    config = replace(EXPERTS, intermediate_size=30, is_expert_parallel=is_expert_parallel)
+def test_the_parts_of_three_ranks_add_up(
+    is_expert_parallel: bool, names: TensorNames, experts: ExpertsConfig
+) -> None:
+    config = replace(experts, intermediate_size=30, is_expert_parallel=is_expert_parallel)
     x = rows_of(20)
     parts = [filled_layer(names, config, RankAlone(rank, 3))[0](x) for rank in range(3)]
     whole, _ = filled_layer(names, config)
@@ -156,20 +192,34 @@ def test_a_rank_reads_only_its_experts() -> None:
     assert {shard.name for shard in shards} == {shard.name for shard in whole}
 
 
+@pytest.mark.parametrize("config", [EXPERTS, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("num_rows", [3, 60])
 @torch.inference_mode()
-def test_grouped_experts_compute_what_single_ones_do(num_rows: int) -> None:
+def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: ExpertsConfig) -> None:
     pytest.importorskip("triton")
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 20, "num_experts": 6}
     products = [
-        kind(**shape, experts=range(2, 6), dtype=torch.float32, device=device)
+        kind(
+            config,
+            ours=range(2, 6),
+            hidden_size=HIDDEN,
+            intermediate_size=20,
+            has_output_bias=config.has_bias,
+            dtype=torch.float32,
+            device=device,
+        )
         for kind, device in ((LinearExperts, CPU), (GroupedExperts, TRITON_DEVICE))
     ]
     for expert in range(4):
         for product in products:
             generator = torch.Generator().manual_seed(expert)
-            for target in (product.gate_up(expert), product.down(expert)):
-                target.copy_(torch.randn(target.shape, generator=generator) / HIDDEN**0.5)
+            for target in (
+                product.gate_up(expert),
+                product.down(expert),
+                product.gate_up_bias(expert),
+                product.down_bias(expert),
+            ):
+                if target is not None:
+                    target.copy_(torch.randn(target.shape, generator=generator) / HIDDEN**0.5)
     for product in products:
         product.finalize()
     x = rows_of(num_rows)

@@ -52,6 +52,8 @@ class Family:
     """Other names of the same architecture."""
     may_name_code: bool = False
     """Whether a checkpoint may refer to code of its own; it is never run."""
+    reads_quantization: bool = False
+    """Whether it reads `quantization_config` itself."""
 
 
 def base_config(

@@ -149,7 +149,8 @@ def _yarn(section: ConfigFile, file: ConfigFile, theta: float) -> RopeConfig:
         original_max_positions=original,
         beta_fast=fast,
         beta_slow=slow,
-        is_range_rounded=section.flag("truncate", True),
+        # Transformers takes null for false.
+        is_range_rounded=section.flag("truncate", not section.has_null("truncate")),
         magnitude=section.number(
             "attention_factor", _yarn_magnitude(section, factor), most=_MAX_FACTOR
         ),

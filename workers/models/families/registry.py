@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.answers import is_reranker, with_answers
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.ignored_fields import check_all_read
@@ -18,6 +19,7 @@ from workers.models.families.gemma import GEMMA
 from workers.models.families.gemma2 import GEMMA2
 from workers.models.families.gemma3 import GEMMA3
 from workers.models.families.glm4 import GLM, GLM4
+from workers.models.families.gpt_oss import GPT_OSS
 from workers.models.families.granite import GRANITE
 from workers.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA
 from workers.models.families.llama import LLAMA
@@ -51,10 +53,10 @@ if TYPE_CHECKING:
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]
 
 _ALL = (
-    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, GRANITE_MOE),
-    *(GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, MPT),
-    *(OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS, SMOLLM3, STARCODER2),
-    *(GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
+    *(BERT, BLOOM, COHERE2, ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GPT_OSS, GRANITE),
+    *(GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL),
+    *(MIXTRAL, MPT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE, ROBERTA, SEED_OSS),
+    *(SMOLLM3, STARCODER2, GEMMA3_MULTIMODAL, MISTRAL3, QWEN2_5_VL, QWEN3_VL),
 )
 _FAMILIES = {word: family for family in _ALL for word in (family.architecture, *family.aliases)}
 # Each refers to Python code of the checkpoint, which is never imported.
@@ -92,7 +94,7 @@ def read_model_config(
     for key in _CODE_KEYS:
         if file.value(key) and not family.may_name_code:
             raise file.refusal(key, "requires code from the checkpoint, which is never run")
-    quantization = read_quantization(file)
+    quantization = None if family.reads_quantization else read_quantization(file)
     file.choice("model_type", family.model_types, family.model_types[0])
     file.refuse_unless("is_encoder_decoder", False)
     config = family.read(file)
@@ -133,6 +135,11 @@ def _check_experts(experts: ExpertsConfig, num_ranks: int) -> None:
     if experts.is_expert_parallel:
         if experts.num_experts % num_ranks:
             raise _not_divisible("experts", experts.num_experts, num_ranks)
+    elif experts.is_mxfp4 and experts.intermediate_size % (num_ranks * MXFP4_BLOCK_SIZE):
+        blocks = experts.intermediate_size // MXFP4_BLOCK_SIZE
+        raise _not_divisible(
+            f"blocks of {MXFP4_BLOCK_SIZE} columns of each expert in mxfp4", blocks, num_ranks
+        )
     elif experts.intermediate_size % num_ranks:
         raise _not_divisible("columns of each expert", experts.intermediate_size, num_ranks)
     if experts.shared_size is not None and experts.shared_size % num_ranks:

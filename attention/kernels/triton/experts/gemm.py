@@ -1,4 +1,4 @@
-"""Products of rows with their experts: `down(silu(gate(x)) * up(x))` of each expert, weighted.
+"""Products of rows with their experts: `down(gate(x) joined with up(x))` of each, weighted.
 
 A pair is a row and one of its experts. Pairs are put in the order of their experts, and each tile
 of a product has pairs of one expert only. A few pairs are a tile each, without being ordered. The
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
+from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.groups import grouped_pairs
 from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
@@ -86,13 +87,18 @@ def expert_sums(
     down: torch.Tensor,
     *,
     first_expert: int,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
     tuning: ExpertTuning | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, `[num_rows, hidden_size]`.
 
     x is `[num_rows, hidden_size]`; experts integers and weights float32, `[num_rows, num_chosen]`.
     gate_up is `[num_experts, 2 * inner_size, hidden_size]` and down `[num_experts, hidden_size,
-    inner_size]`, of the experts from `first_expert` on; rows add nothing for other experts.
+    inner_size]`, of the experts from `first_expert` on; rows add nothing for other experts. Biases
+    are `[num_experts, 2 * inner_size]` and `[num_experts, hidden_size]`. `clamp` is the alpha and
+    the limit of a `ClampedGate`; without it, gate and up projection are joined by SiLU.
     """
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
@@ -102,6 +108,8 @@ def expert_sums(
     assert x.stride(1) == 1
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
+    assert gate_up_bias is None or gate_up_bias.is_contiguous()
+    assert down_bias is None or down_bias.is_contiguous()
     num_pairs = num_rows * num_chosen
     out = x.new_empty((num_rows, hidden_size))
     if not num_pairs:
@@ -135,11 +143,30 @@ def expert_sums(
         "num_stages": tuning.num_stages,
         **dependent_launch(x.device),
     }
+    alpha, limit = clamp or (0.0, 0.0)
     _gate_up[(triton.cdiv(inner_size, tuning.tile_columns), num_tiles)](
-        x, gate_up, inner, *where, x.stride(0), num_chosen, **tiling
+        x,
+        gate_up,
+        x if gate_up_bias is None else gate_up_bias,
+        inner,
+        *where,
+        x.stride(0),
+        num_chosen,
+        has_bias=gate_up_bias is not None,
+        is_clamped=clamp is not None,
+        alpha=alpha,
+        limit=limit,
+        **tiling,
     )
     _down[(triton.cdiv(hidden_size, tuning.tile_columns), num_tiles)](
-        inner, down, weights, parts, *where, **tiling
+        inner,
+        down,
+        inner if down_bias is None else down_bias,
+        weights,
+        parts,
+        *where,
+        has_bias=down_bias is not None,
+        **tiling,
     )
     _sum[(num_rows, triton.cdiv(hidden_size, _SUM_TILE))](
         parts,
@@ -209,6 +236,7 @@ def _pairs_of_tile(
 def _gate_up(
     x: tl.tensor,
     gate_up: tl.tensor,
+    biases: tl.tensor,
     inner: tl.tensor,
     experts: tl.tensor,
     pairs: tl.tensor,
@@ -217,6 +245,10 @@ def _gate_up(
     first_expert: tl.tensor,
     x_stride: tl.tensor,
     num_chosen: tl.tensor,
+    has_bias: tl.constexpr,
+    is_clamped: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -228,12 +260,13 @@ def _gate_up(
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
 ) -> None:
-    """Write `silu(gate) * up` of the pairs of a tile, for some columns.
+    """Write the joined gate and up projection of the pairs of a tile, for some columns.
 
     Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: x `[num_rows,
-    hidden_size]`; gate_up `[num_experts, 2 * inner_size, hidden_size]`; inner `[num_pairs,
-    inner_size]`; experts `[num_pairs]`; if grouped, pairs `[num_pairs]` by their experts, and
-    starts `[num_experts + 1]`, the place of each expert's first pair.
+    hidden_size]`; gate_up `[num_experts, 2 * inner_size, hidden_size]`; biases `[num_experts, 2 *
+    inner_size]`; inner `[num_pairs, inner_size]`; experts `[num_pairs]`; if grouped, pairs
+    `[num_pairs]` by their experts, and starts `[num_experts + 1]`, the place of each expert's first
+    pair.
     """
     wait_for_inputs(is_dependent)
     expert, begin, end = _located(
@@ -264,10 +297,13 @@ def _gate_up(
         of_up = tl.load(matrix + inner_size * hidden_size + offsets, mask=mask, other=0.0)
         gate = tl.dot(values, of_gate.to(operand_type), acc=gate, input_precision="ieee")
         up = tl.dot(values, of_up.to(operand_type), acc=up, input_precision="ieee")
-    bent = gate / (1.0 + tl.exp(-gate)) * up
+    if has_bias:
+        biases += expert * 2 * inner_size + columns
+        gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + inner_size, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(
         inner + ours[:, None] * inner_size + columns[None, :],
-        bent.to(inner.dtype.element_ty),
+        gated(gate, up, is_clamped, alpha, limit).to(inner.dtype.element_ty),
         mask=is_pair[:, None] & is_column[None, :],
     )
 
@@ -276,6 +312,7 @@ def _gate_up(
 def _down(
     inner: tl.tensor,
     down: tl.tensor,
+    biases: tl.tensor,
     weights: tl.tensor,
     parts: tl.tensor,
     experts: tl.tensor,
@@ -283,6 +320,7 @@ def _down(
     starts: tl.tensor,
     num_pairs: tl.tensor,
     first_expert: tl.tensor,
+    has_bias: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
@@ -297,8 +335,8 @@ def _down(
     """Write the weighted outputs of the pairs of a tile, for some columns.
 
     Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: down `[num_experts,
-    hidden_size, inner_size]`; weights `[num_pairs]` float32; parts `[num_pairs, hidden_size]`; the
-    others as of `_gate_up`.
+    hidden_size, inner_size]`; biases `[num_experts, hidden_size]`; weights `[num_pairs]` float32;
+    parts `[num_pairs, hidden_size]`; the others as of `_gate_up`.
     """
     wait_for_inputs(is_dependent)
     expert, begin, end = _located(
@@ -326,6 +364,9 @@ def _down(
             other=0.0,
         )
         total = tl.dot(values, block.to(operand_type), acc=total, input_precision="ieee")
+    if has_bias:
+        bias = tl.load(biases + expert * hidden_size + columns, mask=is_column, other=0.0)
+        total += bias.to(tl.float32)[None, :]
     total *= tl.load(weights + ours, mask=is_pair, other=0.0)[:, None]
     tl.store(
         parts + ours[:, None] * hidden_size + columns[None, :],

@@ -31,7 +31,6 @@ META = torch.device("meta")
 REFUSED = {
     "deepseek-v3",
     "glm-4-9b",
-    "gpt-oss-20b",
 }
 FILES = {file.name: file for file in published_files()}
 LOADED = [name for name in FILES if name not in REFUSED]
@@ -50,6 +49,8 @@ def shapes_of_transformers(file: PublishedFile, folder: Path, config: ModelConfi
         # They are parameters of all together, but are mostly stored one by one.
         tensors = revert_weight_conversion(model, tensors)
     stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if config.experts is not None and config.experts.is_mxfp4:
+        stored = with_mxfp4(stored)
     if config.has_tied_embeddings:
         del stored["lm_head.weight"]
     if config.quantization is not None:
@@ -66,6 +67,19 @@ def shapes_of_transformers(file: PublishedFile, folder: Path, config: ModelConfi
         for name, shape in stored.items()
         if name.startswith(("model.language_model.", "lm_head."))
     }
+
+
+def with_mxfp4(stored: Shapes) -> Shapes:
+    """Return the tensors with those of experts in mxfp4, whose inputs are in blocks of 32."""
+    shapes: Shapes = {}
+    for name, shape in stored.items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            num_experts, in_size, out_size = shape
+            scales = num_experts, out_size, in_size // 32
+            shapes |= {f"{name}_blocks": (*scales, 16), f"{name}_scales": scales}
+        else:
+            shapes[name] = shape
+    return shapes
 
 
 @pytest.mark.parametrize("name", DECODERS)

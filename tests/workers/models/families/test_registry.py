@@ -400,6 +400,7 @@ def test_the_families_are_these() -> None:
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "GlmForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeSWAForCausalLM",

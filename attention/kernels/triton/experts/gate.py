@@ -1,0 +1,26 @@
+"""How an expert joins its gate and up projection."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["gated"]
+
+
+@triton.jit
+def gated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    is_clamped: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+) -> tl.tensor:
+    """Return `silu(gate) * up`, or with `is_clamped` what `ClampedGate` says; all float32."""
+    if is_clamped:
+        # Comparisons keep NaN.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
