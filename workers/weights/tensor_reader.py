@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedray.errors import CheckpointError
+from workers.weights.columns import MAX_PARTS, Columns, read_bytes, read_columns
 from workers.weights.tensor_entries import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ _CHUNK_BYTES = 2**19
 _DIRECT_CHUNK_BYTES = 2**22
 # A GPU reads a chunk from memory, and every copy to it takes a call.
 _PINNED_CHUNK_BYTES = 2**24
+# Narrower columns are copied faster than the kernel changes buffers.
+_MIN_COLUMNS_BYTES = 512
 # How much the kernel is asked to read from the disk meanwhile.
 _AHEAD_BYTES = 2**25
 
@@ -72,14 +74,17 @@ class TensorReader:
         first, end, _ = part[0].indices(entry.shape[0])
         row_bytes = math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype]
         is_pinned = target is not None and target.device.type == "cuda"
-        memory = None if target is None else _bytes_of(target, entry)
+        columns = _columns(entry, part)
+        memory = None if target is None else _bytes_of(target, entry, columns)
         chunk_bytes = _PINNED_CHUNK_BYTES if is_pinned else _CHUNK_BYTES
         if memory is not None:
             chunk_bytes = _DIRECT_CHUNK_BYTES
         height = min(max(1, chunk_bytes // max(1, row_bytes)), max(1, end - first))
+        if memory is not None and columns.num_other_bytes:
+            height = min(height, MAX_PARTS)
         descriptor = self._descriptor(entry.path)
         last_byte = advised_byte = entry.first_byte + end * row_bytes
-        buffer_bytes = height * row_bytes if memory is None else 0
+        buffer_bytes = height * row_bytes if memory is None else columns.num_other_bytes
         with self._buffer(buffer_bytes, is_pinned=is_pinned) as buffer:
             for low in range(first, end, height):
                 rows = slice(low, min(low + height, end))
@@ -89,14 +94,24 @@ class TensorReader:
                     os.posix_fadvise(
                         descriptor, position, advised_byte - position, os.POSIX_FADV_WILLNEED
                     )
-                num_bytes = (rows.stop - rows.start) * row_bytes
-                if memory is None:
-                    chunk = buffer[:num_bytes]
-                else:
-                    chunk = memory[(low - first) * row_bytes :][:num_bytes]
-                _read(descriptor, chunk.numpy().data, position, entry.path)
-                values = chunk.view(_DTYPES[entry.dtype])
-                whole_rows = values.view(rows.stop - rows.start, *entry.shape[1:])
+                num_rows = rows.stop - rows.start
+                if memory is not None:
+                    place = memory[(low - first) * columns.num_bytes :]
+                    place = place[: num_rows * columns.num_bytes]
+                    read_columns(
+                        descriptor,
+                        place.numpy().data,
+                        position,
+                        columns,
+                        buffer.numpy().data,
+                        entry.path,
+                    )
+                    assert target is not None
+                    yield rows, target[low - first : low - first + num_rows]
+                    continue
+                chunk = buffer[: num_rows * row_bytes]
+                read_bytes(descriptor, chunk.numpy().data, position, entry.path)
+                whole_rows = chunk.view(_DTYPES[entry.dtype]).view(num_rows, *entry.shape[1:])
                 if target is not None and is_pinned:
                     # The CPU would be slow to gather columns and to convert them.
                     whole_rows = whole_rows.to(target.device)
@@ -123,21 +138,25 @@ class TensorReader:
             return self._descriptors[path]
 
 
-def _bytes_of(target: torch.Tensor, entry: TensorEntry) -> torch.Tensor | None:
-    """Return the memory of a target, if whole rows as they are stored can be read there."""
+def _columns(entry: TensorEntry, part: tuple[slice, ...]) -> Columns:
+    """Return which bytes of a row of the first dimension are of a part; of matrices, or all."""
+    item_bytes = ITEM_BYTES[entry.dtype]
+    row_bytes = math.prod(entry.shape[1:]) * item_bytes
+    if len(part) != 2:
+        return Columns(first_byte=0, num_bytes=row_bytes, row_bytes=row_bytes)
+    first, end, _ = part[1].indices(entry.shape[1])
+    return Columns(
+        first_byte=first * item_bytes, num_bytes=(end - first) * item_bytes, row_bytes=row_bytes
+    )
+
+
+def _bytes_of(target: torch.Tensor, entry: TensorEntry, columns: Columns) -> torch.Tensor | None:
+    """Return the memory of a target, if its part can be read there as it is stored."""
     is_as_stored = (
         target.device.type == "cpu"
         and target.dtype == _DTYPES[entry.dtype]
-        and target.shape[1:] == entry.shape[1:]
         and target.is_contiguous()
+        and target.nbytes == len(target) * columns.num_bytes
     )
-    return target.view(-1).view(torch.uint8) if is_as_stored else None
-
-
-def _read(descriptor: int, chunk: memoryview, position: int, path: Path) -> None:
-    while chunk:
-        num_bytes = os.preadv(descriptor, [chunk], position)
-        if num_bytes == 0:
-            raise CheckpointError(f"{path} is truncated: it ends at byte {position}.")
-        chunk = chunk[num_bytes:]
-        position += num_bytes
+    is_narrow = columns.num_other_bytes > 0 and columns.num_bytes < _MIN_COLUMNS_BYTES
+    return target.view(-1).view(torch.uint8) if is_as_stored and not is_narrow else None

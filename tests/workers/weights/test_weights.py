@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -31,7 +32,7 @@ from workers.weights.dummy_tensors import DummyTensors
 from workers.weights.load_weights import fill_shards, load_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 CASE = "llama-6-heads-2-kv-biases"
 UNTIED = "llama-12-heads-4-kv-llama3"
@@ -160,6 +161,37 @@ def test_chunks_together_are_the_tensor(
         assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks("a")]), -stored)
         assert not checkpoint.are_equal("a", "b")
         assert checkpoint.are_equal("b", "b")
+
+
+@pytest.mark.parametrize("most_bytes", [None, 777])
+@pytest.mark.parametrize(
+    "columns", [slice(0, 300), slice(300, 700), slice(1, 999), slice(990, 1000), slice(0, 1000)]
+)
+def test_columns_are_read_to_their_place(
+    columns: slice, most_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_less(descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
+        return read(descriptor, [buffers[0][:most_bytes]], position)
+
+    read = os.preadv
+    if most_bytes is not None:
+        monkeypatch.setattr("workers.weights.columns.os.preadv", read_less)
+    stored = torch.randn(1200, 1000)
+    save_file({"a": stored}, tmp_path / "model.safetensors")
+    part = (slice(7, 1190), columns)
+    shard = WeightShard(
+        name="a",
+        shape=(1200, 1000),
+        part=part,
+        target=torch.full((1183, columns.stop - columns.start), torch.nan),
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.fill_shard(shard)
+        assert torch.equal(shard.target, stored[part])
+        with (tmp_path / "model.safetensors").open("r+b") as file:
+            file.truncate(3_000_000)
+        with pytest.raises(CheckpointError, match=r"model.safetensors is truncated"):
+            checkpoint.fill_shard(shard)
 
 
 def test_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
