@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from workers.layers.activation import clamped_gate
-from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 from workers.layers.linear_kernels import make_linear_kernel
 
 if TYPE_CHECKING:
     from pagedray.config import ExpertsConfig
+    from workers.layers.formats.mxfp4 import Mxfp4Matrix
     from workers.layers.linear_kernels import LinearKernel
     from workers.layers.router import Choice
 
-__all__ = [
-    "DequantizedExperts",
-    "ExpertProduct",
-    "GroupedExperts",
-    "LinearExperts",
-    "expert_product_class",
-]
+__all__ = ["ExpertProduct", "GroupedExperts", "LinearExperts", "StackedExperts"]
 
 
 class ExpertProduct(ABC):
@@ -139,7 +133,7 @@ class LinearExperts(ExpertProduct):
         return clamped_gate(self._gate_up[index](rows), self._gate)
 
 
-class GroupedExperts(ExpertProduct):
+class StackedExperts(ExpertProduct):
     """All experts at once, by kernels whose tiles have rows of one expert each, for GPUs."""
 
     def __init__(
@@ -153,29 +147,31 @@ class GroupedExperts(ExpertProduct):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(len(ours), *shape, dtype=dtype, device=device)
+        def biases(size: int) -> torch.Tensor:
+            return torch.empty(len(ours), size, dtype=dtype, device=device)
 
         self._first_expert = ours.start
         self._gate = config.gate
-        self._gate_up = empty(2 * intermediate_size, hidden_size)
-        self._down = empty(hidden_size, intermediate_size)
-        self._gate_up_bias = empty(2 * intermediate_size) if config.has_bias else None
-        self._down_bias = empty(hidden_size) if has_output_bias else None
-
-    def gate_up(self, expert: int) -> torch.Tensor:
-        return self._gate_up[expert]
+        self._gate_up_bias = biases(2 * intermediate_size) if config.has_bias else None
+        self._down_bias = biases(hidden_size) if has_output_bias else None
 
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._gate_up_bias is None else self._gate_up_bias[expert]
 
-    def down(self, expert: int) -> torch.Tensor:
-        return self._down[expert]
-
     def down_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._down_bias is None else self._down_bias[expert]
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def _sums(
+        self,
+        x: torch.Tensor,
+        choice: Choice,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        gate_up_scales: torch.Tensor | None = None,
+        down_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sums, of weights in the layouts of the kernels."""
         # Triton is absent on machines without a GPU.
         from attention.kernels.triton.experts import expert_sums
 
@@ -183,17 +179,19 @@ class GroupedExperts(ExpertProduct):
             x,
             choice.experts,
             choice.weights,
-            self._gate_up,
-            self._down,
+            gate_up,
+            down,
             first_expert=self._first_expert,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
             gate_up_bias=self._gate_up_bias,
             down_bias=self._down_bias,
             clamp=None if self._gate is None else (self._gate.alpha, self._gate.limit),
         )
 
 
-class DequantizedExperts(ExpertProduct):
-    """Experts in mxfp4, which are dequantized when they are loaded."""
+class GroupedExperts(StackedExperts):
+    """Weights of the dtype of the rows."""
 
     def __init__(
         self,
@@ -206,7 +204,7 @@ class DequantizedExperts(ExpertProduct):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._plain = _plain_class(device)(
+        super().__init__(
             config,
             ours=ours,
             hidden_size=hidden_size,
@@ -215,40 +213,15 @@ class DequantizedExperts(ExpertProduct):
             dtype=dtype,
             device=device,
         )
-        self._gate_up, self._down = (
-            [Mxfp4Matrix.empty(*shape, device=device) for _ in ours]
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        )
+        shape = (len(ours), 2 * intermediate_size, hidden_size)
+        self._gate_up = torch.empty(shape, dtype=dtype, device=device)
+        self._down = self._gate_up.new_empty((len(ours), hidden_size, intermediate_size))
 
-    def gate_up(self, expert: int) -> Mxfp4Matrix:
+    def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert]
 
-    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
-        return self._plain.gate_up_bias(expert)
-
-    def down(self, expert: int) -> Mxfp4Matrix:
+    def down(self, expert: int) -> torch.Tensor:
         return self._down[expert]
 
-    def down_bias(self, expert: int) -> torch.Tensor | None:
-        return self._plain.down_bias(expert)
-
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        return self._plain(x, choice)
-
-    def finalize(self) -> None:
-        for expert in reversed(range(len(self._gate_up))):
-            for target, stored in (
-                (self._plain.gate_up(expert), self._gate_up.pop()),
-                (self._plain.down(expert), self._down.pop()),
-            ):
-                target.copy_(dequantized_mxfp4(stored, target.dtype))
-        self._plain.finalize()
-
-
-def expert_product_class(config: ExpertsConfig, device: torch.device) -> type[ExpertProduct]:
-    """Return the class for the stored weights and a device."""
-    return DequantizedExperts if config.is_mxfp4 else _plain_class(device)
-
-
-def _plain_class(device: torch.device) -> type[GroupedExperts | LinearExperts]:
-    return GroupedExperts if device.type == "cuda" else LinearExperts
+        return self._sums(x, choice, self._gate_up, self._down)

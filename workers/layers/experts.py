@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.layers.expert_product import expert_product_class
 from workers.layers.expert_tensors import ExpertTensors
+from workers.layers.mxfp4_experts import expert_product_class
 from workers.layers.router import Router
 from workers.layers.weight import Layer
 
@@ -54,7 +54,7 @@ class ExpertLayer(Layer):
         self._router = Router(
             f"{prefix}.{names.router}", experts, hidden_size=hidden_size, dtype=dtype, device=device
         )
-        self._product = expert_product_class(experts, device)(
+        self._product = expert_product_class(experts, dtype, device)(
             experts,
             ours=self._tensors.experts,
             hidden_size=hidden_size,

@@ -11,7 +11,9 @@ from torch.nn import functional
 from pagedray.config import ClampedGate, ExpertsConfig, TensorNames
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
+from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix
 from workers.layers.linear_kernels import PackedGemmLinear, linear_kernel_class
+from workers.layers.mxfp4_experts import DequantizedExperts, Mxfp4Experts
 from workers.layers.router import Choice
 from workers.parallel.group import ParallelGroup, SoloGroup
 
@@ -229,3 +231,43 @@ def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: Expe
         for product, device in zip(products, (CPU, TRITON_DEVICE), strict=True)
     )
     torch.testing.assert_close(grouped, single, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+@torch.inference_mode()
+def test_products_in_mxfp4_are_those_of_dequantized_weights(num_rows: int) -> None:
+    pytest.importorskip("triton")
+    products = [
+        kind(
+            CLAMPED,
+            ours=range(2, 6),
+            hidden_size=96,
+            intermediate_size=64,
+            has_output_bias=True,
+            # The interpreter does not round to the nearest bfloat16.
+            dtype=torch.float16,
+            device=device,
+        )
+        for kind, device in ((DequantizedExperts, CPU), (Mxfp4Experts, TRITON_DEVICE))
+    ]
+    for expert in range(4):
+        for product in products:
+            generator = torch.Generator().manual_seed(expert)
+            for matrix in (product.gate_up(expert), product.down(expert)):
+                assert isinstance(matrix, Mxfp4Matrix)
+                blocks = torch.randint(0, 256, matrix.blocks.shape, generator=generator)
+                scales = torch.randint(121, 125, matrix.scales.shape, generator=generator)
+                matrix.blocks.copy_(blocks)
+                matrix.scales.copy_(scales.to(torch.uint8).view(SCALE))
+            for bias in (product.gate_up_bias(expert), product.down_bias(expert)):
+                assert bias is not None
+                bias.copy_(torch.randn(bias.shape, generator=generator))
+    for product in products:
+        product.finalize()
+    x = torch.randn(num_rows, 96, generator=torch.Generator().manual_seed(7)).half()
+    weights, experts = torch.rand(num_rows, 6).topk(3, dim=1)
+    plain, ours = (
+        product(x.to(device), Choice(experts.to(device), weights.to(device))).cpu()
+        for product, device in zip(products, (CPU, TRITON_DEVICE), strict=True)
+    )
+    assert (ours - plain).float().norm() < 2e-3 * plain.float().norm()

@@ -49,5 +49,7 @@ def dequantized_mxfp4(matrix: Mxfp4Matrix, dtype: torch.dtype) -> torch.Tensor:
     numbers = torch.tensor(
         [*_MAGNITUDES, *(-number for number in _MAGNITUDES)], device=matrix.blocks.device
     )
-    values = numbers[bits] * matrix.scales.float().unsqueeze(-1)
-    return values.flatten(-2).to(dtype)
+    # The exponent of a float32 has the same bias; torch converts this dtype on few devices.
+    exponents = matrix.scales.view(torch.uint8).int()
+    powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+    return (numbers[bits] * powers.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -16,6 +16,7 @@ import triton.language as tl
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.groups import grouped_pairs
+from attention.kernels.triton.experts.product import add_product
 from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -26,8 +27,16 @@ MAX_SINGLE_PAIRS = 64
 _MIN_ROWS = 16
 """The smallest matrix product of tensor cores."""
 _SUM_TILE = 1024
+_TYPES_OF_16_BITS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TILES = {16: (128, 128, 4, 3), 32: (128, 128, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 4)}
 """Columns, depth, warps and stages by the pairs of a tile."""
+_MXFP4_TILES = {
+    16: (64, 128, 4, 4),
+    32: (64, 128, 4, 4),
+    64: (128, 128, 8, 3),
+    128: (128, 64, 8, 4),
+}
+"""The same with weights in mxfp4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +52,9 @@ class ExpertTuning:
     num_stages: int
 
 
-def default_expert_tuning(*, num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTuning:
+def default_expert_tuning(
+    *, num_pairs: int, num_experts: int, dtype: torch.dtype, is_mxfp4: bool = False
+) -> ExpertTuning:
     """Return the tuning for as many pairs of each expert as are to be expected.
 
     Microseconds of a layer of Qwen3-30B-A3B (128 experts of 768, 8 chosen) in bfloat16 on an H200,
@@ -60,8 +71,8 @@ def default_expert_tuning(*, num_pairs: int, num_experts: int, dtype: torch.dtyp
             num_stages=2,
         )
     tile_pairs = _tile_pairs(num_pairs, num_experts, most=128)
-    columns, depth, num_warps, num_stages = _TILES[tile_pairs]
-    if num_pairs <= MAX_SINGLE_PAIRS:
+    columns, depth, num_warps, num_stages = (_MXFP4_TILES if is_mxfp4 else _TILES)[tile_pairs]
+    if not is_mxfp4 and num_pairs <= MAX_SINGLE_PAIRS:
         # Fewer columns are more programs.
         columns, num_stages = 64, 5
     return ExpertTuning(
@@ -87,6 +98,8 @@ def expert_sums(
     down: torch.Tensor,
     *,
     first_expert: int,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     clamp: tuple[float, float] | None = None,
@@ -99,12 +112,19 @@ def expert_sums(
     inner_size]`, of the experts from `first_expert` on; rows add nothing for other experts. Biases
     are `[num_experts, 2 * inner_size]` and `[num_experts, hidden_size]`. `clamp` is the alpha and
     the limit of a `ClampedGate`; without it, gate and up projection are joined by SiLU.
+
+    With scales, weights are in mxfp4: uint8 of half the inputs, two numbers in a byte. Scales are
+    the exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]`
+    and `[num_experts, inner_size / 32, hidden_size]`; x is of 16 bits.
     """
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
-    num_experts, inner_size = len(gate_up), down.shape[2]
-    assert gate_up.shape == (num_experts, 2 * inner_size, hidden_size)
-    assert down.shape == (num_experts, hidden_size, inner_size)
+    num_experts, inner_size = len(gate_up), gate_up.shape[1] // 2
+    is_mxfp4 = gate_up_scales is not None
+    assert is_mxfp4 == (down_scales is not None)
+    packing = 2 if is_mxfp4 else 1
+    assert gate_up.shape == (num_experts, 2 * inner_size, hidden_size // packing)
+    assert down.shape == (num_experts, hidden_size, inner_size // packing)
     assert x.stride(1) == 1
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
@@ -115,7 +135,7 @@ def expert_sums(
     if not num_pairs:
         return out
     tuning = tuning or default_expert_tuning(
-        num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype
+        num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype, is_mxfp4=is_mxfp4
     )
     experts, weights = experts.contiguous(), weights.contiguous()
     is_grouped = num_pairs > MAX_SINGLE_PAIRS
@@ -135,7 +155,8 @@ def expert_sums(
         "num_experts": num_experts,
         "expert_tile": next_power_of_two(num_experts),
         "is_grouped": is_grouped,
-        "operand_type": dot_type(x),
+        "operand_type": _TYPES_OF_16_BITS[x.dtype] if is_mxfp4 else dot_type(x),
+        "is_mxfp4": is_mxfp4,
         "tile_pairs": tuning.tile_pairs,
         "tile_columns": tuning.tile_columns,
         "tile_depth": tuning.tile_depth,
@@ -147,6 +168,7 @@ def expert_sums(
     _gate_up[(triton.cdiv(inner_size, tuning.tile_columns), num_tiles)](
         x,
         gate_up,
+        gate_up if gate_up_scales is None else gate_up_scales,
         x if gate_up_bias is None else gate_up_bias,
         inner,
         *where,
@@ -161,6 +183,7 @@ def expert_sums(
     _down[(triton.cdiv(hidden_size, tuning.tile_columns), num_tiles)](
         inner,
         down,
+        down if down_scales is None else down_scales,
         inner if down_bias is None else down_bias,
         weights,
         parts,
@@ -236,6 +259,7 @@ def _pairs_of_tile(
 def _gate_up(
     x: tl.tensor,
     gate_up: tl.tensor,
+    scales: tl.tensor,
     biases: tl.tensor,
     inner: tl.tensor,
     experts: tl.tensor,
@@ -255,6 +279,7 @@ def _gate_up(
     expert_tile: tl.constexpr,
     is_grouped: tl.constexpr,
     operand_type: tl.constexpr,
+    is_mxfp4: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_pairs: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -263,7 +288,7 @@ def _gate_up(
     """Write the joined gate and up projection of the pairs of a tile, for some columns.
 
     Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: x `[num_rows,
-    hidden_size]`; gate_up `[num_experts, 2 * inner_size, hidden_size]`; biases `[num_experts, 2 *
+    hidden_size]`; gate_up and scales as there; biases `[num_experts, 2 *
     inner_size]`; inner `[num_pairs, inner_size]`; experts `[num_pairs]`; if grouped, pairs
     `[num_pairs]` by their experts, and starts `[num_experts + 1]`, the place of each expert's first
     pair.
@@ -279,7 +304,9 @@ def _gate_up(
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Tiles that fit need no masks.
     is_column = (columns < inner_size) | (inner_size % tile_columns == 0)
-    matrix = gate_up + expert.to(tl.int64) * 2 * inner_size * hidden_size
+    row_size: tl.constexpr = hidden_size // 2 if is_mxfp4 else hidden_size
+    matrix = gate_up + expert.to(tl.int64) * 2 * inner_size * row_size
+    scales += expert * (hidden_size // 32) * 2 * inner_size
     gate = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
     up = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
     for first in range(0, hidden_size, tile_depth):
@@ -291,12 +318,32 @@ def _gate_up(
             other=0.0,
         )
         values = values.to(operand_type)
-        offsets = columns[None, :] * hidden_size + depth[:, None]
-        mask = is_deep[:, None] & is_column[None, :]
-        of_gate = tl.load(matrix + offsets, mask=mask, other=0.0)
-        of_up = tl.load(matrix + inner_size * hidden_size + offsets, mask=mask, other=0.0)
-        gate = tl.dot(values, of_gate.to(operand_type), acc=gate, input_precision="ieee")
-        up = tl.dot(values, of_up.to(operand_type), acc=up, input_precision="ieee")
+        gate = add_product(
+            gate,
+            values,
+            matrix,
+            scales,
+            columns,
+            is_column,
+            first,
+            hidden_size,
+            2 * inner_size,
+            is_mxfp4,
+            tile_depth,
+        )
+        up = add_product(
+            up,
+            values,
+            matrix + inner_size * row_size,
+            scales + inner_size,
+            columns,
+            is_column,
+            first,
+            hidden_size,
+            2 * inner_size,
+            is_mxfp4,
+            tile_depth,
+        )
     if has_bias:
         biases += expert * 2 * inner_size + columns
         gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -312,6 +359,7 @@ def _gate_up(
 def _down(
     inner: tl.tensor,
     down: tl.tensor,
+    scales: tl.tensor,
     biases: tl.tensor,
     weights: tl.tensor,
     parts: tl.tensor,
@@ -327,6 +375,7 @@ def _down(
     expert_tile: tl.constexpr,
     is_grouped: tl.constexpr,
     operand_type: tl.constexpr,
+    is_mxfp4: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_pairs: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -334,8 +383,8 @@ def _down(
 ) -> None:
     """Write the weighted outputs of the pairs of a tile, for some columns.
 
-    Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: down `[num_experts,
-    hidden_size, inner_size]`; biases `[num_experts, hidden_size]`; weights `[num_pairs]` float32;
+    Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: down and scales
+    as there; biases `[num_experts, hidden_size]`; weights `[num_pairs]` float32;
     parts `[num_pairs, hidden_size]`; the others as of `_gate_up`.
     """
     wait_for_inputs(is_dependent)
@@ -347,7 +396,9 @@ def _down(
     ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, is_grouped, tile_pairs)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     is_column = (columns < hidden_size) | (hidden_size % tile_columns == 0)
-    matrix = down + expert.to(tl.int64) * hidden_size * inner_size
+    row_size: tl.constexpr = inner_size // 2 if is_mxfp4 else inner_size
+    matrix = down + expert.to(tl.int64) * hidden_size * row_size
+    scales += expert * (inner_size // 32) * hidden_size
     total = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
     for first in range(0, inner_size, tile_depth):
         depth = first + tl.arange(0, tile_depth)
@@ -358,12 +409,19 @@ def _down(
             other=0.0,
         )
         values = values.to(operand_type)
-        block = tl.load(
-            matrix + columns[None, :] * inner_size + depth[:, None],
-            mask=is_deep[:, None] & is_column[None, :],
-            other=0.0,
+        total = add_product(
+            total,
+            values,
+            matrix,
+            scales,
+            columns,
+            is_column,
+            first,
+            inner_size,
+            hidden_size,
+            is_mxfp4,
+            tile_depth,
         )
-        total = tl.dot(values, block.to(operand_type), acc=total, input_precision="ieee")
     if has_bias:
         bias = tl.load(biases + expert * hidden_size + columns, mask=is_column, other=0.0)
         total += bias.to(tl.float32)[None, :]

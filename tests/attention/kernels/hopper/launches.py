@@ -57,6 +57,25 @@ def experts(dtype: torch.dtype) -> None:
         )
 
 
+def mxfp4_experts() -> None:
+    """The same with weights in mxfp4, biases and clamped gates, as gpt-oss-20b has them."""
+    size, num_experts = 2880, 32
+    for num_rows in (1, 40, 256, 4096):
+        expert_sums(
+            tensor(num_rows, size),
+            tensor(num_rows, 4, dtype=INT),
+            tensor(num_rows, 4, dtype=torch.float32),
+            tensor(num_experts, 2 * size, size // 2, dtype=torch.uint8),
+            tensor(num_experts, size, size // 2, dtype=torch.uint8),
+            first_expert=0,
+            gate_up_scales=tensor(num_experts, size // 32, 2 * size, dtype=torch.uint8),
+            down_scales=tensor(num_experts, size // 32, size, dtype=torch.uint8),
+            gate_up_bias=tensor(num_experts, 2 * size),
+            down_bias=tensor(num_experts, size),
+            clamp=(1.702, 7.0),
+        )
+
+
 def skinny(scale_depth: int | None) -> None:
     """Multiply one row and several, with and without a gate; with a depth, by weights in fp8."""
     weight, scales = tensor(2048, 4096), None
@@ -158,6 +177,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts": partial(experts, BF16),
     "experts float16": partial(experts, torch.float16),
     "experts float32": partial(experts, torch.float32),
+    "experts mxfp4": mxfp4_experts,
     "skinny": partial(skinny, None),
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),

@@ -1,0 +1,145 @@
+"""Experts whose weights are stored in mxfp4: multiplied as they are, or dequantized."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from workers.layers.expert_product import (
+    ExpertProduct,
+    GroupedExperts,
+    LinearExperts,
+    StackedExperts,
+)
+from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
+
+if TYPE_CHECKING:
+    from pagedray.config import ExpertsConfig
+    from workers.layers.router import Choice
+
+__all__ = ["DequantizedExperts", "Mxfp4Experts", "expert_product_class"]
+
+
+class Mxfp4Experts(StackedExperts):
+    """Weights stay in mxfp4, and are dequantized in registers; for rows of 16 bits."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        ours: range,
+        hidden_size: int,
+        intermediate_size: int,
+        has_output_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            config,
+            ours=ours,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            has_output_bias=has_output_bias,
+            dtype=dtype,
+            device=device,
+        )
+        assert dtype.itemsize == 2
+        self._gate_up, self._down = (
+            Mxfp4Matrix.empty(len(ours), *shape, device=device)
+            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+        )
+        self._gate_up_numbers = self._gate_up.blocks.flatten(2)
+        self._down_numbers = self._down.blocks.flatten(2)
+        self._gate_up_scales = self._down_scales = torch.empty(0, device=device)
+
+    def gate_up(self, expert: int) -> Mxfp4Matrix:
+        return self._gate_up[expert]
+
+    def down(self, expert: int) -> Mxfp4Matrix:
+        return self._down[expert]
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return self._sums(
+            x,
+            choice,
+            self._gate_up_numbers,
+            self._down_numbers,
+            gate_up_scales=self._gate_up_scales,
+            down_scales=self._down_scales,
+        )
+
+    def finalize(self) -> None:
+        # The kernels read the scales of a block of inputs, for adjacent outputs.
+        self._gate_up_scales, self._down_scales = (
+            matrix.scales.view(torch.uint8).transpose(1, 2).contiguous()
+            for matrix in (self._gate_up, self._down)
+        )
+
+
+class DequantizedExperts(ExpertProduct):
+    """Weights are dequantized when they are loaded."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        ours: range,
+        hidden_size: int,
+        intermediate_size: int,
+        has_output_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._plain = _plain_class(device)(
+            config,
+            ours=ours,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            has_output_bias=has_output_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._gate_up, self._down = (
+            [Mxfp4Matrix.empty(*shape, device=device) for _ in ours]
+            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+        )
+
+    def gate_up(self, expert: int) -> Mxfp4Matrix:
+        return self._gate_up[expert]
+
+    def gate_up_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.gate_up_bias(expert)
+
+    def down(self, expert: int) -> Mxfp4Matrix:
+        return self._down[expert]
+
+    def down_bias(self, expert: int) -> torch.Tensor | None:
+        return self._plain.down_bias(expert)
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return self._plain(x, choice)
+
+    def finalize(self) -> None:
+        for expert in reversed(range(len(self._gate_up))):
+            for target, stored in (
+                (self._plain.gate_up(expert), self._gate_up.pop()),
+                (self._plain.down(expert), self._down.pop()),
+            ):
+                target.copy_(dequantized_mxfp4(stored, target.dtype))
+        self._plain.finalize()
+
+
+def expert_product_class(
+    config: ExpertsConfig, dtype: torch.dtype, device: torch.device
+) -> type[ExpertProduct]:
+    """Return the class for the stored weights, the dtype of rows and a device."""
+    if not config.is_mxfp4:
+        return _plain_class(device)
+    # CPUs, and products in float32, have no kernel for it.
+    is_multiplied = device.type == "cuda" and dtype.itemsize == 2
+    return Mxfp4Experts if is_multiplied else DequantizedExperts
+
+
+def _plain_class(device: torch.device) -> type[GroupedExperts | LinearExperts]:
+    return GroupedExperts if device.type == "cuda" else LinearExperts
