@@ -7,6 +7,7 @@ Each program has an environment of its own in build/clients, which is made the f
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -33,7 +34,9 @@ def main(names: list[str]) -> int:
         for program in chosen:
             script = _PROGRAMS / f"{program.name}.py"
             command = [str(pythons[program.name]), str(script), server.url, str(TINY_LLAMA)]
-            done = subprocess.run(command, timeout=_TIMEOUT_S, check=False, cwd=_ENVIRONMENTS)
+            done = subprocess.run(
+                command, timeout=_TIMEOUT_S, check=False, cwd=_ENVIRONMENTS, env=_environ()
+            )
             if done.returncode:
                 failed.append(program.name)
     print(f"{len(chosen) - len(failed)} of {len(chosen)} programs work.")
@@ -46,13 +49,21 @@ def _environment(program: Program) -> Path:
     """Return the interpreter of a program's environment, which is made if it is missing."""
     folder = _ENVIRONMENTS / program.name
     python, stamp = folder / "bin" / "python", folder / "installed"
-    wanted = "\n".join(program.packages)
+    wanted = "\n".join((*program.packages, *program.without_needs))
     if not stamp.is_file() or stamp.read_text() != wanted:
         venv.create(folder, with_pip=True, clear=True)
         install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*install, *program.packages], check=True)
+        subprocess.run([*install, *program.packages], check=True, env=_environ())
+        if program.without_needs:
+            command = [*install, "--no-deps", *program.without_needs]
+            subprocess.run(command, check=True, env=_environ())
         stamp.write_text(wanted)
     return python
+
+
+def _environ() -> dict[str, str]:
+    # Otherwise an environment could have modules of the checkout.
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["PROGRAMS", "Program"]
+
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +16,48 @@ class Program:
 
     name: str
     packages: tuple[str, ...]
-    """What its environment needs."""
+    """What its environment needs, as arguments of `pip install`."""
+    without_needs: tuple[str, ...] = ()
+    """Packages that are installed afterwards, without what they say they need."""
 
 
 PROGRAMS = (
     Program("anthropic_messages", ("anthropic",)),
     Program("autogen_agent", ("autogen-agentchat", "autogen-ext[openai]")),
     Program("guidellm_benchmark", ("guidellm",)),
+    Program("inspect_ai_task", ("inspect-ai", "openai")),
+    Program("instructor_models", ("instructor",)),
+    Program("langchain_chat", ("langchain-openai",)),
+    # It imports mcp for calls with tools, but does not require it.
+    Program("litellm_calls", ("litellm", "mcp")),
     Program("openai_agents", ("openai-agents",)),
+    Program("openai_chat", ("openai",)),
     Program("openai_responses", ("openai",)),
+    Program("pydantic_ai_agent", ("pydantic-ai-slim[openai]",)),
     Program("lm_eval_tasks", ("lm-eval[api]", "transformers")),
+    Program(
+        "ray_serve_llm",
+        (
+            "--constraint",
+            str(_ROOT / "constraints.txt"),
+            "--editable",
+            str(_ROOT),
+            # What vLLM imports without a GPU, and the library behind it.
+            "cachetools",
+            "cbor2",
+            "cloudpickle",
+            "httpx",
+            "openai",
+            "openai-harmony",
+            "pillow",
+            "py-cpuinfo",
+            "pyarrow",
+            "pybase64",
+            "python-multipart",
+            "pyzmq",
+            "transformers",
+        ),
+        # The library imports an engine; with later versions of FastAPI its ingress answers 400.
+        without_needs=("vllm==0.33.0", "fastapi==0.121.3", "starlette==0.49.3"),
+    ),
 )
