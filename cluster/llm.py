@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tqdm import tqdm
 
@@ -17,6 +15,7 @@ from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.progress import ProgressLine
 from cluster.engine.vllm_options import own_options
 from cluster.generation import Collector, Completion, Generation
+from cluster.llm_beams import BeamSearchOutput, BeamSearchParams, first_logprobs, search_beams
 from cluster.llm_prompts import (
     Conversation,
     GivenPrompt,
@@ -25,7 +24,7 @@ from cluster.llm_prompts import (
     read_prompts,
     read_stream_prompt,
 )
-from cluster.llm_requests import RequestMaker
+from cluster.llm_requests import RequestMaker, run_apart
 from cluster.serving.embedding_validator import MAX_PROMPTS, EmbeddingValidator
 from cluster.serving.inputs import EmbeddingInput, ScoreInput
 from cluster.serving.score_validator import MAX_PAIRS, ScoreValidator
@@ -35,7 +34,7 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from cluster.sampling_params import SamplingParams as TextParams
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
-    from pagedray.batch import Pooling
+    from pagedray.batch import Pooling, TokenLogprobs
     from pagedray.config import EngineConfig, Task
 
 __all__ = ["LLM", "Completion", "Generation"]
@@ -62,8 +61,6 @@ _VALIDATORS: dict[Task, type[Validator | EmbeddingValidator | ScoreValidator]] =
     "embed": EmbeddingValidator,
     "score": ScoreValidator,
 }
-
-Result = TypeVar("Result")
 
 
 class LLM:
@@ -144,6 +141,28 @@ class LLM:
         )
         return self._run(given, sampling_params, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest continuations of each prompt that a beam search finds, in order.
+
+        Prompts are those of `generate`. Raises InvalidRequestError and EngineError, as it does.
+        """
+        given = read_prompts(prompts)
+        starts = self._validated(given, [params.sampling] * len(given))
+        with tqdm(total=params.max_tokens, unit="token", disable=not use_tqdm) as bar:
+
+            def likeliest(requests: Sequence[Request]) -> list[TokenLogprobs]:
+                bar.update()
+                collectors = {one.id: Collector(one, self._tokenizer) for one in requests}
+                return [first_logprobs(one) for one in self._completed(collectors, requests)]
+
+            return search_beams(starts, params, self._tokenizer, likeliest)
+
     def get_default_sampling_params(self) -> TextParams:
         """Return the parameters of calls without any, which the model's file recommends."""
         return self._requests.default_params
@@ -200,7 +219,7 @@ class LLM:
                 prompt_name=prompt_name,
                 is_normalized=normalize,
             )
-            request = _run_apart(validator.validate(part))
+            request = run_apart(validator.validate(part))
             vectors += _submitted(self._embedder, request).result().tolist()
         return vectors
 
@@ -238,7 +257,7 @@ class LLM:
                 params=("queries", "documents"),
                 instruction=instruction,
             )
-            request = _run_apart(validator.validate(given))
+            request = run_apart(validator.validate(given))
             scores += _submitted(self._embedder, request).result()[:, 0].tolist()
         return scores
 
@@ -299,6 +318,16 @@ class LLM:
             )
             for request, prompt, one in zip(requests, prompts, params, strict=True)
         }
+        return self._completed(collectors, requests, show_progress=show_progress)
+
+    def _completed(
+        self,
+        collectors: dict[str, Collector],
+        requests: Sequence[Request],
+        *,
+        show_progress: bool = False,
+    ) -> list[Generation]:
+        """Run requests, which have a collector each, to their end."""
         # Stop strings must be looked for as tokens arrive.
         is_watched = any(request.sampling.stop for request in requests)
         buffer = self._sink.open_buffer(requests, is_watched=is_watched)
@@ -315,12 +344,12 @@ class LLM:
     def _validated(
         self, prompts: Sequence[SaltedPrompt], params: Sequence[SamplingParams]
     ) -> list[Request]:
-        return _run_apart(self._requests.make(prompts, params))
+        return run_apart(self._requests.make(prompts, params))
 
     def _collect(
         self,
         collectors: dict[str, Collector],
-        requests: list[Request],
+        requests: Sequence[Request],
         buffer: EventBuffer,
         show_progress: bool,
     ) -> None:
@@ -360,15 +389,6 @@ class LLM:
 
 def _ignore_progress(what: str, fraction: float) -> None:
     pass
-
-
-def _run_apart(work: Coroutine[None, None, Result]) -> Result:
-    """Return the result of a coroutine, which runs in a new thread.
-
-    The caller's thread may have a running event loop, as in a notebook.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
 
 
 def _submitted(embedder: Embedder, request: EmbeddingRequest) -> Future[NDArray[np.float32]]:

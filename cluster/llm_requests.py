@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.sampling_params import SamplingParams, engine_fields
 from cluster.serving.inputs import GenerationInput
@@ -11,7 +13,7 @@ from cluster.serving.validator import Validator
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from cluster.llm_prompts import SaltedPrompt
     from cluster.serving.embedding_validator import EmbeddingValidator
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
     from pagedray.request import Request
 
-__all__ = ["RequestMaker"]
+__all__ = ["RequestMaker", "run_apart"]
+
+Result = TypeVar("Result")
 
 
 class RequestMaker:
@@ -56,3 +60,12 @@ class RequestMaker:
             )
             requests += await validator.validate(given)
         return requests
+
+
+def run_apart(work: Coroutine[None, None, Result]) -> Result:
+    """Return the result of a coroutine, which runs in a new thread.
+
+    The caller's thread may have a running event loop, as in a notebook.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -15,6 +15,7 @@ from pagedray.version import __version__
 if TYPE_CHECKING:
     from cluster.async_llm import AsyncLLM
     from cluster.llm import LLM, Completion, Generation
+    from cluster.llm_beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from cluster.sampling_params import RequestOutputKind, SamplingParams
     from cluster.serving.ray_serve.deployment import build_app
     from cluster.serving.ray_serve.llm import PagedRayLLM
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Completion",
     "FinishReason",
     "Generation",
@@ -39,6 +43,9 @@ __all__ = [
 _HOMES = {
     "AsyncLLM": "cluster.async_llm",
     "LLM": "cluster.llm",
+    "BeamSearchOutput": "cluster.llm_beams",
+    "BeamSearchParams": "cluster.llm_beams",
+    "BeamSearchSequence": "cluster.llm_beams",
     "Completion": "cluster.llm",
     "Generation": "cluster.llm",
     "FinishReason": "pagedray.request",

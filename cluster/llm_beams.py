@@ -1,0 +1,193 @@
+"""Beam search of the Python API, in the form of vLLM's.
+
+Each step is one request for each beam, whose blocks are found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.structs import replace
+
+from cluster.sampling_params import SamplingParams
+from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
+from pagedray.batch import TokenLogprobs
+from pagedray.errors import InvalidRequestError
+from pagedray.request import MAX_LOGPROBS, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.generation import Generation
+    from cluster.serving.text.tokenizer import Tokenizer
+    from pagedray.request import Request
+
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "first_logprobs",
+    "search_beams",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How beams are searched. Raises InvalidRequestError."""
+
+    beam_width: int
+    """Number of beams, and of results."""
+    max_tokens: int
+    """Maximum number of tokens per beam."""
+    ignore_eos: bool = False
+    """Whether beams continue past the model's end-of-sequence tokens."""
+    temperature: float = 0.0
+    """Has no effect: beams are not sampled."""
+    length_penalty: float = 1.0
+    """The power of the number of tokens by which the log-probability of a beam is divided."""
+    early_stopping: EarlyStopping = False
+    """Whether the search ends when `beam_width` beams have ended; otherwise it also ends when no
+    running one is likely to score higher, or with `never`, when none can."""
+    include_stop_str_in_output: bool = False
+    """Whether texts include an end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        # The sampling parameters of its requests check the number of tokens.
+        if not isinstance(self.beam_width, int) or not 1 <= self.beam_width <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"beam_width must be from 1 to {MAX_LOGPROBS}, not {self.beam_width!r}.",
+                param="beam_width",
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f"early_stopping must be true, false or never, not {self.early_stopping!r}.",
+                param="early_stopping",
+            )
+        # NaN is not in the range.
+        if not isinstance(self.length_penalty, int | float) or not -10 <= self.length_penalty <= 10:
+            raise InvalidRequestError(
+                f"length_penalty must be from -10 to 10, not {self.length_penalty!r}.",
+                param="length_penalty",
+            )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of a request for all tokens of a beam."""
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=0.0, logprobs=0, ignore_eos=self.ignore_eos
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """A beam that has ended, with its prompt."""
+
+    tokens: tuple[int, ...]
+    """Those of the prompt included."""
+    text: str
+    """That of the prompt included."""
+    cum_logprob: float
+    """The sum of the log-probabilities of the tokens behind the prompt."""
+    score: float
+    """What beams are ordered by."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """At each position behind the prompt."""
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+    """The end-of-sequence token that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The beams of a prompt."""
+
+    sequences: tuple[BeamSearchSequence, ...]
+    """The best first."""
+
+
+class Generate(Protocol):
+    """Generates one token for each request, and returns the likeliest ones there."""
+
+    def __call__(self, requests: Sequence[Request]) -> Sequence[TokenLogprobs]: ...
+
+
+def search_beams(
+    prompts: Sequence[Request], params: BeamSearchParams, tokenizer: Tokenizer, generate: Generate
+) -> list[BeamSearchOutput]:
+    """Return the best beams of each prompt, whose request has the parameters `params.sampling`.
+
+    Raises InvalidRequestError.
+    """
+    searches = [_search_of(prompt, params) for prompt in prompts]
+    while any(search.running for search in searches):
+        requests = [
+            _step_of(prompt, beam, search.num_logprobs)
+            for prompt, search in zip(prompts, searches, strict=True)
+            for beam in search.running
+        ]
+        found = iter(generate(requests))
+        for search in searches:
+            if search.running:
+                search.advance([next(found) for _ in search.running])
+    return [
+        BeamSearchOutput(
+            tuple(
+                _sequence_of(prompt, beam, score, params, tokenizer) for score, beam in search.best
+            )
+        )
+        for prompt, search in zip(prompts, searches, strict=True)
+    ]
+
+
+def first_logprobs(generation: Generation) -> TokenLogprobs:
+    """Return the likeliest tokens at the first position of a result without sampling."""
+    (output,) = generation.outputs
+    assert output.logprobs is not None
+    found = output.logprobs[0]
+    values = [one.logprob for one in found.values()]
+    return TokenLogprobs(values[0], list(found), values)
+
+
+def _search_of(prompt: Request, params: BeamSearchParams) -> BeamSearch:
+    search = BeamSearch(
+        width=params.beam_width,
+        max_tokens=params.max_tokens,
+        eos_token_ids=() if params.ignore_eos else prompt.eos_token_ids,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
+    if search.num_logprobs > MAX_LOGPROBS:
+        most = MAX_LOGPROBS - len(prompt.eos_token_ids)
+        raise InvalidRequestError(
+            f"beam_width must be from 1 to {most} for this model, not {params.beam_width}.",
+            param="beam_width",
+        )
+    return search
+
+
+def _step_of(prompt: Request, beam: Beam, num_logprobs: int) -> Request:
+    return replace(
+        prompt,
+        id=secrets.token_hex(16),
+        prompt_token_ids=prompt.prompt_token_ids + beam.token_ids,
+        # An end-of-sequence token is a token like others here.
+        sampling=replace(prompt.sampling, max_tokens=1, logprobs=num_logprobs, ignore_eos=True),
+    )
+
+
+def _sequence_of(
+    prompt: Request, beam: Beam, score: float, params: BeamSearchParams, tokenizer: Tokenizer
+) -> BeamSearchSequence:
+    tokens = prompt.prompt_token_ids + beam.token_ids
+    shown = tokens[:-1] if beam.is_ended and not params.include_stop_str_in_output else tokens
+    return BeamSearchSequence(
+        tokens=tokens,
+        text=tokenizer.decode(shown, skip_special_tokens=not params.include_stop_str_in_output),
+        cum_logprob=beam.cumulative_logprob,
+        score=score,
+        logprobs=beam.logprobs,
+        finish_reason=FinishReason.STOP if beam.is_ended else FinishReason.LENGTH,
+        stop_reason=beam.token_ids[-1] if beam.is_ended else None,
+    )

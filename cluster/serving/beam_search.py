@@ -1,0 +1,120 @@
+"""Beam search, as transformers defines it: which continuations of a prompt run on, and which stay.
+
+It knows neither engine nor text: log-probabilities come in, beams to compute go out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
+
+from pagedray.batch import TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+__all__ = ["Beam", "BeamSearch", "EarlyStopping"]
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A continuation of the prompt."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """What was known at each position; `chosen` is of the beam's own token."""
+    cumulative_logprob: float = 0.0
+    is_ended: bool = False
+    """Whether it ends with an end-of-sequence token, which `token_ids` includes."""
+
+
+class BeamSearch:
+    """The beams of one prompt."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+    ) -> None:
+        """Search for `width` continuations.
+
+        A finished one scores its log-probability, divided by its number of tokens to the power of
+        `length_penalty`. The search ends when `width` have finished and no running one is likely
+        to score higher: as if none grew longer, or with `never` and a positive penalty as if each
+        grew to `max_tokens`. With an `early_stopping` of true it ends when `width` have finished.
+        """
+        self._width = width
+        self._max_tokens = max_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._running: list[Beam] = [Beam()]
+        self._finished: list[tuple[float, Beam]] = []
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of likeliest tokens that a step needs after each beam.
+
+        As many of them may end a beam as there are end-of-sequence tokens.
+        """
+        return self._width + len(self._eos_token_ids)
+
+    @property
+    def running(self) -> Sequence[Beam]:
+        """The beams whose next tokens are needed; empty if the search has ended."""
+        return self._running
+
+    @property
+    def best(self) -> list[tuple[float, Beam]]:
+        """The finished beams with their scores, the best first."""
+        return self._finished
+
+    def advance(self, found: Sequence[TokenLogprobs]) -> None:
+        """Take the likeliest tokens after each running beam, and choose the next ones."""
+        candidates = [
+            self._grown(beam, likeliest, index)
+            for beam, likeliest in zip(self._running, found, strict=True)
+            for index in range(len(likeliest.token_ids))
+        ]
+        candidates.sort(key=lambda beam: -beam.cumulative_logprob)
+        length = len(self._running[0].token_ids) + 1
+        is_longest = length == self._max_tokens
+        # One that is not among the best is no result, even if it has ended.
+        ended = [beam for beam in candidates[: self._width] if beam.is_ended or is_longest]
+        scored = [(self._score(beam.cumulative_logprob, length), beam) for beam in ended]
+        self._finished = sorted(self._finished + scored, key=lambda one: -one[0])[: self._width]
+        running = [] if is_longest else [beam for beam in candidates if not beam.is_ended]
+        self._running = running[: self._width]
+        if self._running and self._is_done(length):
+            self._running = []
+
+    def _grown(self, beam: Beam, likeliest: TokenLogprobs, index: int) -> Beam:
+        token_id, logprob = likeliest.token_ids[index], likeliest.logprobs[index]
+        return Beam(
+            (*beam.token_ids, token_id),
+            (*beam.logprobs, replace(likeliest, chosen=logprob)),
+            beam.cumulative_logprob + logprob,
+            token_id in self._eos_token_ids,
+        )
+
+    def _is_done(self, length: int) -> bool:
+        if len(self._finished) < self._width:
+            return False
+        if self._early_stopping is True:
+            return True
+        if self._early_stopping == "never" and self._length_penalty > 0.0:
+            length = self._max_tokens
+        possible = self._score(self._running[0].cumulative_logprob, length)
+        return possible <= self._finished[-1][0]
+
+    def _score(self, cumulative_logprob: float, length: int) -> float:
+        return cumulative_logprob / math.pow(length, self._length_penalty)
