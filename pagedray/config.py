@@ -244,6 +244,10 @@ class ModelConfig:
     head_size: int
     max_positions: int
     names: TensorNames = field(default_factory=TensorNames)
+    stacked_names: TensorNames | None = None
+    """The names if the checkpoint has stacks of experts and not single ones, if it may have them.
+
+    Transformers 5 saves them so with `save_original_format=False`."""
     text_tensors: TextTensors | None = None
     """How tensors of a multimodal checkpoint are stored; None is by `names`."""
     norm_kind: NormKind = "rms"

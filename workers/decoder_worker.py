@@ -27,6 +27,7 @@ from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.piece_graphs import PieceGraphs, piece_sizes
 from workers.sampler import Sampler
 from workers.weights.load_weights import load_weights
+from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
@@ -59,7 +60,7 @@ class DecoderWorker(Worker):
     def __init__(
         self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
     ) -> None:
-        config = with_stored_head(config)
+        config = with_stored_experts(with_stored_head(config))
         super().__init__(config, group, device)
         self._spec = attention_spec(
             config.model,

@@ -22,6 +22,7 @@ from workers.models.self_attention import attention_spec
 from workers.models.text_positions import text_positions
 from workers.pooling import pooled
 from workers.weights.load_weights import load_weights
+from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
 from workers.worker import Worker, release_gpu_memory
 
@@ -73,6 +74,7 @@ class EmbeddingWorker(Worker):
         if config.model.task == "score":
             # The answers of a reranker are rows of the head, which its embedding may be, too.
             config = with_stored_head(config)
+        config = with_stored_experts(config)
         super().__init__(config, group, device)
         kind = Bert if config.model.is_encoder else Decoder
         spec_of = encoder_spec if config.model.is_encoder else attention_spec

@@ -24,6 +24,7 @@ from workers.models.families.bert import BERT, ROBERTA
 from workers.models.families.registry import families, read_model_config
 from workers.parallel.group import SoloGroup
 from workers.weights.load_weights import load_weights
+from workers.weights.stored_experts import with_stored_experts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,28 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     logits = run(loaded_model(tmp_path, group), group)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, reference_logits(tmp_path), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe-dense-layers-windows",
+        "mixtral-window",
+        "olmoe-6-heads-2-kv",
+        "granitemoe-multipliers",
+        "granitemoeshared-tied",
+        "granitemoe_swa-sinks",
+        "gpt_oss-limits",
+    ],
+)
+def test_experts_may_be_stored_as_transformers_holds_them(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path, save_original_format=False)
+    group = SoloGroup()
+    config = with_stored_experts(EngineConfig(model=read_model_config(tmp_path, dtype="float32")))
+    model = Decoder(config.model, group, backend=TorchSDPABackend, device=CPU)
+    load_weights(model, config)
+    expected = reference_logits(tmp_path)
+    torch.testing.assert_close(run(model, group), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.config import ExpertsConfig
+from pagedray.config import ExpertsConfig, TensorNames
 
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["MAX_EXPERTS", "experts_of"]
+__all__ = ["MAX_EXPERTS", "STACKED_NAMES", "experts_of"]
 
 MAX_EXPERTS = 2**12
+STACKED_NAMES = TensorNames(
+    expert_input=("mlp.experts.gate_up_proj",), expert_output="mlp.experts.down_proj"
+)
+"""Those of transformers' own modules."""
 # Transformers takes one name for the other.
 _NUM_KEYS = ("num_experts", "num_local_experts")
 

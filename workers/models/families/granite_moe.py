@@ -30,7 +30,7 @@ _NAMES = TensorNames(
     shared_output="shared_mlp.output_linear",
 )
 
-_SWA_NAMES = replace(
+_STACKED_NAMES = replace(
     _NAMES,
     router="block_sparse_moe.router",
     expert_input=("block_sparse_moe.experts.gate_up_proj",),
@@ -48,7 +48,12 @@ def _read(file: ConfigFile, architecture: str, shared_size: int) -> ModelConfig:
         # It takes the softmax over the chosen experts, which is the same.
         is_renormalized=True,
     )
-    return replace(config, names=_NAMES, experts=replace(experts, shared_size=shared_size or None))
+    return replace(
+        config,
+        names=_NAMES,
+        stacked_names=_STACKED_NAMES,
+        experts=replace(experts, shared_size=shared_size or None),
+    )
 
 
 def _read_plain(file: ConfigFile) -> ModelConfig:
@@ -72,7 +77,8 @@ def _read_swa(file: ConfigFile) -> ModelConfig:
     )
     return replace(
         _with_thetas(config, file),
-        names=_SWA_NAMES,
+        names=_STACKED_NAMES,
+        stacked_names=None,
         sliding_windows=windows,
         has_sinks=True,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.config import TensorNames
-from workers.models.config_json.experts import experts_of
+from workers.models.config_json.experts import STACKED_NAMES, experts_of
 from workers.models.config_json.family import MAX_POSITIONS, Family, base_config
 from workers.models.config_json.rope_section import with_rope
 
@@ -36,6 +36,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     return replace(
         with_rope(config, file, default_theta=_THETA),
         names=_NAMES,
+        stacked_names=STACKED_NAMES,
         sliding_windows=windows,
         experts=experts_of(
             file,

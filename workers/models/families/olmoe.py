@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workers.models.config_json.experts import experts_of
+from workers.models.config_json.experts import STACKED_NAMES, experts_of
 from workers.models.config_json.family import Family, base_config
 from workers.models.config_json.rope_section import with_rope
 
@@ -23,6 +23,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     config = base_config(file, OLMOE.architecture, default_norm_eps=1e-5)
     return replace(
         with_rope(config, file),
+        stacked_names=STACKED_NAMES,
         has_qk_norm=True,
         is_qk_norm_whole=True,
         has_qkv_bias=has_bias,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workers.models.config_json.experts import experts_of
+from workers.models.config_json.experts import STACKED_NAMES, experts_of
 from workers.models.config_json.family import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -27,6 +27,7 @@ def _read(file: ConfigFile) -> ModelConfig:
     config = base_config(file, QWEN3_MOE.architecture, default_num_kv_heads=4)
     return replace(
         with_rope(config, file),
+        stacked_names=STACKED_NAMES,
         has_qk_norm=True,
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
