@@ -11,7 +11,14 @@ from pagedray.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["MXFP4_BLOCK_SIZE", "FormatRule", "Fp8Format", "Quantization", "WeightFormat"]
+__all__ = [
+    "MXFP4_BLOCK_SIZE",
+    "FormatRule",
+    "Fp8Format",
+    "Int4Format",
+    "Quantization",
+    "WeightFormat",
+]
 
 MXFP4_BLOCK_SIZE = 32
 """Inputs that share a scale in mxfp4."""
@@ -38,7 +45,28 @@ class Fp8Format:
         return self.block[1]
 
 
-WeightFormat = Fp8Format
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Format:
+    """Weights of four bits; a group of inputs of an output channel has a scale and a zero."""
+
+    packing: Literal["compressed-tensors", "gptq", "awq"]
+    """How eight numbers are packed into an int32, and along which dimension."""
+    group_size: int | None
+    """Inputs of a group; None is all."""
+    has_zeros: bool = True
+    """Whether the checkpoint has the numbers that stand for zero; otherwise 8 does."""
+    zero_offset: int = 0
+    """What is added to a stored zero."""
+    is_ordered: bool = False
+    """Whether the inputs of a group may be any, as `g_idx` of the checkpoint says."""
+
+    @property
+    def in_step(self) -> int:
+        """Input channels, of which a rank has a multiple."""
+        return self.group_size or 8
+
+
+WeightFormat = Fp8Format | Int4Format
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedray.errors import StartupError
+from pagedray.weight_format import Int4Format
 
 if TYPE_CHECKING:
     from pagedray.config import ModelConfig
@@ -25,6 +26,11 @@ def check_cuts(model: ModelConfig, num_ranks: int) -> None:
         for output, in_size in layers:
             name = f"{names.decoder_layer.format(index)}.{output}"
             format = model.quantization.format_of([name])
+            if isinstance(format, Int4Format) and format.is_ordered and num_ranks > 1:
+                raise StartupError(
+                    f"{name} is stored in another order of its inputs (desc_act), which "
+                    f"{num_ranks} ranks would cut; use one rank."
+                )
             if format is not None and num_ranks > 1 and in_size // num_ranks % format.in_step:
                 raise StartupError(
                     f"{name} has {in_size} inputs in groups of {format.in_step}, which "

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from pagedray.config import EngineConfig
 from pagedray.errors import StartupError
+from pagedray.weight_format import Int4Format
+from tests.int4_tensors import Int4Tensors
 from tests.quantized_checkpoints import save_compressed, save_fp8_blocks, save_replaced, save_wide
 from tests.workers.models.two_ranks import on_two_ranks
 from tests.workers.reference import (
@@ -84,12 +86,15 @@ def test_two_ranks_equal_weights_that_each_rank_rounds(tmp_path: Path) -> None:
 
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 COMPRESSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "fp8-channels": (CHANNELS, ROWS),
     "fp8-tensors": (
         CHANNELS | {"strategy": "tensor"},
         ROWS | {"strategy": "tensor", "dynamic": False},
     ),
+    "int4-symmetric": (INT4, None),
+    "int4-asymmetric": (INT4 | {"symmetric": False}, None),
     "fp8-blocks": (
         CHANNELS | {"strategy": "block", "block_structure": [16, 32]},
         ROWS | {"strategy": "group", "group_size": 32},
@@ -138,6 +143,63 @@ def test_blocks_of_fp8_equal_what_they_stand_for(name: str, tmp_path: Path) -> N
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+INT4_METHODS: dict[str, tuple[Int4Format, dict[str, Any]]] = {
+    "gptq": (
+        Int4Format(packing="gptq", group_size=32, zero_offset=1),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    ),
+    "gptq-ordered": (
+        Int4Format(packing="gptq", group_size=32, is_ordered=True),
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "desc_act": True,
+            "checkpoint_format": "gptq_v2",
+        },
+    ),
+    "awq": (
+        Int4Format(packing="awq", group_size=32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INT4_METHODS)
+def test_int4_equals_what_it_stands_for(name: str, tmp_path: Path) -> None:
+    folder, quantized, exact = (tmp_path / part for part in ("plain", "int4", "exact"))
+    format, section = INT4_METHODS[name]
+    save_wide(folder)
+    save_replaced(
+        folder,
+        quantized,
+        lambda layer, weight: Int4Tensors.rounded(weight, format).stored(layer),
+        section,
+    )
+    save_replaced(
+        folder,
+        exact,
+        lambda layer, weight: {
+            f"{layer}.weight": Int4Tensors.rounded(weight, format).exact.float()
+        },
+    )
+    expected = reference_logits(exact)
+    group = SoloGroup()
+    found = run(loaded_model(quantized, group), group)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # Torch's product rounds as transformers' in bfloat16 does.
+    rounded = run(loaded_model(quantized, group, "bfloat16"), group)
+    theirs = reference_logits(exact, torch.bfloat16)
+    assert (rounded - expected).norm() < 1.5 * (theirs - expected).norm()
+    if format.is_ordered:
+        with pytest.raises(StartupError, match=r"stored in another order .* use one rank"):
+            check_parallel(read_model_config(quantized), 2)
+        return
+    check_parallel(read_model_config(quantized), 2)
+    for logits in on_two_ranks(lambda group: run(loaded_model(quantized, group), group)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import DeviceError
+from pagedray.weight_format import Int4Format
 from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
+from workers.layers.formats.int4_linear import CpuInt4Linear, GpuInt4Linear
+from workers.layers.formats.int4_weight import Int4Weight
 from workers.layers.formats.quantized_linear import DequantizedLinear
 from workers.layers.linear_kernels import make_linear_kernel
 
@@ -41,12 +44,19 @@ def make_format_kernel(
     if format is None:
         return make_linear_kernel(out_size, in_size, has_bias=has_bias, dtype=dtype, device=device)
     bias = torch.empty(out_size, dtype=dtype, device=device) if has_bias else None
-    stored = Fp8Weight(format, out_size, in_size, device=device)
+    if isinstance(format, Int4Format):
+        int4 = Int4Weight(format, out_size, in_size, device=device)
+        if device.type == "cuda":
+            return GpuInt4Linear(int4, bias, device)
+        if CpuInt4Linear.supports(out_size, int4.group_size, dtype):
+            return CpuInt4Linear(int4, bias, device)
+        return DequantizedLinear(int4, bias, dtype=dtype, device=device)
+    fp8 = Fp8Weight(format, out_size, in_size, device=device)
     if device.type != "cuda":
-        return DequantizedLinear(stored, bias, dtype=dtype, device=device)
+        return DequantizedLinear(fp8, bias, dtype=dtype, device=device)
     _check_gpu(dtype, device)
     kind = BlockFp8Linear if format.scales == "block" else Fp8Linear
-    return kind(stored, bias, name=names[0], device=device)
+    return kind(fp8, bias, name=names[0], device=device)
 
 
 def _check_gpu(dtype: torch.dtype, device: torch.device) -> None:

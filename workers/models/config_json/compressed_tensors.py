@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pagedray.weight_format import FormatRule, Fp8Format
+from pagedray.weight_format import FormatRule, Fp8Format, Int4Format
+from workers.models.config_json.int4_methods import group_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,12 +59,25 @@ def _format(group: ConfigFile) -> WeightFormat:
     weights = group.section("weights")
     group.note_read("format")
     weights.note_read(*_RECORDS)
-    kind = weights.choice("type", ("float",))
+    weights.refuse_unless("dynamic", False)
+    if weights.choice("type", ("float", "int")) == "int":
+        return _int4_format(group, weights)
     weights.integer("num_bits", least=8, most=8)
     weights.refuse_unless("symmetric", True)
-    weights.refuse_unless("dynamic", False)
-    assert kind == "float"
     return _fp8_format(group, weights)
+
+
+def _int4_format(group: ConfigFile, weights: ConfigFile) -> Int4Format:
+    weights.integer("num_bits", least=4, most=4)
+    group.refuse_unless("input_activations", None)
+    # Weights that were rounded in another order are stored in theirs.
+    weights.choice("actorder", ("weight", "static"), "weight")
+    is_grouped = weights.choice("strategy", ("group", "channel")) == "group"
+    return Int4Format(
+        packing="compressed-tensors",
+        group_size=group_size(weights, "group_size") if is_grouped else None,
+        has_zeros=not weights.flag("symmetric", True),
+    )
 
 
 def _fp8_format(group: ConfigFile, weights: ConfigFile) -> Fp8Format:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.models.config_json.compressed_tensors import block_shape, compressed_tensors_rules
+from workers.models.config_json.int4_methods import awq_format, gptq_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,7 +80,21 @@ def _not_converted(section: ConfigFile, key: str) -> tuple[re.Pattern[str], ...]
     return tuple(patterns)
 
 
+def _gptq(section: ConfigFile) -> Quantization:
+    return Quantization(method="gptq", rules=(FormatRule(_ALL, gptq_format(section)),))
+
+
+def _awq(section: ConfigFile) -> Quantization:
+    return Quantization(
+        method="awq",
+        rules=(FormatRule(_ALL, awq_format(section)),),
+        ignored=_not_converted(section, "modules_to_not_convert"),
+    )
+
+
 _READERS: Mapping[str, Callable[[ConfigFile], Quantization]] = {
+    "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "gptq": _gptq,
 }

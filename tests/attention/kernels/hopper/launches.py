@@ -10,6 +10,12 @@ import torch
 from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
 from attention.kernels.triton.experts import choose_experts, expert_sums
 from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
+from attention.kernels.triton.int4_gemm import (
+    MAX_GATED_ROWS,
+    dequantize_int4,
+    int4_gated,
+    int4_gemm,
+)
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
@@ -111,6 +117,18 @@ def blocks() -> None:
         )
 
 
+def int4(group_size: int) -> None:
+    """Multiply as many rows as need each tile, with and without a gate; and dequantize."""
+    weight = tensor(2048, 2048, dtype=torch.uint8)
+    words = tensor(4096 // group_size, 2048, dtype=INT)
+    for num_rows in (1, 16, 32, 64):
+        x = tensor(num_rows, 4096)
+        int4_gemm(x, weight, words, None)
+        if num_rows <= MAX_GATED_ROWS:
+            int4_gated(x, weight, words, "silu")
+    dequantize_int4(weight, words, BF16)
+
+
 def attention(
     *,
     has_sinks: bool,
@@ -182,6 +200,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),
     "fp8 blocks": blocks,
+    "int4": partial(int4, 128),
+    "int4, groups of 32": partial(int4, 32),
     "quantized rows": quantized,
     "attention": partial(attention, has_sinks=False),
     "attention, fp8 cache": partial(attention, has_sinks=False, cache_type=FP8),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray.errors import CheckpointError
-from pagedray.weight_format import Fp8Format, Quantization
+from pagedray.weight_format import Fp8Format, Int4Format, Quantization
 from tests.workers.models.families.config_json import SHAPE, read_config
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ COMPRESSED: dict[str, Any] = {
     "quantization_status": "compressed",
     "version": "0.20.0",
 }
+
+
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+NO_INPUTS = {"input_activations": None}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 
 
 def quantization_of(folder: Path, section: dict[str, Any], **more: Any) -> Quantization:
@@ -131,10 +137,37 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "format"),
+    [
+        (
+            with_group(weights=WEIGHTS | INT4, **NO_INPUTS),
+            Int4Format(packing="compressed-tensors", group_size=128, has_zeros=False),
+        ),
+        (
+            with_group(
+                weights=WEIGHTS | {"type": "int", "num_bits": 4, "symmetric": False}, **NO_INPUTS
+            ),
+            Int4Format(packing="compressed-tensors", group_size=None),
+        ),
+        (GPTQ, Int4Format(packing="gptq", group_size=128, zero_offset=1)),
+        (
+            GPTQ | {"desc_act": True, "group_size": -1, "checkpoint_format": "gptq_v2"},
+            Int4Format(packing="gptq", group_size=None, is_ordered=True),
+        ),
+        (AWQ, Int4Format(packing="awq", group_size=128)),
+    ],
+)
+def test_int4_is_read(section: dict[str, Any], format: Int4Format, tmp_path: Path) -> None:
+    found = quantization_of(tmp_path, section)
+    assert found.method == section["quant_method"]
+    assert found.format_of(["model.layers.0.mlp.up_proj"]) == format
+
+
+@pytest.mark.parametrize(
     ("section", "part"),
     [
         ({"bits": 4}, "quantization_config.quant_method is missing"),
-        ({"quant_method": "quip"}, "quant_method must be one of compressed-tensors, fp8"),
+        ({"quant_method": "quip"}, "quant_method must be one of awq, compressed-tensors, fp8"),
         (QWEN_FP8 | {"fmt": "e5m2"}, 'fmt must be one of e4m3, float8_e4m3fn, not "e5m2"'),
         (QWEN_FP8 | {"activation_scheme": "static"}, "activation_scheme must be dynamic"),
         (QWEN_FP8 | {"weight_block_size": [128]}, "weight_block_size must be a list of two"),
@@ -148,7 +181,27 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
         (COMPRESSED | {"config_groups": {}}, "config_groups must name the targets"),
         (COMPRESSED | {"ignore": ["re:("]}, "ignore has 're:('"),
         (with_group(weights=WEIGHTS | {"num_bits": 6}), "weights.num_bits must be an integer"),
-        (with_group(weights=WEIGHTS | {"type": "int"}), "weights.type must be one of float"),
+        (
+            with_group(weights=WEIGHTS | {"type": "int"}),
+            "weights.num_bits must be an integer from 4",
+        ),
+        (with_group(weights=WEIGHTS | INT4), "input_activations must be null"),
+        (
+            with_group(weights=WEIGHTS | INT4 | {"group_size": 48}, **NO_INPUTS),
+            "group_size must be",
+        ),
+        (
+            with_group(weights=WEIGHTS | INT4 | {"actorder": "group"}, **NO_INPUTS),
+            "actorder must be one of weight, static",
+        ),
+        (GPTQ | {"bits": 3}, "quantization_config.bits must be an integer from 4 to 4, not 3"),
+        (GPTQ | {"group_size": 100}, "group_size must be one of -1, 32, 64, 128, 256, not 100"),
+        (GPTQ | {"lm_head": True}, "lm_head must be false"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2"),
+        (GPTQ | {"dynamic": {"-:.*": {}}}, "quantization_config.dynamic is not a field"),
+        (AWQ | {"version": "gemv"}, 'version must be one of gemm, GEMM, not "gemv"'),
+        (AWQ | {"zero_point": False}, "zero_point must be true"),
+        (AWQ | {"bits": 8}, "bits must be an integer from 4 to 4"),
         (with_group(weights=WEIGHTS | {"symmetric": False}), "weights.symmetric must be true"),
         (with_group(weights=WEIGHTS | {"strategy": "group"}), "weights.strategy must be one of"),
         (with_group(input_activations=None), "input_activations.type is missing"),

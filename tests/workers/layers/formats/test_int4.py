@@ -1,0 +1,105 @@
+"""Weights of four bits: how each format packs and cuts them, against torch in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from pagedray.errors import CheckpointError
+from pagedray.weight_format import Int4Format
+from tests.int4_tensors import Int4Tensors
+from tests.workers.layers.formats.layers import Rank, column_layer, loaded, row_layer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMATS = {
+    "symmetric": Int4Format(packing="compressed-tensors", group_size=32, has_zeros=False),
+    "asymmetric": Int4Format(packing="compressed-tensors", group_size=32),
+    "channels": Int4Format(packing="compressed-tensors", group_size=None),
+    "gptq": Int4Format(packing="gptq", group_size=32, zero_offset=1),
+    "gptq-v2": Int4Format(packing="gptq", group_size=None),
+    "gptq-ordered": Int4Format(packing="gptq", group_size=32, is_ordered=True),
+    "awq": Int4Format(packing="awq", group_size=32),
+}
+CUT = [name for name in FORMATS if name != "gptq-ordered"]
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 1e-5 if found.dtype == torch.float32 else 1e-2
+    error = (found.double() - expected).norm() / expected.norm()
+    assert float(error) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_of_one_product_are_dequantized(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    format = FORMATS[name]
+    first, second = (Int4Tensors.random(size, 128, format) for size in (64, 32))
+    save_file(first.stored("a") | second.stored("b"), tmp_path / "model.safetensors")
+    layer = loaded(column_layer({"a": 64, "b": 32}, 128, format, dtype=dtype), tmp_path)
+    exact = torch.cat((first.exact, second.exact))
+    for num_rows in (1, 5, 70):
+        x = torch.randn(num_rows, 128).to(dtype)
+        assert_near(layer(x), functional.linear(x.double(), exact))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_each_rank_has_its_part(name: str, tmp_path: Path) -> None:
+    format = FORMATS[name]
+    tensors = Int4Tensors.random(32, 128, format)
+    save_file(tensors.stored("a"), tmp_path / "model.safetensors")
+    x = torch.randn(3, 128)
+    exact = functional.linear(x.double(), tensors.exact)
+    columns, sums = [], []
+    for rank in range(2):
+        columns.append(loaded(column_layer({"a": 32}, 128, format, Rank(rank, 2)), tmp_path)(x))
+        row = loaded(row_layer("a", 32, 128, format, Rank(rank, 2)), tmp_path)
+        sums.append(row(x[:, 64 * rank :][:, :64]))
+    assert_near(torch.cat(columns, 1), exact)
+    assert_near(sums[0] + sums[1], exact)
+
+
+def test_parts_that_cut_words_are_refused() -> None:
+    layer = column_layer({"a": 36}, 128, FORMATS["awq"], Rank(0, 2))
+    with pytest.raises(CheckpointError, match=r"a has 18 outputs and 128 inputs .* multiples of 8"):
+        list(layer.weight_shards())
+
+
+def test_parts_that_cut_groups_are_refused() -> None:
+    layer = row_layer("a", 32, 96, FORMATS["awq"], Rank(0, 2))
+    with pytest.raises(CheckpointError, match=r"a has 32 outputs and 48 inputs .* of 32"):
+        list(layer.weight_shards())
+
+
+def test_layers_of_one_product_need_the_same_order(tmp_path: Path) -> None:
+    format = FORMATS["gptq-ordered"]
+    first = Int4Tensors.random(64, 128, format).stored("a")
+    second = Int4Tensors.random(64, 128, format).stored("b")
+    second["b.g_idx"] = first["a.g_idx"].roll(1)
+    save_file(first | second, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a and b have different g_idx"):
+        loaded(column_layer({"a": 64, "b": 64}, 128, format), tmp_path)
+
+
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    format = FORMATS["gptq"]
+    tensors = Int4Tensors.random(64, 128, format).stored("a")
+    tensors["a.g_idx"][:3] = 2
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.g_idx must have 32 inputs of each group"):
+        loaded(column_layer({"a": 64}, 128, format), tmp_path)
+
+
+def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    tensors = Int4Tensors.random(64, 128, FORMATS["awq"]).stored("a")
+    tensors["a.scales"][2, 3] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor a\.scales has 1 value that is NaN or inf"):
+        loaded(column_layer({"a": 64}, 128, FORMATS["awq"]), tmp_path)

@@ -1,0 +1,212 @@
+"""A weight of four bits: numbers from 0 to 15, with a scale and a zero for each group of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedray.errors import CheckpointError
+from workers.layers.formats.int4_packing import PER_WORD, unpacked
+from workers.layers.formats.stored_weight import StoredWeight
+from workers.layers.weight import MatrixPart, WeightShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagedray.weight_format import Int4Format
+
+__all__ = ["Int4Weight"]
+
+_MIDDLE = 8
+"""The number that stands for zero in a symmetric format."""
+_NO_GROUP = -1
+"""The group of inputs of dummy weights, whose groups are in order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Part:
+    """What is loaded of one layer of the checkpoint."""
+
+    source: MatrixPart
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    groups: torch.Tensor | None
+
+
+class Int4Weight(StoredWeight):
+    """Numbers, scales and zeros, `[out_size, in_size]` and `[out_size, groups]`."""
+
+    def __init__(
+        self, format: Int4Format, out_size: int, in_size: int, *, device: torch.device
+    ) -> None:
+        self._format = format
+        self._size = (out_size, in_size)
+        self._device = device
+        self.group_size = format.group_size or in_size
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._order: torch.Tensor | None = None
+        self.numbers = torch.empty(0, dtype=torch.uint8, device=device)
+        """`[out_size, in_size]` uint8, after `finalize`; a product takes and drops it."""
+        self.scales = torch.empty(0, device=device)
+        """`[out_size, in_size / group_size]` float32, after `finalize`."""
+        self.zeros = torch.empty(0, dtype=torch.uint8, device=device)
+        """`[out_size, in_size / group_size]` uint8, after `finalize`."""
+        self.input_order: torch.Tensor | None = None
+        """The input of each column of numbers, `[in_size]` int64, or None if they are in order."""
+
+    def weight_shards(self, source: MatrixPart, rows: slice) -> Iterator[WeightShard]:
+        first, end, _ = rows.indices(self._size[0])
+        if (first, end) not in self._parts:
+            self._parts[first, end] = self._new_part(source, end - first)
+        part = self._parts[first, end]
+        out_part, in_part = source.part
+        out_size, in_size = source.shape
+        num_groups, groups = 1, slice(0, 1)
+        if self._format.group_size is not None:
+            num_groups = in_size // self._format.group_size
+            groups = _divided(in_part, in_size, self._format.group_size)
+        words_out = _divided(out_part, out_size, PER_WORD)
+        words_in = _divided(in_part, in_size, PER_WORD)
+
+        def shard(
+            name: str,
+            shape: tuple[int, ...],
+            part: tuple[slice, ...],
+            target: torch.Tensor,
+            dummy: float | None = None,
+        ) -> WeightShard:
+            name = f"{source.name}.{name}"
+            return WeightShard(name=name, shape=shape, part=part, target=target, dummy=dummy)
+
+        out_words, in_words = out_size // PER_WORD, in_size // PER_WORD
+        if self._format.packing == "compressed-tensors":
+            yield shard("weight_packed", (out_size, in_words), (out_part, words_in), part.numbers)
+            yield shard(
+                "weight_scale", (out_size, num_groups), (out_part, groups), part.scales, 0.01
+            )
+            if part.zeros is not None:
+                yield shard(
+                    "weight_zero_point", (out_words, num_groups), (words_out, groups), part.zeros
+                )
+            # It repeats what config.json says.
+            shape = torch.empty(2, dtype=torch.int64, device=self._device)
+            yield shard("weight_shape", (2,), (slice(None),), shape)
+            return
+        if self._format.packing == "gptq":
+            yield shard("qweight", (in_words, out_size), (words_in, out_part), part.numbers)
+        else:
+            yield shard("qweight", (in_size, out_words), (in_part, words_out), part.numbers)
+        assert part.zeros is not None
+        yield shard("qzeros", (num_groups, out_words), (groups, words_out), part.zeros)
+        yield shard("scales", (num_groups, out_size), (groups, out_part), part.scales, 0.01)
+        if part.groups is not None:
+            yield shard("g_idx", (in_size,), (in_part,), part.groups, _NO_GROUP)
+
+    def reorder(self, order: torch.Tensor) -> None:
+        self._order = order
+
+    def finalize(self) -> None:
+        parts = [self._parts[key] for key in sorted(self._parts)]
+        self._parts.clear()
+        self.input_order = self._common_order(parts)
+        loaded = [self._unpacked(part) for part in parts]
+        self.numbers, self.scales, self.zeros = (
+            torch.cat(tensors) for tensors in zip(*loaded, strict=True)
+        )
+        if self._order is not None:
+            self.numbers, self.scales, self.zeros = (
+                tensor[self._order] for tensor in (self.numbers, self.scales, self.zeros)
+            )
+        if self.input_order is not None:
+            self.numbers = self.numbers[:, self.input_order]
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        shape = (*self.scales.shape, self.group_size)
+        values = self.numbers.view(shape).float()
+        values.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
+        weight = values.view(self._size).to(dtype)
+        if self.input_order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.input_order, weight)
+
+    def _new_part(self, source: MatrixPart, num_rows: int) -> _Part:
+        """Return uninitialized tensors for what the checkpoint has of some rows."""
+        in_size = self._size[1]
+        if num_rows % PER_WORD or in_size % PER_WORD or in_size % self.group_size:
+            raise CheckpointError(
+                f"{source.name} has {num_rows} outputs and {in_size} inputs on each rank, but "
+                f"int4 weights need multiples of {PER_WORD}, and of inputs multiples of "
+                f"{self.group_size}; use fewer ranks."
+            )
+        packing = self._format.packing
+        shape = (num_rows, in_size)
+        packed = 0 if packing == "awq" else 1
+        words = [size // PER_WORD if dim == packed else size for dim, size in enumerate(shape)]
+        scales = [num_rows, in_size // self.group_size]
+        zeros = [num_rows // PER_WORD, scales[1]]
+        if packing != "compressed-tensors":
+            words, scales, zeros = words[::-1], scales[::-1], zeros[::-1]
+
+        def words_of(shape: list[int]) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+        return _Part(
+            source=source,
+            numbers=words_of(words),
+            scales=torch.empty(scales, device=self._device),
+            zeros=words_of(zeros) if self._format.has_zeros else None,
+            groups=words_of([in_size]) if packing == "gptq" else None,
+        )
+
+    def _unpacked(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return numbers, scales and zeros of a part."""
+        packing = self._format.packing
+        if packing == "compressed-tensors":
+            numbers, scales = unpacked(part.numbers, 1), part.scales
+            zeros = torch.full_like(scales, _MIDDLE, dtype=torch.uint8)
+            if part.zeros is not None:
+                zeros = unpacked(part.zeros, 0)
+            return numbers, scales, zeros
+        assert part.zeros is not None
+        is_awq = packing == "awq"
+        numbers = unpacked(part.numbers, 1 if is_awq else 0, is_awq=is_awq)
+        zeros = unpacked(part.zeros, 1, is_awq=is_awq).add_(self._format.zero_offset)
+        return numbers.t(), part.scales.t(), zeros.t()
+
+    def _common_order(self, parts: list[_Part]) -> torch.Tensor | None:
+        """Return the order that sorts inputs by groups, or None if they are sorted."""
+        groups = [part.groups for part in parts if part.groups is not None]
+        if not groups or bool((groups[0] == _NO_GROUP).all()):
+            return None
+        first = groups[0]
+        if any(not torch.equal(first, other) for other in groups[1:]):
+            names = " and ".join(part.source.name for part in parts)
+            raise CheckpointError(
+                f"{names} have different g_idx, but one product computes them; use a checkpoint "
+                "with desc_act false."
+            )
+        order = first.argsort(stable=True)
+        source = parts[0].source
+        size = self._format.group_size or source.shape[1]
+        left, _, _ = source.part[1].indices(source.shape[1])
+        places = torch.arange(left, left + len(first), device=first.device)
+        if not torch.equal(first[order], (places // size).to(first.dtype)):
+            raise CheckpointError(
+                f"tensor {source.name}.g_idx must have {size} inputs of each group."
+            )
+        is_sorted = torch.equal(order, torch.arange(len(order), device=order.device))
+        return None if is_sorted else order
+
+
+def _divided(part: slice, size: int, step: int) -> slice:
+    """Return the part of a dimension that has one element for `step` of this one."""
+    first, end, _ = part.indices(size)
+    if first % step or end % step:
+        raise CheckpointError(
+            f"int4 weights are stored by {step}, which a rank's part from {first} to {end} would "
+            "cut; use fewer ranks."
+        )
+    return slice(first // step, end // step)
