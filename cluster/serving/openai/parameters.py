@@ -44,7 +44,7 @@ CHAT_WITHOUT_EFFECT: Defaults = {
     "modalities": (["text"],),
 }
 
-_BEAMS = "beam search is not available"
+_BEAMS = "beam search is available in Python only, as LLM.beam_search"
 
 REFUSED: Mapping[str, str] = {
     "length_penalty": _BEAMS,
