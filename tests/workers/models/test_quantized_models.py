@@ -32,6 +32,7 @@ from workers.weights.load_weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pagedray.config import Dtype
     from workers.parallel.group import ParallelGroup
 
 # Projections that are separate, fused in order and by head, and with reordered columns.
@@ -200,6 +201,27 @@ def test_int4_equals_what_it_stands_for(name: str, tmp_path: Path) -> None:
     check_parallel(read_model_config(quantized), 2)
     for logits in on_two_ranks(lambda group: run(loaded_model(quantized, group), group)):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        *(section for _, section in INT4_METHODS.values()),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy_weights_give_finite_logits(
+    section: dict[str, Any], dtype: Dtype, tmp_path: Path
+) -> None:
+    save_wide(tmp_path / "plain")
+    save_replaced(tmp_path / "plain", tmp_path / "dummy", lambda *_: {}, section)
+    group = SoloGroup()
+    config = read_model_config(tmp_path / "dummy", dtype=dtype)
+    model = Decoder(config, group, backend=TorchSDPABackend, device=CPU)
+    load_weights(model, EngineConfig(model=config, load_format="dummy"))
+    assert bool(run(model, group).isfinite().all())
 
 
 def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
