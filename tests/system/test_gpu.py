@@ -17,6 +17,7 @@ from pagedray import LLM, SamplingParams
 from pagedray.batch import BlockCopy, SequencePlan, SequenceStart, StepPlan
 from pagedray.rank_progress import ProgressWord
 from tests.checkpoints import CASES, Case, save_checkpoint, save_word_tokenizer
+from tests.family_cases import MOE_CASES
 from tests.greedy import (
     LONGEST,
     Truth,
@@ -60,7 +61,13 @@ LLAMA_3_8B = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+GPU_CASES = (
+    *CASES,
+    *(case for case in MOE_CASES if case.name in ("qwen3-moe", "gpt-oss-windows")),
+)
+
+
+@pytest.fixture(scope="module", params=GPU_CASES, ids=lambda case: case.name)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     case: Case = request.param
     return truth_of(case, tmp_path_factory.mktemp(case.name))
