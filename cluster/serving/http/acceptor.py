@@ -23,7 +23,7 @@ __all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_AT_ONCE = 16
+_MAX_AT_ONCE = 4
 _PAUSE_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 10
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))

@@ -88,6 +88,10 @@ class HttpApp:
         """How long a connection may take to accept what is sent."""
         return self._servicer.reader_limits.write_timeout_s
 
+    def has_streams(self) -> bool:
+        """Return whether anyone waits for tokens."""
+        return self._servicer.num_open_calls > 0
+
     def count_stalled(self) -> None:
         """Count a client that did not read."""
         self._servicer.metrics.count_stalled_reader("http")

@@ -18,7 +18,9 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
+from cluster.serving.http.read_turns import ReadTurns
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
@@ -84,10 +86,14 @@ class HttpConnection(HttpToolsProtocol):
     """Called when a request is rejected here."""
     invalid_lines: ClassVar[LineLimit]
     """Limits the log lines about invalid requests on all connections."""
+    read_turns: ClassVar[ReadTurns]
+    """When what was received is handled."""
     held: ClassVar[_HeldBytes]
     """What all connections hold."""
     note_lost: Callable[[], None]
     """Called when the connection is lost."""
+    _unhandled = b""
+    """What was received and waits for its turn."""
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     """Runs while writing is paused, and while the rest of a complete response is unsent."""
@@ -121,6 +127,25 @@ class HttpConnection(HttpToolsProtocol):
         self.note_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self._unhandled:
+            # Reading was resumed for another reason.
+            self._unhandled += data
+        elif self.read_turns.take():
+            self._handle(data)
+        else:
+            self._unset_keepalive_if_required()
+            self._unhandled = data
+            self.transport.pause_reading()
+            host = client_host(self.client[0]) if self.client else ""
+            self.read_turns.wait(host, self._handle_waiting, len(data))
+
+    def _handle_waiting(self) -> None:
+        data, self._unhandled = self._unhandled, b""
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+            self._handle(data)
+
+    def _handle(self, data: bytes) -> None:
         if self._is_answering:
             self._refuse_pipelined()
             return
@@ -358,11 +383,13 @@ def connection_kind(
     *,
     note_refusal: Callable[[], None],
     note_stall: Callable[[], None],
+    has_streams: Callable[[], bool],
 ) -> type[HttpConnection]:
     """Return a connection class for uvicorn, which passes no arguments of ours.
 
     `note_refusal` is called for requests rejected before they reach the application, `note_stall`
-    for clients that are disconnected because they do not read.
+    for clients that are disconnected because they do not read. `has_streams` returns whether anyone
+    waits for tokens.
     """
     members = {
         "read_timeout_s": read_timeout_s,
@@ -370,6 +397,7 @@ def connection_kind(
         "note_refusal": staticmethod(note_refusal),
         "note_stall": staticmethod(note_stall),
         "invalid_lines": LineLimit(),
+        "read_turns": ReadTurns(has_streams=has_streams),
         "held": _HeldBytes(),
     }
     return type("HttpConnection", (HttpConnection,), members)

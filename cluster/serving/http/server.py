@@ -59,6 +59,7 @@ class HttpServer:
             self._app.write_timeout_s,
             note_refusal=self._app.count_unreadable,
             note_stall=self._app.count_stalled,
+            has_streams=self._app.has_streams,
         )
         config = uvicorn.Config(
             self._app,

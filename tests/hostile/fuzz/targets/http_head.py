@@ -80,7 +80,9 @@ _LOOP = asyncio.new_event_loop()
 atexit.register(_LOOP.close)
 _CONFIG = uvicorn.Config(
     _app,
-    http=connection_kind(5.0, 5.0, note_refusal=_ignore, note_stall=_ignore),
+    http=connection_kind(
+        5.0, 5.0, note_refusal=_ignore, note_stall=_ignore, has_streams=lambda: False
+    ),
     lifespan="off",
     ws="none",
     log_config=None,
