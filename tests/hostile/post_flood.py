@@ -1,4 +1,4 @@
-"""Attacks that post one body over HTTP again and again."""
+"""Attacks that post a body over HTTP again and again."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class PostFlood(RequestFlood):
     path: ClassVar[str] = "/v1/completions"
     allowed = frozenset(("400", "413", "429"))
 
+    def next_body(self, body: bytes) -> bytes:
+        """Return what the next request sends, given what `body` returned."""
+        return body
+
     def send_until(self, end_s: float, target: Target, body: bytes) -> list[Answer]:
         """Post on one connection, and return the statuses."""
         answers: list[Answer] = []
@@ -33,7 +37,7 @@ class PostFlood(RequestFlood):
         while time.monotonic() < end_s:
             started_s = time.monotonic()
             try:
-                connection.request("POST", self.path, body, headers)
+                connection.request("POST", self.path, self.next_body(body), headers)
                 answer = connection.getresponse()
                 answer.read()
             except (OSError, http.client.HTTPException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.hostile.attacks.calls.cache_salts import CacheSalts
 from tests.hostile.attacks.calls.cancelled_calls import CancelledCalls
 from tests.hostile.attacks.calls.costly_grammar import CostlyGrammar
 from tests.hostile.attacks.calls.counted_tools import CountedTools
@@ -29,6 +30,7 @@ from tests.hostile.attacks.calls.short_texts import ShortTexts
 from tests.hostile.attacks.calls.template_variables import TemplateVariables
 from tests.hostile.attacks.calls.valid_calls import ValidCalls
 from tests.hostile.attacks.calls.valid_streams import ValidStreams
+from tests.hostile.attacks.connections.allowed_preflights import AllowedPreflights
 from tests.hostile.attacks.connections.continuation_flood import ContinuationFlood
 from tests.hostile.attacks.connections.dns_rebinding import DnsRebinding
 from tests.hostile.attacks.connections.header_bomb import HeaderBomb
@@ -59,6 +61,8 @@ __all__ = ["ATTACKS"]
 ATTACKS: dict[str, type[Attack]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
+        AllowedPreflights,
+        CacheSalts,
         CancelledCalls,
         ContinuationFlood,
         CostlyGrammar,
