@@ -114,7 +114,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "unknown format of weights": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "quip"}),
-        ("quantization_config.quant_method must be one of compressed-tensors", "quip"),
+        ("quantization_config.quant_method must be one of awq, compressed", "quip"),
     ),
     "no scales": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
