@@ -107,6 +107,9 @@ class GenerationInput:
     """Number of tokens at the end of a prompt that are kept; -1 is as many as fit."""
     cache_salt: str = ""
     """Prefixes are shared only by requests with the same salt."""
+    beam_length_penalty: float | None = None
+    """The length penalty of a beam search, whose `n` best beams are the completions; None samples
+    them."""
     is_resumable: bool = False
     """Whether the client may come back for the stream after its connection was cut."""
     origin: CallOrigin = CallOrigin()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 import torch
 import transformers
 
 from pagedray import LLM, BeamSearchParams
 from pagedray.errors import InvalidRequestError
-from tests.system.server_process import TINY_LLAMA
+from tests.system.server_process import TINY_LLAMA, ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,3 +107,71 @@ def test_other_parameters_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=text):
         llm.beam_search("The", BeamSearchParams(**{"max_tokens": 4, **options}))
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with (
+        ServerProcess(("--executor=local", "--dtype=float32")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_beams_over_http_are_those_of_python(llm: LLM, client: openai.OpenAI) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5)
+    answer = client.completions.create(
+        model="tiny-llama",
+        prompt=PROMPTS,
+        n=3,
+        max_tokens=12,
+        logprobs=1,
+        extra_body={"use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True},
+    )
+    beams = [one for output in llm.beam_search(PROMPTS, params) for one in output.sequences]
+    assert len(answer.choices) == len(beams) == 9
+    for choice, beam in zip(answer.choices, beams, strict=True):
+        token_ids = choice.token_ids  # type: ignore[attr-defined]  # of vLLM
+        assert token_ids == list(beam.tokens[-len(token_ids) :])
+        assert choice.finish_reason == beam.finish_reason
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert sum(choice.logprobs.token_logprobs) == pytest.approx(beam.cum_logprob, rel=1e-4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(beam.logprobs) for beam in beams)
+
+
+def test_a_stream_has_the_beams_of_a_conversation(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny-llama",
+        "messages": [{"role": "user", "content": "What does put do?"}],
+        "n": 2,
+        "max_tokens": 8,
+        "extra_body": {"use_beam_search": True},
+    }
+    whole = client.chat.completions.create(**asked)
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"length_penalty": 2}, "length_penalty requires use_beam_search = true."),
+        ({"use_beam_search": True, "length_penalty": 11}, "length_penalty must be -10 to 10, not"),
+        ({"use_beam_search": True, "n": 19}, "n must be from 1 to 18 with use_beam_search, not 19"),
+        ({"use_beam_search": True, "stop": ["a"]}, "stop cannot be combined with use_beam_search"),
+        ({"use_beam_search": True, "min_tokens": 1}, "min_tokens cannot be combined with use_be"),
+    ],
+)
+def test_other_bodies_are_refused(
+    client: openai.OpenAI,
+    extra: dict[str, Any],  # Any: what is wrong
+    text: str,
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        client.completions.create(model="tiny-llama", prompt="The", extra_body=extra)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.scheduling.event import TokenEvent
+from cluster.serving.calls.beam_stream import BeamStream
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
 from pagedray.batch import PromptLogprobs, TokenLogprobs
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.continuation import Encoded
-    from cluster.serving.engine_client import EngineClient
+    from cluster.serving.engine_client import EngineClient, EngineStream
     from cluster.serving.inputs import GenerationInput
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.telemetry.call_watch import CallWatch
@@ -114,7 +115,11 @@ class GenerationCall:
         self._deadline_timer: asyncio.TimerHandle | None = None
         # Last, so that nothing runs in the engine if anything above fails.
         open_requests = [one for one in requests if one.open_indices]
-        self._stream = client.open_stream(open_requests, buffer=buffer)
+        self._stream: EngineStream | BeamStream = (
+            client.open_stream(open_requests, buffer=buffer)
+            if given.beam_length_penalty is None
+            else BeamStream(client, open_requests, length_penalty=given.beam_length_penalty)
+        )
         watch.note_open(call.id)
         self._start_timer()
 

@@ -166,6 +166,7 @@ class ChatBody(GenerationBody):
             model=self.model,
             client_id=self.client_id(client_id),
             priority=self.priority,
+            beam_length_penalty=self.beam_length_penalty,
             is_resumable=self.is_resumable,
             # Some models mark a call with special tokens.
             skips_special_tokens=self.skip_special_tokens and not tools.is_read,

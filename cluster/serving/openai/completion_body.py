@@ -82,6 +82,7 @@ class CompletionBody(GenerationBody):
             model=self.model,
             client_id=self.client_id(client_id),
             priority=self.priority,
+            beam_length_penalty=self.beam_length_penalty,
             is_resumable=self.is_resumable,
             skips_special_tokens=self.skip_special_tokens,
             includes_stop=self.include_stop_str_in_output,

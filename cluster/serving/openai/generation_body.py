@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue
 
 from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import MAX_SALT_LENGTH
+from cluster.serving.openai.beam_fields import check_beams
 from cluster.serving.openai.parameters import IGNORED, REFUSED, WITHOUT_EFFECT
 from cluster.serving.openai.structure import (
     RequestedStructure,
@@ -117,6 +118,17 @@ class GenerationBody(Body):
         "highest log-probability per token are returned, the best first; more than n requires "
         "stream = false.",
         json_schema_extra={"minimum": 1, "maximum": MAX_N},
+    )
+    use_beam_search: bool = Field(
+        False,
+        description="Whether the n choices are the best beams of a beam search of that width, "
+        "which are not sampled; a stream has them at its end.",
+    )
+    length_penalty: float | None = Field(
+        None,
+        description="The power of the number of generated tokens by which the log-probability of a "
+        "beam is divided; requires use_beam_search.",
+        json_schema_extra={"minimum": -10, "maximum": 10, "default": 1},
     )
     max_tokens: int | None = bounds(1)
     min_tokens: int | None = bounds(0)
@@ -261,7 +273,15 @@ class GenerationBody(Body):
         """Number of choices that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def beam_length_penalty(self) -> float | None:
+        """The length penalty of a beam search; None if the output is sampled."""
+        if not self.use_beam_search:
+            return None
+        return 1.0 if self.length_penalty is None else self.length_penalty
+
     def check_fields(self) -> None:
+        check_beams(self, self.use_beam_search, self.length_penalty)
         if self.best_of is not None:
             self._check_best_of(self.best_of)
         if self.stream_options is not None and not self.stream:

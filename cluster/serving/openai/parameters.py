@@ -32,9 +32,7 @@ IGNORED: Mapping[str, str] = {
 """Parameters that cannot change a token, and why they have no effect."""
 
 WITHOUT_EFFECT: Defaults = {
-    "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
 }
 """Unsupported parameters and their values without effect, of completions and chat."""
 
@@ -44,14 +42,10 @@ CHAT_WITHOUT_EFFECT: Defaults = {
     "modalities": (["text"],),
 }
 
-_BEAMS = "beam search is available in Python only, as LLM.beam_search"
-
 REFUSED: Mapping[str, str] = {
-    "length_penalty": _BEAMS,
     "logits_processors": "code of clients is not run",
     "lora_path": "adapters are not supported",
     "spaces_between_special_tokens": "the text is what the tokenizer decodes",
-    "use_beam_search": _BEAMS,
 }
 """Parameters that would change the output, and what to use instead or why not."""
 
