@@ -2,8 +2,9 @@
 
     python -m bench.frontend_bytecodes --output bench/results/frontend_bytecodes.json
 
-They hardly depend on the machine and its load, so two commits can be compared where times vary.
-The work of C code, such as gRPC's, and of system calls is not included.
+Those of the package `cluster` are counted, which do not depend on the machine and its load, so that
+two commits can be compared where times vary: how often asyncio looks for events depends on both.
+The work of C code, such as gRPC's, and of system calls is not included either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cluster
 from bench.frontend_server import start_frontends
 from bench.frontends import KINDS, NUM_STREAMS, open_clients
 from bench.token_counter import TokenCounter
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from bench.frontends import Kind
     from bench.stream_clients import StreamClients
 
+_COUNTED = tuple(cluster.__path__)
 NUM_WARM_UP_STEPS = 3
 NUM_STEPS = 12
 STEP_S = 0.25
@@ -55,7 +58,7 @@ class Row:
 
 
 class BytecodeCounter:
-    """Counts what the current thread runs."""
+    """Counts what the current thread runs of the package `cluster`."""
 
     def __init__(self) -> None:
         self.num_bytecodes = 0
@@ -72,6 +75,8 @@ class BytecodeCounter:
 
     # Any: as in sys.settrace's signature.
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_COUNTED):
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             self.num_bytecodes += 1

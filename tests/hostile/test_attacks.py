@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _BEFORE_S = 0.2
 _SLOW = (
+    "allowed_preflights",
     "dns_rebinding",
     "echoed_tools",
     "held_headers",
