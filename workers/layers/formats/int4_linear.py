@@ -19,7 +19,7 @@ _MIDDLE = 8
 _OUT_STEP = 16
 _GROUP_SIZES = (32, 64, 128, 256)
 # From here on, dequantizing takes less time than torch's product.
-_MANY_ROWS = 64
+_MANY_ROWS = 96
 _ROWS_AT_ONCE = 256
 _PAIRS = torch.tensor(
     [[byte % 16 - _MIDDLE, byte // 16 - _MIDDLE] for byte in range(256)], dtype=torch.bfloat16
@@ -30,7 +30,9 @@ _PAIRS = torch.tensor(
 class CpuInt4Linear(QuantizedLinear):
     """Torch's product of bfloat16 and int4; for many rows, parts of the weight are dequantized.
 
-    The numbers are stored in a layout for each, together in a byte.
+    The numbers are stored in a layout for each, together in a byte. Milliseconds of 16384 x 2048
+    weights on one core of a Xeon with AMX, by this product, dequantized, and in bfloat16: 1 row
+    2.0, 54 and 9.6; 8 rows 6.6, 55 and 7.6; 64 rows 48, 64 and 12; 256 rows 188, 80 and 18.
     """
 
     def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:

@@ -45,7 +45,7 @@ def test_layers_of_one_product_are_dequantized(
     save_file(first.stored("a") | second.stored("b"), tmp_path / "model.safetensors")
     layer = loaded(column_layer({"a": 64, "b": 32}, 128, format, dtype=dtype), tmp_path)
     exact = torch.cat((first.exact, second.exact))
-    for num_rows in (1, 5, 70):
+    for num_rows in (1, 5, 100):
         x = torch.randn(num_rows, 128).to(dtype)
         assert_near(layer(x), functional.linear(x.double(), exact))
 
