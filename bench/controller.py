@@ -28,7 +28,8 @@ import msgspec
 from cluster.engine.controller import Controller
 from cluster.engine.executor import Executor, RankHealth
 from pagedray.batch import ControllerMessage, StepOutput, StepPlan, WorkerMessage
-from pagedray.config import CacheConfig, CacheSize, EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.config import CacheConfig, CacheSize, EngineConfig, SchedulerConfig
+from pagedray.model_config import ModelConfig
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:

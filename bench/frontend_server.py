@@ -25,7 +25,8 @@ from cluster.scheduling.stats import SchedulerStats
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.config import EngineConfig, ModelConfig
+from pagedray.config import EngineConfig
+from pagedray.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from pagedray.errors import EngineError

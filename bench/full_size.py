@@ -31,7 +31,7 @@ from tests.checkpoints import save_word_tokenizer
 from workers.models.families.registry import read_model_config
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 NUM_TOKENS = 8
 MAX_MODEL_LEN = 512

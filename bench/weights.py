@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from attention.cpu.torch_sdpa import TorchSDPABackend
 from bench.engine import LLAMA_8B, write_results
 from bench.random_checkpoint import write_checkpoint
-from pagedray.config import Dtype
+from pagedray.model_config import Dtype
 from workers.models.decoder import Decoder
 from workers.models.families.registry import read_model_config
 from workers.parallel.group import SoloGroup

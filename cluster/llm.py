@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
     from pagedray.batch import Pooling, TokenLogprobs
-    from pagedray.config import EngineConfig, Task
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import Task
 
 __all__ = ["LLM", "Completion", "Generation"]
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
         MessageSpecialTokens,
         PlacementStrategy,
         Preemption,
-        Task,
     )
+    from pagedray.model_config import Task
 
 __all__ = ["LLMOptions"]
 

@@ -17,7 +17,7 @@ from workers.models.families.registry import read_model_config
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 __all__ = ["PublishedFile", "document_with_table", "published_files", "written_config"]
 

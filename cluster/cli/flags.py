@@ -13,16 +13,15 @@ from cluster.engine.vllm_options import context_length, own_value
 from pagedray.config import (
     AllReduce,
     Device,
-    Dtype,
     KVCacheDtype,
     LoadFormat,
     MessageSpecialTokens,
     PlacementStrategy,
     Preemption,
     QuantizationMethod,
-    Task,
 )
 from pagedray.errors import StartupError
+from pagedray.model_config import Dtype, Task
 from pagedray.request import SamplingParams
 
 __all__ = ["add_engine_flags", "add_sampling_flags", "engine_options", "sampling_params"]

@@ -11,7 +11,6 @@ from pagedray.config import (
     AllReduce,
     CacheConfig,
     Device,
-    Dtype,
     EngineConfig,
     KVCacheDtype,
     LoadFormat,
@@ -21,9 +20,9 @@ from pagedray.config import (
     Preemption,
     QuantizationMethod,
     SchedulerConfig,
-    Task,
 )
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.model_config import Dtype, Task
 from workers.hub.locate import locate_model
 from workers.models.families.registry import check_parallel, read_model_config
 from workers.models.quantize_at_load import with_method

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from cluster.serving.telemetry.tracing import Tracer
     from cluster.serving.text.tokenizer import Tokenizer
     from cluster.serving.tools.tool_calls import ToolCallFormat
-    from pagedray.config import EngineConfig, Task
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import Task
     from pagedray.request import Request
 
 __all__ = ["EmbeddingOutput", "GenerationCall", "GenerationOutput", "Servicer", "Usage"]

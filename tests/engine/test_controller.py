@@ -11,7 +11,7 @@ import pytest
 
 from cluster.engine.controller import Controller
 from cluster.engine.faults.death_budget import DeathBudget
-from pagedray.config import EngineConfig, ModelConfig
+from pagedray.config import EngineConfig
 from pagedray.errors import (
     EngineError,
     LethalRequestError,
@@ -19,6 +19,7 @@ from pagedray.errors import (
     StartupError,
     WorkerError,
 )
+from pagedray.model_config import ModelConfig
 from pagedray.request import FinishReason, Request, SamplingParams
 from tests.fakes import FakeExecutor, RecordingSink, wait_for
 

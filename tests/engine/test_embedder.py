@@ -15,7 +15,7 @@ from cluster.engine.embedder import Embedder
 from cluster.engine.embedding_job import EmbeddingRequest
 from cluster.engine.faults.death_budget import DeathBudget
 from pagedray.batch import EmbedOutput, EmbedPlan
-from pagedray.config import EngineConfig, ModelConfig, SchedulerConfig
+from pagedray.config import EngineConfig, SchedulerConfig
 from pagedray.errors import (
     DeadlineError,
     EngineError,
@@ -24,6 +24,7 @@ from pagedray.errors import (
     ShuttingDownError,
     WorkerError,
 )
+from pagedray.model_config import ModelConfig
 from tests.fakes import FakeExecutor, wait_for
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.fakes import FakeExecutor, RecordingSink
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
-    from pagedray.config import Task
+    from pagedray.model_config import Task
 
 
 class _ClosableExecutor(FakeExecutor):

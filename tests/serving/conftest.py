@@ -17,7 +17,8 @@ from cluster.serving.auth.authenticator import Authenticator
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.frontends import Frontends
 from cluster.serving.text.tokenizer import Tokenizer
-from pagedray.config import EngineConfig, ModelConfig
+from pagedray.config import EngineConfig
+from pagedray.model_config import ModelConfig
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.serving.checkpoint import TEXT, write_tokenizer
 from tests.serving.fake_engine import FakeEngine

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.serving.text.tokenizer import Tokenizer
-    from pagedray.config import EngineConfig, Task
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import Task
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import Dtype, EngineConfig
+from pagedray.config import EngineConfig
 from tests.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from tests.workers.reference_cases import CASES
 from workers.models.decoder import Decoder
@@ -23,6 +23,7 @@ from workers.weights.load_weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pagedray.model_config import Dtype
     from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")

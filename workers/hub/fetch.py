@@ -6,8 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pagedray.config import HubFile, HubRevision
 from pagedray.errors import CheckpointError, PagedRayError
+from pagedray.model_config import HubFile, HubRevision
 from workers.hub.daemon_calls import start_call
 from workers.hub.model_name import HubName, is_commit
 from workers.hub.needed_files import is_side_file

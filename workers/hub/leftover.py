@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from huggingface_hub.utils.tqdm import tqdm
 
-    from pagedray.config import HubFile, HubRevision
+    from pagedray.model_config import HubFile, HubRevision
     from workers.hub.settings import HubSettings
 
 __all__ = ["continue_download"]

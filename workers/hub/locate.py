@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedray.config import HubRevision
 from pagedray.errors import CheckpointError
+from pagedray.model_config import HubRevision
 from workers.hub.download_line import DownloadLine
 from workers.hub.fetch import fetch_files, find_revision, side_files
 from workers.hub.model_name import HubName, parse_model

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedray.config import HubFile, HubRevision
 from pagedray.errors import CheckpointError
+from pagedray.model_config import HubFile, HubRevision
 from workers.hub.model_name import is_commit
 
 if TYPE_CHECKING:

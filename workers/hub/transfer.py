@@ -23,7 +23,7 @@ from workers.hub.leftover import continue_download
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pagedray.config import HubFile, HubRevision
+    from pagedray.model_config import HubFile, HubRevision
     from workers.hub.settings import HubSettings
 
 __all__ = ["Transfer"]

@@ -10,7 +10,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedray.config import Activation, ClampedGate
+    from pagedray.model_config import Activation, ClampedGate
 
 __all__ = ["activation_function", "clamped_gate"]
 

@@ -11,7 +11,7 @@ from workers.layers.activation import clamped_gate
 from workers.layers.linear_kernels import make_linear_kernel
 
 if TYPE_CHECKING:
-    from pagedray.config import ExpertsConfig
+    from pagedray.model_config import ExpertsConfig
     from workers.layers.formats.mxfp4 import Mxfp4Matrix
     from workers.layers.linear_kernels import LinearKernel
     from workers.layers.router import Choice

@@ -13,7 +13,7 @@ from workers.layers.weight import WeightShard, part_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.config import ExpertsConfig, TensorNames
+    from pagedray.model_config import ExpertsConfig, TensorNames
     from workers.layers.expert_product import ExpertProduct
     from workers.parallel.group import ParallelGroup
 

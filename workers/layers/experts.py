@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagedray.config import ExpertsConfig, TensorNames
+    from pagedray.model_config import ExpertsConfig, TensorNames
     from workers.layers.mlp import MLP
     from workers.layers.weight import WeightShard
     from workers.parallel.group import ParallelGroup

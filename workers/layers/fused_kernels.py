@@ -14,7 +14,7 @@ import torch
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
 
 if TYPE_CHECKING:
-    from pagedray.config import Activation
+    from pagedray.model_config import Activation
 
 __all__ = [
     "AddNormKernel",

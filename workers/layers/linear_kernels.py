@@ -107,20 +107,20 @@ class SkinnyGemmLinear(DenseLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.skinny_gemm import default_skinny_tuning
+        from attention.kernels.triton.gemm.skinny import default_skinny_tuning
 
         self._tuning = default_skinny_tuning(*weight.shape, is_gated=False)
         self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gemm
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
 
         if self._tuning is None or len(x) > MAX_ROWS:
             return super().__call__(x)
         return skinny_gemm(x, self.weight, self.bias, self._tuning)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gated
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
         if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
             return super().gated(x)

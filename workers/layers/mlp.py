@@ -16,7 +16,7 @@ from workers.layers.weight import CompositeLayer, part_of
 if TYPE_CHECKING:
     import torch
 
-    from pagedray.config import Activation
+    from pagedray.model_config import Activation
     from pagedray.weight_format import Quantization
     from workers.layers.weight import Layer
     from workers.parallel.group import ParallelGroup

@@ -15,7 +15,7 @@ from workers.layers.expert_product import (
 from workers.layers.formats.mxfp4 import Mxfp4Matrix, dequantized_mxfp4
 
 if TYPE_CHECKING:
-    from pagedray.config import ExpertsConfig
+    from pagedray.model_config import ExpertsConfig
     from workers.layers.router import Choice
 
 __all__ = ["DequantizedExperts", "Mxfp4Experts", "expert_product_class"]

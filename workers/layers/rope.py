@@ -16,7 +16,7 @@ import torch
 from workers.layers.fused_kernels import rotate_kernel
 
 if TYPE_CHECKING:
-    from pagedray.config import RopeConfig
+    from pagedray.model_config import RopeConfig
     from workers.layers.fused_kernels import RotateKernel
 
 __all__ = ["NoRotation", "RotaryEmbedding", "Rotation", "inverse_frequencies"]

@@ -12,7 +12,7 @@ from workers.layers.weight import Layer, WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.config import ExpertsConfig
+    from pagedray.model_config import ExpertsConfig
 
 __all__ = ["Choice", "Router"]
 

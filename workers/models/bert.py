@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["Bert", "encoder_spec"]

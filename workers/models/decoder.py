@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend, AttentionMetadata
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.layers.sharded_logits import ShardedLogits
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from attention.abstract import AttentionBackend
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
     from workers.layers.mlp import MLP
     from workers.layers.norm import ResidualNorm

@@ -8,7 +8,7 @@ from pagedray.errors import StartupError
 from pagedray.weight_format import Int4Format
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 __all__ = ["check_cuts"]
 

@@ -10,7 +10,7 @@ from workers.layers.mlp import MLP, GatedMLP, PlainMLP
 if TYPE_CHECKING:
     import torch
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["make_mlp"]

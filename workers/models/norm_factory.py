@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagedray.config import ModelConfig, NormKind
+    from pagedray.model_config import ModelConfig, NormKind
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["make_norm"]

@@ -8,7 +8,7 @@ from workers.layers.linear import Columns, columns_of
 from workers.layers.weight import part_of
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["qkv_columns"]

@@ -10,7 +10,8 @@ from pagedray.errors import StartupError
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig, QuantizationMethod
+    from pagedray.config import QuantizationMethod
+    from pagedray.model_config import ModelConfig
 
 __all__ = ["with_method"]
 

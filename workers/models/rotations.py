@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
 
 __all__ = ["LayerRotations"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.layers.weight import Layer
 
 __all__ = ["ScoreHead"]

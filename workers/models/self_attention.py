@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
     from workers.models.step_attention import StepAttention

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from pagedray.config import TextTensors
+    from pagedray.model_config import TextTensors
     from workers.layers.weight import WeightShard
 
 __all__ = ["HEAD_NAME", "Checkpoint", "device_of"]

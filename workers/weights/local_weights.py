@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pagedray.config import EngineConfig, HubRevision
+    from pagedray.config import EngineConfig
+    from pagedray.model_config import HubRevision
 
 __all__ = ["check_weights_listed", "with_local_weights"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.int4_gemm import (
+from attention.kernels.triton.gemm.int4 import (
     MAX_ROWS,
     dequantize_int4,
     int4_gated,

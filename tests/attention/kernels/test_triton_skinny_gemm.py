@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.skinny_gemm import (
+from attention.kernels.triton.gemm.skinny import (
     MAX_ROWS,
     SkinnyGemmTuning,
     default_skinny_tuning,

@@ -34,7 +34,7 @@ from workers.weights.local_weights import check_weights_listed, with_local_weigh
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagedray.config import HubRevision
+    from pagedray.model_config import HubRevision
 
 NAME = HubName("org/tiny", "main")
 WEIGHTS = "model.safetensors"

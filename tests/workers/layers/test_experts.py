@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pagedray.config import ClampedGate, ExpertsConfig, TensorNames
+from pagedray.model_config import ClampedGate, ExpertsConfig, TensorNames
 from workers.layers.expert_product import GroupedExperts, LinearExperts
 from workers.layers.experts import ExpertLayer
 from workers.layers.formats.mxfp4 import SCALE, Mxfp4Matrix

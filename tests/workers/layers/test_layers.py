@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from attention.kernels.cpu.packed_gemm import PackedGemm
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
-from pagedray.config import RopeConfig
+from pagedray.model_config import RopeConfig
 from workers.layers.linear_kernels import (
     DenseLinear,
     DualLayoutLinear,

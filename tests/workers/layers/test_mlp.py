@@ -13,7 +13,7 @@ from workers.layers.mlp import MLP, GatedMLP, PlainMLP
 from workers.parallel.group import SoloGroup
 
 if TYPE_CHECKING:
-    from pagedray.config import Activation
+    from pagedray.model_config import Activation
 
 ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh"]
 

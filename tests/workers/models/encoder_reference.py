@@ -21,7 +21,7 @@ from transformers import (
 
 from attention.abstract import AttentionBatch, EncoderBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import Dtype, EngineConfig
+from pagedray.config import EngineConfig
 from tests.workers.models.bart.config import read_bart_config
 from tests.workers.models.bart.model import Bart, bart_spec
 from workers.models.bert import Bert, encoder_spec
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pagedray.model_config import Dtype
     from workers.parallel.group import ParallelGroup
 
 CPU = torch.device("cpu")

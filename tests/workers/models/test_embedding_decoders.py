@@ -21,7 +21,7 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import Task
+    from pagedray.model_config import Task
 
 # Ropes of several kinds, windows, capped scores, ALiBi, and tensors that are fused in several ways.
 NAMES = (

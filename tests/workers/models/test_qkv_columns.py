@@ -11,7 +11,7 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 
 def _rows(config: ModelConfig, rank: int, size: int) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ from workers.weights.load_weights import load_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import Dtype
+    from pagedray.model_config import Dtype
     from workers.parallel.group import ParallelGroup
 
 # Projections that are separate, fused in order and by head, and with reordered columns.

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import Dtype, EngineConfig
+from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
 from tests.workers.reference import CPU, save_checkpoint
 from workers.layers.weight import WeightShard
@@ -24,6 +24,8 @@ from workers.weights.load_weights import fill_shards, load_weights
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from pagedray.model_config import Dtype
 
 TIED = "llama-3-heads-1-kv-tied-linear"
 # The tensors of queries, keys and values are separate, fused in order, and fused head by head.

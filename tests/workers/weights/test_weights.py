@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.cpu.torch_sdpa import TorchSDPABackend
-from pagedray.config import EngineConfig, ModelConfig
+from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
 from tests.workers.reference import (
     CPU,
@@ -33,6 +33,8 @@ from workers.weights.load_weights import fill_shards, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from pagedray.model_config import ModelConfig
 
 CASE = "llama-6-heads-2-kv-biases"
 UNTIED = "llama-12-heads-4-kv-llama3"

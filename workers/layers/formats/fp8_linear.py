@@ -30,7 +30,7 @@ class Fp8Linear(QuantizedLinear):
     ) -> None:
         super().__init__(stored, bias, device)
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.skinny_gemm import fp8_skinny_tuning
+        from attention.kernels.triton.gemm.skinny import fp8_skinny_tuning
 
         out_size, in_size = stored.values.shape
         if out_size % _SIZE_STEP or in_size % _SIZE_STEP:
@@ -43,7 +43,7 @@ class Fp8Linear(QuantizedLinear):
         self._gated_tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gemm
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
 
         fp8 = self._fp8
         if self._tuning is not None and len(x) <= MAX_ROWS:
@@ -52,7 +52,7 @@ class Fp8Linear(QuantizedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with quantized rows, by the library."""
-        from attention.kernels.triton.fp8_rows import quantize_rows
+        from attention.kernels.triton.gemm.fp8_rows import quantize_rows
 
         fp8 = self._fp8
         rows, row_scales = quantize_rows(x, fp8.input_scale)
@@ -67,7 +67,7 @@ class Fp8Linear(QuantizedLinear):
         )
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.skinny_gemm import MAX_ROWS, skinny_gated
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
         if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
             return super().gated(x)
@@ -89,8 +89,8 @@ class BlockFp8Linear(Fp8Linear):
             )
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
-        from attention.kernels.triton.fp8_rows import quantize_blocks
+        from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
+        from attention.kernels.triton.gemm.fp8_rows import quantize_blocks
 
         fp8 = self._fp8
         rows, row_scales = quantize_blocks(x, fp8.depth)

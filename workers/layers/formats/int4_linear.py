@@ -98,7 +98,7 @@ class GpuInt4Linear(QuantizedLinear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Triton is absent on machines without a GPU.
-        from attention.kernels.triton.int4_gemm import MAX_ROWS, dequantize_int4, int4_gemm
+        from attention.kernels.triton.gemm.int4 import MAX_ROWS, dequantize_int4, int4_gemm
 
         int4 = self._int4
         if int4.input_order is not None:
@@ -109,7 +109,7 @@ class GpuInt4Linear(QuantizedLinear):
         return functional.linear(x, weight, self.bias)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        from attention.kernels.triton.int4_gemm import MAX_GATED_ROWS, int4_gated
+        from attention.kernels.triton.gemm.int4 import MAX_GATED_ROWS, int4_gated
 
         int4 = self._int4
         if self.bias is not None or len(x) > MAX_GATED_ROWS:
@@ -119,7 +119,7 @@ class GpuInt4Linear(QuantizedLinear):
         return int4_gated(x, self._packed, self._words, "silu")
 
     def finalize(self) -> None:
-        from attention.kernels.triton.int4_gemm import packed_int4, scale_words
+        from attention.kernels.triton.gemm.int4 import packed_int4, scale_words
 
         super().finalize()
         int4 = self._int4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.config import ModelConfig
+from pagedray.model_config import ModelConfig
 from workers.models.config_json.family import MAX_VOCAB, check_causal, eos_token_ids, model_dtype
 
 if TYPE_CHECKING:
-    from pagedray.config import Activation, TensorNames
+    from pagedray.model_config import Activation, TensorNames
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["alibi_config", "alibi_slopes"]

@@ -10,7 +10,7 @@ from pagedray.errors import CheckpointError
 from workers.models.config_json.config_file import ConfigFile
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 __all__ = ["is_reranker", "with_answers"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagedray.config import ExpertsConfig, TensorNames
+from pagedray.model_config import ExpertsConfig, TensorNames
 
 if TYPE_CHECKING:
     from workers.models.config_json.config_file import ConfigFile

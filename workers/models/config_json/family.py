@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from pagedray.config import Activation, Dtype, ModelConfig
+from pagedray.model_config import Activation, Dtype, ModelConfig
 from workers.models.config_json.config_file import ConfigFile
 
 __all__ = [

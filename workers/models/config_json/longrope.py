@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.config import LongContext, RopeConfig
+from pagedray.model_config import LongContext, RopeConfig
 from workers.models.config_json.config_file import MISSING
 from workers.models.config_json.rope_section import MAX_THETA, kind_key, rope_section, rotary_size
 

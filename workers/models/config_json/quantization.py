@@ -13,7 +13,7 @@ from workers.models.config_json.int4_methods import awq_format, gptq_format
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["read_quantization", "with_quantization"]

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from pagedray.config import ModelConfig, RopeConfig
+from pagedray.model_config import ModelConfig, RopeConfig
 from workers.models.config_json.config_file import MISSING, ConfigFile
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig, ScoreActivation
+    from pagedray.model_config import ModelConfig, ScoreActivation
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["SCORE_SUFFIX", "has_score_head", "with_score"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.config import ModelConfig, TensorNames
+from pagedray.model_config import ModelConfig, TensorNames
 from workers.models.config_json.family import MAX_POSITIONS, Family, model_dtype
 from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_head, with_score
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagedray.config import ClampedGate, TensorNames
+from pagedray.model_config import ClampedGate, TensorNames
 from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.models.config_json.experts import experts_of
 from workers.models.config_json.family import Family, base_config
@@ -16,7 +16,7 @@ from workers.models.config_json.sliding_windows import windows_by_layer_type
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pagedray.config import ExpertsConfig, ModelConfig
+    from pagedray.model_config import ExpertsConfig, ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["GPT_OSS"]

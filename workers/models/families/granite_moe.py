@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.config import TensorNames
+from pagedray.model_config import TensorNames
 from workers.models.config_json.experts import experts_of
 from workers.models.config_json.family import MAX_SIZE, Family
 from workers.models.config_json.rope_section import MAX_THETA
@@ -17,7 +17,7 @@ from workers.models.config_json.sliding_windows import windows_by_layer_type
 from workers.models.families.granite import granite_config
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["GRANITE_MOE", "GRANITE_MOE_SHARED", "GRANITE_MOE_SWA"]

@@ -10,7 +10,7 @@ from workers.models.config_json.rope_section import with_rope
 from workers.models.config_json.sliding_windows import windows_by_layer_type
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["MINISTRAL"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.config import TensorNames
+from pagedray.model_config import TensorNames
 from workers.models.config_json.experts import STACKED_NAMES, experts_of
 from workers.models.config_json.family import MAX_POSITIONS, Family, base_config
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["MIXTRAL"]

@@ -11,7 +11,7 @@ from workers.models.config_json.sliding_windows import windows_by_layer_type
 from workers.models.families.olmo2 import olmo_config
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["OLMO3"]

@@ -14,7 +14,7 @@ from workers.models.config_json.score_section import SCORE_SUFFIX, has_score_hea
 from workers.models.config_json.sliding_windows import qwen_windows
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["QWEN3"]

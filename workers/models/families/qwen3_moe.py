@@ -16,7 +16,7 @@ from workers.models.config_json.family import (
 from workers.models.config_json.rope_section import with_rope
 
 if TYPE_CHECKING:
-    from pagedray.config import ExpertsConfig, ModelConfig
+    from pagedray.model_config import ExpertsConfig, ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["QWEN3_MOE"]

@@ -47,7 +47,7 @@ from workers.models.format_cuts import check_cuts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import Dtype, ExpertsConfig, ModelConfig, Task
+    from pagedray.model_config import Dtype, ExpertsConfig, ModelConfig, Task
     from workers.models.config_json.family import Family
 
 __all__ = ["check_parallel", "families", "read_model_config", "supported_architectures"]

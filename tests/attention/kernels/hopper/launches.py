@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.triton.block_fp8_gemm import block_fp8_gemm
 from attention.kernels.triton.experts import choose_experts, expert_sums
-from attention.kernels.triton.fp8_rows import quantize_blocks, quantize_rows
-from attention.kernels.triton.int4_gemm import (
+from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
+from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
+from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
     dequantize_int4,
     int4_gated,
     int4_gemm,
 )
-from attention.kernels.triton.options import AttentionOptions
-from attention.kernels.triton.paged_attention import paged_attention
-from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
-from attention.kernels.triton.skinny_gemm import (
+from attention.kernels.triton.gemm.skinny import (
     default_skinny_tuning,
     fp8_skinny_tuning,
     skinny_gated,
     skinny_gemm,
 )
+from attention.kernels.triton.options import AttentionOptions
+from attention.kernels.triton.paged_attention import paged_attention
+from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
 from attention.kernels.triton.token_rows import add_norm, norm_heads, rotate_heads
 from attention.kernels.triton.tuning import default_decode_tuning
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagedray.config import Dtype
+from pagedray.model_config import Dtype
 from workers.models.config_json.config_file import ConfigFile
 from workers.models.config_json.family import MAX_POSITIONS, model_dtype
 

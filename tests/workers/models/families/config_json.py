@@ -10,7 +10,7 @@ from workers.models.families.registry import read_model_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 __all__ = [
     "BLOOM",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagedray.config import RopeConfig
 from pagedray.errors import CheckpointError
+from pagedray.model_config import RopeConfig
 from tests.workers.models.families.config_json import (
     BLOOM,
     GEMMA2,

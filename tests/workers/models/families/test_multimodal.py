@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedray.config import EngineConfig, RopeConfig
+from pagedray.config import EngineConfig
 from pagedray.errors import CheckpointError
+from pagedray.model_config import RopeConfig
 from tests.workers.models.families.config_json import SHAPE, read_config, written
 from tests.workers.reference import loaded_model, reference_logits, run, save_checkpoint
 from workers.models.families.registry import read_model_config

@@ -25,7 +25,7 @@ from workers.parallel.group import SoloGroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
 
 META = torch.device("meta")
 REFUSED = {

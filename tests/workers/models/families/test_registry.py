@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagedray.config import ModelConfig, RopeConfig
 from pagedray.errors import CheckpointError, StartupError
+from pagedray.model_config import ModelConfig, RopeConfig
 from tests.workers.models.families.config_json import SHAPE
 from tests.workers.reference import save_checkpoint
 from tests.workers.reference_cases import CASES

@@ -14,7 +14,7 @@ from workers.models.families.multimodal.text_part import (
 )
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["MISTRAL3"]

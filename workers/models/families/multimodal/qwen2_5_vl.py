@@ -11,7 +11,7 @@ from workers.models.config_json.sliding_windows import qwen_windows
 from workers.models.families.multimodal.text_part import TEXT_SECTION, as_text_part
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["QWEN2_5_VL"]

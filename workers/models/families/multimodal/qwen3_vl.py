@@ -10,7 +10,7 @@ from workers.models.config_json.rope_section import with_rope
 from workers.models.families.multimodal.text_part import TEXT_SECTION, as_text_part
 
 if TYPE_CHECKING:
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["QWEN3_VL"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagedray.config import TextTensors
+from pagedray.model_config import TextTensors
 from workers.models.config_json.family import check_causal, eos_token_ids, model_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagedray.config import ModelConfig
+    from pagedray.model_config import ModelConfig
     from workers.models.config_json.config_file import ConfigFile
 
 __all__ = ["TEXT_SECTION", "as_text_part", "is_tied_by_default"]

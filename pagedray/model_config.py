@@ -1,0 +1,352 @@
+"""The configuration of a model, as its checkpoint gives it: frozen records.
+
+Checkpoints are read in `workers.models.families.registry`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from pagedray.errors import StartupError
+from pagedray.weight_format import Quantization
+
+__all__ = [
+    "Activation",
+    "ClampedGate",
+    "Dtype",
+    "ExpertsConfig",
+    "HubFile",
+    "HubRevision",
+    "LongContext",
+    "ModelConfig",
+    "NormKind",
+    "RopeConfig",
+    "ScoreActivation",
+    "ScoreHeadKind",
+    "Task",
+    "TensorNames",
+]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""The activation function of an MLP; `gelu_tanh` approximates `gelu`."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+NormKind = Literal["rms", "offset_rms", "layer"]
+"""RMSNorm, RMSNorm that multiplies by one plus its weight, LayerNorm."""
+ScoreActivation = Literal["sigmoid", "identity"]
+ScoreHeadKind = Literal["roberta", "bert", "linear", "answer"]
+Task = Literal["generate", "embed", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embeddings (RoPE) and their scaling."""
+
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    pair_factors: tuple[float, ...] = ()
+    """The factor of each pair's wavelength, for longrope."""
+    magnitude: float = 1.0
+    """Multiplies rotated elements."""
+    rotary_size: int | None = None
+    """Number of leading elements of a head that are rotated; None is all."""
+    is_interleaved: bool = False
+    """Whether a checkpoint's pairs are neighbours; otherwise their distance is half a head."""
+    beta_fast: float = 32.0
+    """Yarn keeps pairs that turn more often than this in the original context."""
+    beta_slow: float = 1.0
+    """Yarn divides by the factor pairs that turn less often than this."""
+    is_range_rounded: bool = True
+    """Whether yarn rounds the first and the last pair between these two to whole ones."""
+    query_growth: float = 0.0
+    """Queries at `position` are multiplied by `1 + query_growth * log(1 + n)`, where n is
+    `position // original_max_positions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """How a model runs sequences that are longer than its first context length."""
+
+    rope: RopeConfig
+    """The RoPE of all positions, also of short sequences."""
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """The names of a checkpoint's layers, without `.weight` and `.bias`.
+
+    All but the first four are relative to their decoder layer.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
+    """The norm after the embedding, or None."""
+    decoder_layer: str = "model.layers.{}"
+    """A format string with the layer's index."""
+    final_norm: str = "model.norm"
+    attention_norm: str | None = "input_layernorm"
+    """The norm before attention, or None."""
+    attention_post_norm: str | None = None
+    """The norm after attention, or None."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Queries, keys and values, or the one fused tensor."""
+    is_qkv_by_head: bool = False
+    """Whether the fused tensor interleaves queries, keys and values by head."""
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    attention_output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    """The tensor of attention sinks itself, not a layer."""
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm before the MLP, or None."""
+    mlp_post_norm: str | None = None
+    """The norm after the MLP, or None."""
+    mlp_input: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up projection, or the one tensor if they are fused or there is no gate."""
+    mlp_output: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_input: tuple[str, ...] = (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+    )
+    """The tensors of gate and up projection of an expert, or the one tensor if they are fused.
+
+    A name without a place for the expert's index is that of a stack of all experts."""
+    expert_output: str = "mlp.experts.{}.down_proj.weight"
+    expert_input_bias: str = ""
+    """The stack of the biases of `expert_input`, with the same order of columns."""
+    expert_output_bias: str = ""
+    is_expert_input_interleaved: bool = False
+    """Whether the columns of gate and up projection alternate in a fused tensor."""
+    are_experts_transposed: bool = False
+    """Whether stacks of experts are `[num_experts, in_size, out_size]`."""
+    shared_input: tuple[str, ...] = ()
+    """As `mlp_input`, of the MLP that every token passes beside its experts."""
+    shared_output: str = ""
+    encoder: str = "bert"
+    """The prefix of all tensors of an encoder with a head; without a head they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """How an expert joins its gate and up projection, if not as `silu(gate) * up`.
+
+    `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit`, and of an up projection
+    of at most that magnitude.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer: MLPs of which a router chooses some for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Of each expert."""
+    is_renormalized: bool
+    """Whether the weights of a token's experts add up to one; if not, those of all experts do."""
+    gate: ClampedGate | None = None
+    """None is `silu(gate) * up`."""
+    has_bias: bool = False
+    """Whether the router and the projections of experts have biases."""
+    is_mxfp4: bool = False
+    """Whether the projections are stored as blocks of 32 4-bit numbers and their exponents."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers that have one MLP instead of experts."""
+    shared_size: int | None = None
+    """Columns of the MLP that every token passes beside its experts; None is no such MLP."""
+    is_expert_parallel: bool = False
+    """Whether a rank has whole experts, instead of some columns of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTensors:
+    """Where the checkpoint of a multimodal model keeps the tensors of its text model."""
+
+    prefixes: tuple[tuple[str, str], ...]
+    """Prefixes of stored names, each with what replaces it in the names of `TensorNames`."""
+    skipped: tuple[str, ...]
+    """Prefixes of the tensors of other modalities, which are not loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """A file of a model on the Hub."""
+
+    name: str
+    """Its path in the repository."""
+    size: int | None
+    """Bytes, if the Hub says how many."""
+    sha256: str | None = None
+    """Its digest in hexadecimal, which the Hub has for large files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRevision:
+    """A model on the Hub at one commit, which every rank loads."""
+
+    id: str
+    """Such as `Qwen/Qwen3-0.6B`."""
+    commit: str
+    files: tuple[HubFile, ...]
+    """All files of the repository."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The architecture of a model, independent of its family."""
+
+    name: str
+    """The model name in the API."""
+    folder: Path
+    """The checkpoint's folder; that of a model on the Hub is where this process found it."""
+    hub: HubRevision | None = None
+    """Where each node gets the weights; None is the folder, on every node."""
+    architecture: str
+    """The entry of `architectures` in `config.json`, such as `LlamaForCausalLM`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_positions: int
+    names: TensorNames = field(default_factory=TensorNames)
+    stacked_names: TensorNames | None = None
+    """The names if the checkpoint has stacks of experts and not single ones, if it may have them.
+
+    Transformers 5 saves them so with `save_original_format=False`."""
+    text_tensors: TextTensors | None = None
+    """How tensors of a multimodal checkpoint are stored; None is by `names`."""
+    norm_kind: NormKind = "rms"
+    norm_eps: float = 1e-6
+    has_norm_bias: bool = False
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, after rounding to their dtype."""
+    has_tied_embeddings: bool = False
+    logit_soft_cap: float | None = None
+    """Logits become `cap * tanh(logit / cap)`, unless None."""
+    logit_scale: float = 1.0
+    """Multiplies logits."""
+    residual_scale: float = 1.0
+    """Multiplies the outputs of attention and MLP before they are added to the stream."""
+    has_parallel_mlp: bool = False
+    """Whether attention and MLP of a layer have the same input."""
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    """None is no RoPE."""
+    window_rope: RopeConfig | None = None
+    """RoPE of layers with a sliding window; None is the same as in other layers."""
+    rotated_layers: tuple[bool, ...] = ()
+    """Whether each layer has RoPE; empty is all."""
+    long_context: LongContext | None = None
+    """What replaces the RoPE if the engine runs longer sequences, or None."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """ALiBi slopes by head, or None."""
+    attention_scale: float | None = None
+    """Multiplies scores; None is `head_size ** -0.5`."""
+    attention_soft_cap: float | None = None
+    """Scores become `cap * tanh(score / cap)`, unless None."""
+    has_sinks: bool = False
+    """Whether each query head has a sink: a score that counts in the softmax and has no value."""
+    qkv_limit: float | None = None
+    """Queries, keys and values are clamped to this magnitude, unless None."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_qk_norm: bool = False
+    is_qk_norm_whole: bool = False
+    """Whether the norm is over all heads of queries, and all of keys, instead of one head."""
+    sliding_windows: tuple[int | None, ...] = ()
+    """Keys that a query attends to, itself included, by layer; None is all."""
+    activation: Activation = "silu"
+    is_mlp_gated: bool = True
+    has_mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    """What layers have in place of an MLP, or None."""
+    is_encoder: bool = False
+    """Whether tokens attend to all others of their text, as in BERT."""
+    task: Task = "generate"
+    """What the model is used for; an encoder embeds, or scores if it has a head for it."""
+    score_activation: ScoreActivation = "sigmoid"
+    """What is applied to scores."""
+    score_head: ScoreHeadKind = "roberta"
+    """How a score comes from hidden states: by the head of a RoBERTa or a BERT, by one linear
+    layer, or by the logits of two tokens that answer a question."""
+    answer_token_ids: tuple[int, int] = (0, 0)
+    """The tokens of the answers no and yes."""
+    num_token_types: int = 0
+    """Size of an encoder's table of token types; a decoder has none."""
+    position_padding_id: int | None = None
+    """The padding token of a RoBERTa: positions count from the row behind its id, and it has none.
+    None is a model whose positions count from 0."""
+    dtype: Dtype = "bfloat16"
+    """The dtype of weights and activations."""
+    quantization: Quantization | None = None
+    """How weights are stored that are not of this dtype, or None."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.pools or not self.is_encoder
+        if not self.sliding_windows:
+            return
+        if len(self.sliding_windows) != self.num_layers:
+            raise StartupError(
+                f"sliding_windows has {len(self.sliding_windows)} entries "
+                f"for {self.num_layers} layers."
+            )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have an MLP that is not chosen by a router."""
+        return any(self.experts_of(layer) is None for layer in range(self.num_layers))
+
+    @property
+    def pools(self) -> bool:
+        """Whether hidden states are pooled into vectors or scores, and nothing is generated."""
+        return self.task != "generate"
+
+    @property
+    def vector_size(self) -> int:
+        """The length of what becomes of a text: a vector, or one score."""
+        return 1 if self.task == "score" else self.hidden_size
+
+    def with_context(self, length: int) -> ModelConfig:
+        """Return the configuration for sequences of this length, if the model has a longer one."""
+        if self.long_context is None or length <= self.max_positions:
+            return self
+        long = self.long_context
+        return replace(self, rope=long.rope, max_positions=long.max_positions, long_context=None)
+
+    def with_expert_parallel(self) -> ModelConfig:
+        """Return the configuration with whole experts on each rank. Raises StartupError."""
+        if self.experts is None:
+            raise StartupError(
+                f"enable_expert_parallel requires a model with experts; {self.name} has none."
+            )
+        return replace(self, experts=replace(self.experts, is_expert_parallel=True))
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Return how many keys a query of `layer` attends to, or None for all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """Return the experts of `layer`, or None if it has one MLP."""
+        is_dense = self.experts is None or layer in self.experts.dense_layers
+        return None if is_dense else self.experts
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return the RoPE of `layer`, or None."""
+        if self.rotated_layers and not self.rotated_layers[layer]:
+            return None
+        has_window = self.sliding_window(layer) is not None
+        return self.window_rope if has_window and self.window_rope is not None else self.rope
