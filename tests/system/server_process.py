@@ -24,6 +24,7 @@ __all__ = [
     "Finished",
     "ServerProcess",
     "free_port",
+    "ready_line",
     "run_pagedray",
     "serve_command",
 ]
@@ -62,6 +63,15 @@ def serve_command(folder: Path, *arguments: str) -> tuple[list[str], dict[str, s
     """Return the command that serves a folder on free ports, and its environment."""
     ports = ("--grpc-port=0", "--http-port=0")
     return _command("serve", str(folder), *ports, *arguments), _environment()
+
+
+def ready_line(server: subprocess.Popen[str]) -> str:
+    """Return the line with the addresses of a server, once it is ready."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith("Ready:"):
+            return line
+    raise AssertionError("The server ended before it was ready.")
 
 
 def free_port() -> int:

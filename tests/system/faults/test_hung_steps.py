@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pagedray.v1 import pagedray_pb2, pagedray_pb2_grpc
-from tests.system.server_process import ROOT, TINY_LLAMA, serve_command
+from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 # Waits are shorter than in a server that users start.
 PROGRAM = """
@@ -52,8 +52,7 @@ def test_a_server_whose_steps_hang_under_their_lock_ends() -> None:
     )
     with process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)
-        assert process.stdout is not None
-        http_port, grpc_port = re.findall(r":(\d+)", process.stdout.readline())
+        http_port, grpc_port = re.findall(r":(\d+)", ready_line(process))
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{grpc_port}"))
         service = pagedray_pb2_grpc.GenerationServiceStub(channel)
         sampling = pagedray_pb2.SamplingParams(max_tokens=900, ignore_eos=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from tests.fakes import wait_for
-from tests.system.server_process import ROOT, TINY_LLAMA, serve_command
+from tests.system.server_process import ROOT, TINY_LLAMA, ready_line, serve_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +35,14 @@ def test_ray_that_hangs_while_it_starts_is_started_once_more(tmp_path: Path) -> 
         subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as server,
+        ExitStack() as stack,
     ):
-        assert server.stdout is not None
+        # Otherwise a test that fails would wait for it.
+        stack.callback(server.kill)
         wait_for(lambda: daemons(server, "raylet"), 60.0)
         (first,) = daemons(server, "raylet")
         first.suspend()
-        assert server.stdout.readline().startswith("Ready:")
+        ready_line(server)
         assert len(daemons(server, "gcs_server")) == 1
         (second,) = daemons(server, "raylet")
         assert second != first
