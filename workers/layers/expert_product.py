@@ -154,6 +154,23 @@ class StackedExperts(ExpertProduct):
         self._gate = config.gate
         self._gate_up_bias = biases(2 * intermediate_size) if config.has_bias else None
         self._down_bias = biases(hidden_size) if has_output_bias else None
+        self._allocate(
+            (len(ours), 2 * intermediate_size, hidden_size),
+            (len(ours), hidden_size, intermediate_size),
+            dtype=dtype,
+            device=device,
+        )
+
+    @abstractmethod
+    def _allocate(
+        self,
+        gate_up: tuple[int, int, int],
+        down: tuple[int, int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate weights of these shapes, for rows of a dtype."""
 
     def gate_up_bias(self, expert: int) -> torch.Tensor | None:
         return None if self._gate_up_bias is None else self._gate_up_bias[expert]
@@ -193,29 +210,16 @@ class StackedExperts(ExpertProduct):
 class GroupedExperts(StackedExperts):
     """Weights of the dtype of the rows."""
 
-    def __init__(
+    def _allocate(
         self,
-        config: ExpertsConfig,
+        gate_up: tuple[int, int, int],
+        down: tuple[int, int, int],
         *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(
-            config,
-            ours=ours,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            has_output_bias=has_output_bias,
-            dtype=dtype,
-            device=device,
-        )
-        shape = (len(ours), 2 * intermediate_size, hidden_size)
-        self._gate_up = torch.empty(shape, dtype=dtype, device=device)
-        self._down = self._gate_up.new_empty((len(ours), hidden_size, intermediate_size))
+        self._gate_up = torch.empty(gate_up, dtype=dtype, device=device)
+        self._down = torch.empty(down, dtype=dtype, device=device)
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self._gate_up[expert]

@@ -24,31 +24,17 @@ __all__ = ["DequantizedExperts", "Mxfp4Experts", "expert_product_class"]
 class Mxfp4Experts(StackedExperts):
     """Weights stay in mxfp4, and are dequantized in registers; for rows of 16 bits."""
 
-    def __init__(
+    def _allocate(
         self,
-        config: ExpertsConfig,
+        gate_up: tuple[int, int, int],
+        down: tuple[int, int, int],
         *,
-        ours: range,
-        hidden_size: int,
-        intermediate_size: int,
-        has_output_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(
-            config,
-            ours=ours,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            has_output_bias=has_output_bias,
-            dtype=dtype,
-            device=device,
-        )
         assert dtype.itemsize == 2
-        self._gate_up, self._down = (
-            Mxfp4Matrix.empty(len(ours), *shape, device=device)
-            for shape in ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-        )
+        self._gate_up = Mxfp4Matrix.empty(*gate_up, device=device)
+        self._down = Mxfp4Matrix.empty(*down, device=device)
         self._gate_up_numbers = self._gate_up.blocks.flatten(2)
         self._down_numbers = self._down.blocks.flatten(2)
         self._gate_up_scales = self._down_scales = torch.empty(0, device=device)
