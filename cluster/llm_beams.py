@@ -5,14 +5,12 @@ Each step is one request for each beam, whose blocks are found in the prefix cac
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec.structs import replace
-
 from cluster.sampling_params import SamplingParams
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
+from cluster.serving.beam_step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, FinishReason
@@ -123,7 +121,7 @@ def search_beams(
     searches = [_search_of(prompt, params) for prompt in prompts]
     while any(search.running for search in searches):
         requests = [
-            _step_of(prompt, beam, search.num_logprobs)
+            beam_step(prompt, beam, search.num_logprobs)
             for prompt, search in zip(prompts, searches, strict=True)
             for beam in search.running
         ]
@@ -165,16 +163,6 @@ def _search_of(prompt: Request, params: BeamSearchParams) -> BeamSearch:
             param="beam_width",
         )
     return search
-
-
-def _step_of(prompt: Request, beam: Beam, num_logprobs: int) -> Request:
-    return replace(
-        prompt,
-        id=secrets.token_hex(16),
-        prompt_token_ids=prompt.prompt_token_ids + beam.token_ids,
-        # An end-of-sequence token is a token like others here.
-        sampling=replace(prompt.sampling, max_tokens=1, logprobs=num_logprobs, ignore_eos=True),
-    )
 
 
 def _sequence_of(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
 from cluster.scheduling.event import TokenEvent
 from cluster.serving.beam_search import Beam, BeamSearch
+from cluster.serving.beam_step import beam_step
 from pagedray.batch import TokenLogprobs
 from pagedray.errors import InvalidRequestError, OverloadedError, PagedRayError
-from pagedray.request import MAX_LOGPROBS, FinishReason, Request, SamplingParams
+from pagedray.request import MAX_LOGPROBS, FinishReason, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ class BeamStream:
 
     def _step_requests(self) -> list[Request]:
         requests = [
-            _step_of(request, beam, search.num_logprobs)
+            beam_step(request, beam, max(search.num_logprobs, request.sampling.logprobs or 0))
             for request, search in self._searches
             for beam in search.running
         ]
@@ -152,23 +152,6 @@ def _search_of(request: Request, length_penalty: float) -> BeamSearch:
             f"n must be from 1 to {most} with use_beam_search, not {sampling.n}.", param="n"
         )
     return search
-
-
-def _step_of(request: Request, beam: Beam, num_logprobs: int) -> Request:
-    # An end-of-sequence token is a token like others here.
-    sampling = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        logprobs=max(num_logprobs, request.sampling.logprobs or 0),
-        ignore_eos=True,
-    )
-    return replace(
-        request,
-        id=secrets.token_hex(16),
-        prompt_token_ids=request.prompt_token_ids + beam.token_ids,
-        sampling=sampling,
-        generated_token_ids=(),
-    )
 
 
 def _first(found: TokenLogprobs, number: int) -> TokenLogprobs:
