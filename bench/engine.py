@@ -56,6 +56,20 @@ LLAMA_8B: dict[str, Any] = {  # Any: JSON values
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+LLAMA_70B: dict[str, Any] = {  # Any: JSON values
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+INT4: dict[str, Any] = {  # Any: JSON values
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+}
 QWEN3_30B_A3B: dict[str, Any] = {  # Any: JSON values
     **LLAMA_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -127,9 +141,12 @@ SMALL_GPT_OSS: dict[str, Any] = {  # Any: JSON values
 SHAPES = {
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-20b-bf16": {**GPT_OSS_20B, "quantization_config": None},
+    "llama-70b": LLAMA_70B,
     "llama-8b": LLAMA_8B,
+    "llama-8b-int4": {**LLAMA_8B, "quantization_config": INT4},
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "small": SMALL,
+    "small-int4": {**SMALL, "quantization_config": INT4},
     "small-gpt-oss": SMALL_GPT_OSS,
     "small-experts": SMALL_EXPERTS,
 }
