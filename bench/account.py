@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--quantization", help="fp8 quantizes the weights (none)")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--torch-choice", action="store_true", help="choose tokens by torch")
     options = parser.parse_args()
@@ -182,6 +183,7 @@ def main() -> int:
             device=options.device,
             load_format="dummy",
             attention_backend=options.backend,
+            quantization=options.quantization,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             max_model_len=2048,
