@@ -95,9 +95,9 @@ class MessagesResponse(EventResponse):
                 self._blocks.append(_Block("tool_use", call.id, call.name))
             self._blocks[-1].pieces.append(call.arguments)
 
-    def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
+    def _whole(self, last: SequenceOutput, usage: Usage) -> tuple[bytes]:
         message = self._message([block.as_json() for block in self._blocks], usage)
-        return message | self._end(last)
+        return (_encode(message | self._end(last)),)
 
     def _written(self, output: GenerationOutput) -> bytes:
         events: list[bytes] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.serving.memory.output_buffer import OutputBuffer, OutputBuffers
 
-__all__ = ["KeptResponse", "kept_if_large", "whole_response"]
+__all__ = ["KeptResponse", "kept_if_large", "pieces_of", "whole_response"]
 
 _LARGE_BYTES = 2**16
 """What a connection buffers anyway."""
@@ -49,7 +49,7 @@ class KeptResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
-            for piece in _pieces(self._parts):
+            for piece in pieces_of(self._parts):
                 # While its client reads fast, sending waits for nothing.
                 await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -83,7 +83,8 @@ def kept_if_large(response: Response, buffers: OutputBuffers, tenant: str) -> Re
     )
 
 
-def _pieces(parts: Sequence[bytes]) -> Iterator[bytes]:
+def pieces_of(parts: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what is sent at once, the last of which may be empty."""
     pending: list[bytes] = []
     num_bytes = 0
     for part in parts:

@@ -8,7 +8,7 @@ from cluster.serving.http.kept_response import whole_response
 from cluster.serving.openai.event_stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from starlette.responses import Response
 
@@ -22,10 +22,10 @@ __all__ = ["answer_call"]
 class _Body(Protocol):
     """The response in the shape of one API."""
 
-    def events(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events; an error becomes the last one."""
+    def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
+        """Yield server-sent events, large ones in parts; an error becomes the last one."""
 
-    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
+    async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
         """Return the response once it is complete; its parts are counted in `buffer`."""
 
 

@@ -8,15 +8,12 @@ from abc import ABC, abstractmethod
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.errors import InternalError, PagedRayError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
-    from cluster.serving.http.errors import Json
     from cluster.serving.memory.output_buffer import OutputBuffer
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput
@@ -29,8 +26,6 @@ logger = logging.getLogger(__name__)
 _OUTPUT_BYTES = 128
 """Memory of an output beside its content."""
 
-_encode = msgspec.json.Encoder().encode
-
 
 class EventResponse(ABC):
     """The response to a call of one sequence."""
@@ -40,7 +35,7 @@ class EventResponse(ABC):
         self._turns = turns
         self._turn = turns.begin_turn() if turns.are_read else None
 
-    async def complete(self, buffer: OutputBuffer) -> list[bytes]:
+    async def complete(self, buffer: OutputBuffer) -> Sequence[bytes]:
         """Return the response once it is complete. Raises PagedRayError.
 
         Its parts are counted in `buffer` while they are collected.
@@ -62,13 +57,13 @@ class EventResponse(ABC):
         assert usage is not None
         assert last is not None
         await asyncio.sleep(0)
-        written = _encode(self._whole(last, usage))
+        parts = self._whole(last, usage)
         # It may repeat more of the request than was generated.
-        buffer.collect(len(written))
-        return [written]
+        buffer.collect(sum(map(len, parts)))
+        return parts
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events; an error becomes the last one."""
+    async def events(self) -> AsyncGenerator[bytes | tuple[bytes, ...]]:
+        """Yield server-sent events, large ones in parts; an error becomes the last one."""
         if self._generation.replayed is not None:
             # The client has received these events.
             self._written(self._generation.replayed)
@@ -102,12 +97,12 @@ class EventResponse(ABC):
         """Add what the turn gained to the complete response."""
 
     @abstractmethod
-    def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
-        """Return the complete response; `last` is the last output."""
+    def _whole(self, last: SequenceOutput, usage: Usage) -> Sequence[bytes]:
+        """Return the parts of the complete response; `last` is the last output."""
 
     @abstractmethod
-    def _written(self, output: GenerationOutput) -> bytes:
-        """Return the events of the next output, none of them for an error."""
+    def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
+        """Return the events of the next output, none of them for an error; large ones in parts."""
 
     @abstractmethod
     def _error_event(self, error: PagedRayError) -> bytes:

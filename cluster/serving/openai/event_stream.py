@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.serving.continuation import PROGRESS_KEY
+from cluster.serving.http.kept_response import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -34,7 +35,7 @@ class EventStream(Response):
     def __init__(
         self,
         request_id: str,
-        events: AsyncGenerator[bytes],
+        events: AsyncGenerator[bytes | tuple[bytes, ...]],
         *,
         close: Callable[[], None],
         take_progress: Callable[[], Encoded] | None = None,
@@ -70,8 +71,13 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for written in events:
                 if take_progress is None:
+                    if isinstance(written, tuple):
+                        await _send_parts(written, send)
+                        continue
                     await send({"type": "http.response.body", "body": written, "more_body": True})
                 else:
+                    if isinstance(written, tuple):
+                        written = b"".join(written)
                     await send(
                         {
                             "type": "http.response.body",
@@ -81,6 +87,14 @@ class EventStream(Response):
                         }
                     )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
+    """Send large events as the client reads them."""
+    for piece in pieces_of(parts):
+        # While its client reads fast, sending waits for nothing.
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:

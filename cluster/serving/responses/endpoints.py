@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.responses import Response
 
 from cluster.serving.http.body import JSON_TYPE
@@ -27,6 +26,8 @@ from cluster.serving.tools.turns import Turns
 from pagedray.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.serving.http.errors import Json
     from cluster.serving.intake.steps import Steps
     from cluster.serving.servicer import Servicer
@@ -74,7 +75,7 @@ class _Handlers:
         )
         names = {"structure": "tools" if asked.tools.is_forced else "text.format", **_NAMES}
         kept = self._servicer.buffers.open_buffer(call.tenant.name)
-        kept.collect(asked.echo.num_bytes)
+        kept.collect(len(asked.echo.large))
         try:
             generation = await self._servicer.start_generation(given, call.entered)
         except BaseException as error:
@@ -86,16 +87,18 @@ class _Handlers:
         # Clients may choose the ids of calls, but not those of stored responses.
         number = secrets.token_hex(16) if asked.is_stored else generation.id
 
-        def keep(response: Json) -> None:
-            self._keep(call.tenant.name, asked, response)
+        response_id = f"resp_{number}"
+
+        def keep(items: Sequence[Json], body: bytes) -> None:
+            self._keep(call.tenant.name, response_id, asked, items, body)
 
         response = ResponsesResponse(
             generation,
             Turns(asked.tools, generation.reasoning, self._servicer.tokenizer.token_bytes),
             model=self._servicer.config.model.name,
             created_s=int(time.time()) if continuation is None else continuation.created_s,
-            echoed=asked.echo.fields,
-            response_id=f"resp_{number}",
+            echo=asked.echo,
+            response_id=response_id,
             keep=keep if asked.is_stored else None,
         )
         return await answer_call(
@@ -152,13 +155,15 @@ class _Handlers:
             )
         return self._stored.find_previous(tenant, given, MAX_MESSAGES)
 
-    def _keep(self, tenant: str, asked: _Asked, response: Json) -> None:
-        """Store a complete response with the messages that it adds to its conversation."""
+    def _keep(
+        self, tenant: str, response_id: str, asked: _Asked, items: Sequence[Json], body: bytes
+    ) -> None:
+        """Store a complete response, whose output is `items`, with the messages that it adds."""
         problem = ""
         messages = asked.messages
         try:
-            messages += finish(read_items(response["output"]))
+            messages += finish(read_items(items))
         except InvalidRequestError:
             problem = "a tool call in it is cut off or invalid."
-        turn = StoredTurn(msgspec.json.encode(response), messages, asked.previous, problem=problem)
-        self._stored.keep(tenant, str(response["id"]), turn)
+        turn = StoredTurn(body, messages, asked.previous, problem=problem)
+        self._stored.keep(tenant, response_id, turn)

@@ -11,9 +11,10 @@ from cluster.serving.openai.event_response import EventResponse
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from cluster.serving.http.errors import Json
+    from cluster.serving.responses.responses_body import Echo
     from cluster.serving.servicer import GenerationCall, GenerationOutput, Usage
     from cluster.serving.text.text_stream import SequenceOutput
     from cluster.serving.tools.turn_reader import TurnDelta
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["ResponsesResponse"]
 
 _encode = msgspec.json.Encoder().encode
+
+_LARGE_BYTES = 2**14
 
 _Kind = Literal["message", "reasoning", "function_call"]
 _PREFIXES: Mapping[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -73,20 +76,21 @@ class ResponsesResponse(EventResponse):
         *,
         model: str,
         created_s: int,
-        echoed: Mapping[str, object],
+        echo: Echo,
         response_id: str,
-        keep: Callable[[Json], None] | None = None,
+        keep: Callable[[Sequence[Json], bytes], None] | None = None,
     ) -> None:
-        """`echoed` are the parameters that it repeats; `keep` stores it once it is complete."""
+        """`echo` is what it repeats; `keep` stores its output and JSON once it is complete."""
         super().__init__(generation, turns)
         self._keep = keep
+        self._repeated = echo.large
         self._head: Json = {
             "id": response_id,
             "object": "response",
             "created_at": created_s,
             "model": model,
             "error": None,
-            **echoed,
+            **echo.fields,
         }
         self._items: list[_Item] = []
         self._number = 0
@@ -96,12 +100,12 @@ class ResponsesResponse(EventResponse):
     def _collect(self, delta: TurnDelta) -> None:
         self._add(delta, None)
 
-    def _written(self, output: GenerationOutput) -> bytes:
+    def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
         events: list[bytes] = []
         if not self._number:
-            started = self._head | {"status": "in_progress", "output": [], "usage": None}
-            self._write("response.created", {"response": started}, events)
-            self._write("response.in_progress", {"response": started}, events)
+            started = self._parts({"status": "in_progress", "output": [], "usage": None})
+            self._write_response("created", started, events)
+            self._write_response("in_progress", started, events)
         for sequence in output.sequences:
             if sequence.failure is not None:
                 continue
@@ -109,8 +113,9 @@ class ResponsesResponse(EventResponse):
             if sequence.finish_reason is not None:
                 self._end_items(_status(sequence), events)
                 ended = self._whole(sequence, output.usage)
-                self._write(f"response.{ended['status']}", {"response": ended}, events)
-        return b"".join(events)
+                self._write_response(_status(sequence), ended, events)
+        # A part is what the response repeats, which takes long to copy.
+        return tuple(events) if len(self._repeated) > _LARGE_BYTES else b"".join(events)
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
         """Add what the turn gained to the items, and its events."""
@@ -192,21 +197,37 @@ class ResponsesResponse(EventResponse):
         self._number += 1
         events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), written))
 
-    def _whole(self, last: SequenceOutput, usage: Usage) -> Json:
+    def _write_response(self, kind: str, parts: Sequence[bytes], events: list[bytes]) -> None:
+        """Add an event with the response."""
+        events.append(
+            b'event: response.%b\ndata: {"type":"response.%b","sequence_number":%d,"response":'
+            % (kind.encode(), kind.encode(), self._number)
+        )
+        events += parts
+        events.append(b"}\n\n")
+        self._number += 1
+
+    def _parts(self, fields: Json) -> tuple[bytes, ...]:
+        """Return the response in JSON."""
+        return _encode(self._head | fields)[:-1] + b",", self._repeated, b"}"
+
+    def _whole(self, last: SequenceOutput, usage: Usage) -> tuple[bytes, ...]:
         status = _status(last)
         self._end_items(status, None)
         items = [item.as_json("completed") for item in self._items[:-1]]
         items.append(self._items[-1].as_json(status))
         is_cut = last.finish_reason is FinishReason.LENGTH
-        whole = self._head | {
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": items,
-            "usage": self._usage(usage),
-        }
+        whole = self._parts(
+            {
+                "status": status,
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+                "output": items,
+                "usage": self._usage(usage),
+            }
+        )
         # Before the client has it, who may continue it at once.
         if self._keep is not None and last.finish_reason is not FinishReason.ABORT:
-            self._keep(whole)
+            self._keep(items, b"".join(whole))
         return whole
 
     def _usage(self, usage: Usage) -> Json:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Echo", "FunctionTool", "ResponsesBody", "TextConfig"]
 
+_encode = msgspec.json.Encoder().encode
+
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -82,10 +84,11 @@ class TextConfig(BodyPart):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The parameters that a response repeats, of which those that may be large are JSON."""
+    """The parameters that a response repeats."""
 
     fields: Mapping[str, object]
-    num_bytes: int
+    large: bytes
+    """Those that may be large, as members of a JSON object."""
 
 
 class ResponsesBody(Body):
@@ -221,16 +224,17 @@ class ResponsesBody(Body):
 
     def echoed(self, *, is_stored: bool) -> Steps[Echo]:
         """Return the parameters that a response repeats."""
-        tools: list[msgspec.Raw] = []
+        tools: list[bytes] = []
         for tool in self.tools or ():
             yield
-            tools.append(_written(tool))
-        instructions = _written(self.instructions)
+            tools.append(_encode(tool))
+        instructions = _encode(self.instructions)
         yield
-        text = _written(self.text or {"format": {"type": "text"}})
+        text = _encode(self.text or {"format": {"type": "text"}})
         yield
+        parts = (instructions, text, b",".join(tools))
+        large = b'"instructions":%b,"text":%b,"tools":[%b]' % parts
         fields = {
-            "instructions": instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": {},
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -241,13 +245,11 @@ class ResponsesBody(Body):
             },
             "store": is_stored,
             "temperature": self.temperature,
-            "text": text,
             "tool_choice": self.tool_choice or "auto",
-            "tools": tools,
             "top_p": self.top_p,
             "truncation": "disabled",
         }
-        return Echo(fields, sum(map(_num_bytes, (instructions, text, *tools))))
+        return Echo(fields, large)
 
     def _choice(self, *, has_tools: bool) -> ToolChoice:
         given, is_parallel = self.tool_choice, self.parallel_tool_calls
@@ -286,14 +288,6 @@ class ResponsesBody(Body):
             )
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
-
-
-def _written(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
-
-
-def _num_bytes(written: msgspec.Raw) -> int:
-    return len(bytes(written))
 
 
 def _tool_of(given: object, where: str) -> Tool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent
 
 from cluster.serving.memory.tenant_bytes import BufferLimits
 from cluster.serving.responses.stored_responses import StoredResponses, StoredTurn, StoreLimits
@@ -251,3 +252,25 @@ def test_a_turn_that_was_forgotten_meanwhile_is_counted_again() -> None:
     assert stored.num_bytes == first.num_bytes + second.num_bytes
     stored.delete("a", "second")
     assert stored.num_bytes == 0
+
+
+def test_a_streamed_response_that_repeats_much_is_stored_as_it_was_sent(
+    tool_server: Server, client: openai.OpenAI
+) -> None:
+    say(tool_server, "Hello.")
+    tools: Any = [
+        {"type": "function", "name": f"f{number}", "description": "\u00e9" * 25_000}
+        for number in range(4)
+    ]
+    with client.responses.create(
+        model="tiny", input="hi", tools=tools, tool_choice="none", instructions="x", stream=True
+    ) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert isinstance(events[0], ResponseCreatedEvent)
+    assert isinstance(events[-1], ResponseCompletedEvent)
+    ended = events[-1].response
+    for response in (events[0].response, ended):
+        assert response.instructions == "x"
+        assert [tool.model_dump(exclude_unset=True) for tool in response.tools] == tools
+    assert client.responses.retrieve(ended.id).model_dump() == ended.model_dump()
