@@ -22,6 +22,7 @@ from cluster.serving.embedding_validator import EmbeddingValidator
 from cluster.serving.inputs import MAX_CLIENT_ID_LENGTH, GenerationInput
 from cluster.serving.intake.intake import Intake
 from cluster.serving.intake.limits import IntakeLimits
+from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 from cluster.serving.memory.output_buffer import OutputBuffers
 from cluster.serving.memory.reader_limits import ReaderLimits
 from cluster.serving.resume.registry import ResumableStreams
@@ -131,12 +132,16 @@ class Servicer:
         listeners = [log_call] if tracer is None else [tracer.trace, log_call]
         self.observer = CallObserver(self.metrics, config.model.name, listeners)
         self.reader_limits = ReaderLimits() if reader_limits is None else reader_limits
+        trimmer = MemoryTrimmer()
         self.intake = Intake(
             config,
             IntakeLimits() if intake_limits is None else intake_limits,
             has_streams=lambda: len(self._calls) > 0,
+            note_freed=trimmer.note_freed,
         )
-        self.buffers = OutputBuffers(self.reader_limits.unread_buffer)
+        self.buffers = OutputBuffers(
+            self.reader_limits.unread_buffer, note_freed=trimmer.note_freed
+        )
         """The output that clients have not read."""
         self.resumables = ResumableStreams(self.reader_limits)
         """The streams that clients may resume."""

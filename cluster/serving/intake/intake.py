@@ -9,7 +9,6 @@ from cluster.serving.intake.loop_shares import LoopShares
 from cluster.serving.intake.parsing import Parsing
 from cluster.serving.intake.read_deadlines import ReadDeadlines
 from cluster.serving.intake.reception import Reception
-from cluster.serving.memory.memory_trimmer import MemoryTrimmer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,14 +22,20 @@ class Intake:
     """The limits of a server on requests that it reads. Used from the event loop only."""
 
     def __init__(
-        self, config: EngineConfig, limits: IntakeLimits, *, has_streams: Callable[[], bool]
+        self,
+        config: EngineConfig,
+        limits: IntakeLimits,
+        *,
+        has_streams: Callable[[], bool],
+        note_freed: Callable[[int], None],
     ) -> None:
-        """`has_streams` returns whether anyone waits for tokens."""
+        """`has_streams` returns whether anyone waits for tokens.
+
+        `note_freed` is called with the bytes of each request that is not needed any longer.
+        """
         self.size = request_size(config, limits)
         self.read_timeout_s = limits.read_timeout_s
-        self.reception = Reception(
-            limits.received, wait_s=limits.wait_s, note_freed=MemoryTrimmer().note_freed
-        )
+        self.reception = Reception(limits.received, wait_s=limits.wait_s, note_freed=note_freed)
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self.parsing = Parsing(has_streams=has_streams)
         self.loop_shares = LoopShares(has_streams=has_streams)

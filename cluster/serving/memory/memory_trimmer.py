@@ -7,35 +7,51 @@ import ctypes
 
 __all__ = ["MemoryTrimmer", "trim_memory"]
 
-_DELAY_S = 5.0
+_DELAY_S = 2.0
+_MOST_DELAYS = 5
 _LARGE_BYTES = 2**16
 _MUCH_BYTES = 2**24
 
 
 class MemoryTrimmer:
-    """Trims memory some seconds after many large requests. Used from the event loop only.
+    """Trims memory after many large requests and responses. Used from the event loop only.
 
-    What small requests take is used by the next ones.
+    It takes tens of milliseconds on a thread, during which others may wait for memory, so it comes
+    some seconds after the last of them, or every ten seconds if they go on. What small requests
+    take is used by the next ones.
     """
 
     def __init__(self, *, delay_s: float = _DELAY_S) -> None:
         self._delay_s = delay_s
         self._num_freed_bytes = 0
-        """What large requests took since the last time."""
+        """What large requests and responses took since the last time."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_quiet = True
+        """Whether none of them was freed since the timer was started."""
+        self._num_delays = 0
 
     def note_freed(self, num_bytes: int) -> None:
-        """Note that a request of so many bytes is freed."""
+        """Note that a request or a response of so many bytes is freed."""
         if num_bytes < _LARGE_BYTES:
             return
+        self._is_quiet = False
         self._num_freed_bytes += num_bytes
         if self._timer is None and self._num_freed_bytes >= _MUCH_BYTES:
-            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._trim)
+            self._num_delays = 0
+            self._start_timer()
 
-    def _trim(self) -> None:
+    def _start_timer(self) -> None:
+        self._is_quiet = True
+        self._num_delays += 1
+        self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._trim_if_quiet)
+
+    def _trim_if_quiet(self) -> None:
+        if not self._is_quiet and self._num_delays < _MOST_DELAYS:
+            self._start_timer()
+            return
         self._timer = None
         self._num_freed_bytes = 0
-        # It takes milliseconds, without the interpreter's lock.
+        # Without the interpreter's lock.
         asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 

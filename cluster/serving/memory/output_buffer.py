@@ -11,6 +11,8 @@ from cluster.serving.memory.tenant_bytes import TenantBytes
 from pagedray.errors import InvalidRequestError, OverloadedError, UnreadError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.serving.memory.tenant_bytes import BufferLimits
 
 __all__ = ["OutputBuffer", "OutputBuffers"]
@@ -21,9 +23,13 @@ _RETRY_S = 5.0
 class OutputBuffers:
     """The buffers of a server. Used from the event loop only."""
 
-    def __init__(self, limits: BufferLimits) -> None:
+    def __init__(
+        self, limits: BufferLimits, *, note_freed: Callable[[int], None] | None = None
+    ) -> None:
+        """`note_freed` is called with the bytes of each response that is not kept any longer."""
         self._limits = limits
         self._bytes = TenantBytes(limits)
+        self._note_freed = note_freed
 
     @property
     def num_bytes(self) -> int:
@@ -32,7 +38,7 @@ class OutputBuffers:
 
     def open_buffer(self, tenant: str) -> OutputBuffer:
         """Return an empty buffer for a call of a tenant."""
-        return OutputBuffer(self._bytes, tenant)
+        return OutputBuffer(self._bytes, tenant, self._note_freed)
 
     def check_room(self, tenant: str) -> None:
         """Raise OverloadedError while the tenant's calls, or all calls, are at their limit.
@@ -56,12 +62,21 @@ class OutputBuffers:
 class OutputBuffer:
     """The bytes that are kept for one call."""
 
-    __slots__ = ("_bytes", "_tenant", "num_bytes")
+    __slots__ = ("_bytes", "_note_freed", "_tenant", "num_bytes")
 
-    def __init__(self, of_all: TenantBytes, tenant: str) -> None:
-        """The bytes also count among those `of_all` calls."""
+    def __init__(
+        self,
+        of_all: TenantBytes,
+        tenant: str,
+        note_freed: Callable[[int], None] | None = None,
+    ) -> None:
+        """The bytes also count among those `of_all` calls.
+
+        `note_freed` is called with their number when they are not kept any longer.
+        """
         self._bytes = of_all
         self._tenant = tenant
+        self._note_freed = note_freed
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -112,4 +127,6 @@ class OutputBuffer:
     def clear(self) -> None:
         """Stop counting all bytes; the buffer may be used again."""
         if self.num_bytes:
+            if self._note_freed is not None:
+                self._note_freed(self.num_bytes)
             self.remove(self.num_bytes)

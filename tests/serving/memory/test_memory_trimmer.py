@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from cluster.serving.memory.memory_trimmer import MemoryTrimmer
+from cluster.serving.memory.output_buffer import OutputBuffers
+from cluster.serving.memory.tenant_bytes import BufferLimits
 
 MIB = 2**20
 DELAY_S = 0.05
@@ -50,3 +52,25 @@ async def test_memory_of_few_or_small_requests_is_kept(num_requests: int, num_by
     await asyncio.sleep(DELAY_S)
     assert held - rss() < 8 * MIB
     assert len(pins) == 80
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do not trim")
+async def test_memory_is_returned_even_if_large_requests_go_on() -> None:
+    pins = leave_gaps(64)
+    held = rss()
+    trimmer = MemoryTrimmer(delay_s=DELAY_S)
+    async with asyncio.timeout(10):
+        while held - rss() < 32 * MIB:
+            trimmer.note_freed(16 * MIB)
+            await asyncio.sleep(DELAY_S / 10)
+    assert len(pins) == 80
+
+
+async def test_large_responses_are_noted_as_freed() -> None:
+    noted: list[int] = []
+    buffers = OutputBuffers(BufferLimits(), note_freed=noted.append)
+    buffer = buffers.open_buffer("ann")
+    buffer.collect(3 * MIB)
+    buffer.clear()
+    buffer.clear()
+    assert noted == [3 * MIB]
