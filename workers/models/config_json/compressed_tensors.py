@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pagedray.weight_format import FormatRule, Fp8Format, Int4Format
 from workers.models.config_json.int4_methods import group_size
+from workers.models.config_json.name_pattern import PatternError, name_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,8 +108,8 @@ def _patterns(section: ConfigFile, key: str) -> Iterator[re.Pattern[str]]:
             yield re.compile("")
         elif word.startswith(_REGEX):
             try:
-                yield re.compile(word.removeprefix(_REGEX))
-            except re.error as error:
-                raise section.refusal(key, f"has {word[:60]!r}, no pattern: {error}") from None
+                yield name_pattern(word.removeprefix(_REGEX))
+            except PatternError as error:
+                raise section.refusal(key, f"has {word[:60]!r}, which {error}") from None
         else:
             yield re.compile(rf"{re.escape(word)}$")

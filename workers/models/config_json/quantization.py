@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
 from workers.models.config_json.compressed_tensors import block_shape, compressed_tensors_rules
 from workers.models.config_json.int4_methods import awq_format, gptq_format
+from workers.models.config_json.name_pattern import PatternError, name_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,9 +75,10 @@ def _not_converted(section: ConfigFile, key: str) -> tuple[re.Pattern[str], ...]
     patterns = []
     for word in section.words(key):
         try:
-            patterns.append(re.compile(rf"(?:{word})(?:(?<=\.)|(?=\.|$))|.*{re.escape(word)}$"))
-        except re.error as error:
-            raise section.refusal(key, f"has {word[:60]!r}, which is no pattern: {error}") from None
+            patterns.append(name_pattern(word, r"(?:{0})(?:(?<=\.)|(?=\.|$))"))
+        except PatternError as error:
+            raise section.refusal(key, f"has {word[:60]!r}, which {error}") from None
+        patterns.append(re.compile(f".*{re.escape(word)}$"))
     return tuple(patterns)
 
 

@@ -1,0 +1,62 @@
+"""Regular expressions of layers' names in a checkpoint's configuration.
+
+Python's matcher tries all ways in which a name may match. Their number grows exponentially with the
+length of the name if one repetition is inside another, and with the number of repetitions.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["PatternError", "name_pattern"]
+
+_MAX_LENGTH = 500
+_MAX_REPETITIONS = 4
+_MAX_OPTIONS = 4
+_TOKENS = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!])|\(\??|[*+?]\??|\{\d*,?\d*\}\??|.",
+    re.DOTALL,
+)
+
+
+class PatternError(ValueError):
+    """A text that is no pattern, or one that may take long to match."""
+
+
+def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
+    """Return the pattern of a text, put into a form. Raises PatternError."""
+    if len(text) > _MAX_LENGTH:
+        raise PatternError(f"has more than {_MAX_LENGTH} characters")
+    _check_repetitions(text)
+    try:
+        return re.compile(form.format(text))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PatternError(f"is no pattern: {error}") from None
+
+
+def _check_repetitions(text: str) -> None:
+    """Raise PatternError for repetitions of what may match in several ways, and for many."""
+    num_repetitions = num_options = 0
+    # Whether each open group has several ways to match, and the one that was just closed.
+    groups = [False]
+    has_ways = False
+    for token in _TOKENS.findall(text):
+        is_repetition = token[0] in "*+" or (token[0] == "{" and len(token) > 1)
+        if is_repetition and has_ways:
+            raise PatternError("repeats a group with a repetition or with alternatives")
+        num_repetitions += is_repetition
+        num_options += token[0] == "?"
+        has_ways = False
+        if token == "(?":
+            raise PatternError("has a group of a kind that is not supported")
+        if token[0] == "(":
+            groups.append(False)
+        elif token == ")" and len(groups) > 1:
+            has_ways = groups.pop()
+            groups[-1] = groups[-1] or has_ways
+        elif is_repetition or token[0] in "?|":
+            groups[-1] = True
+    if num_repetitions > _MAX_REPETITIONS or num_options > _MAX_OPTIONS:
+        raise PatternError(
+            f"has more than {_MAX_REPETITIONS} repetitions or {_MAX_OPTIONS} optional parts"
+        )
