@@ -10,15 +10,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
 from tests.clients.catalog import PROGRAMS, Program
-from tests.system.server_process import ROOT, TINY_LLAMA, ServerProcess
+from tests.scripted_model import write_scripted_model
+from tests.system.server_process import ROOT, ServerProcess
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _ENVIRONMENTS = ROOT / "build" / "clients"
 _TIMEOUT_S = 600.0
+_FLAGS = ("--executor=local", "--dtype=float32", "--log-level=warning")
+_SCRIPTED_BLOCKS = 8192
+"""Agents send long prompts."""
 
 
 def main(names: list[str]) -> int:
@@ -29,34 +34,54 @@ def main(names: list[str]) -> int:
         print(f"There is no {', '.join(sorted(unknown))}.", file=sys.stderr)
         return 2
     pythons = {one.name: _environment(one) for one in chosen}
-    failed: list[str] = []
-    with ServerProcess(("--executor=local", "--dtype=float32", "--log-level=warning")) as server:
-        for program in chosen:
-            script = _PROGRAMS / f"{program.name}.py"
-            command = [str(pythons[program.name]), str(script), server.url, str(TINY_LLAMA)]
-            done = subprocess.run(
-                command, timeout=_TIMEOUT_S, check=False, cwd=_ENVIRONMENTS, env=_environ()
-            )
-            if done.returncode:
-                failed.append(program.name)
+    with ServerProcess(_FLAGS) as server:
+        works = {
+            one.name: _works(one, pythons[one.name], server) for one in chosen if not one.turns
+        }
+    works |= {one.name: _works_scripted(one, pythons[one.name]) for one in chosen if one.turns}
+    failed = [name for name, is_working in works.items() if not is_working]
     print(f"{len(chosen) - len(failed)} of {len(chosen)} programs work.")
     if failed:
         print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _works_scripted(program: Program, python: Path) -> bool:
+    """Return whether a program works with a server of a model that says its turns."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "scripted"
+        folder.mkdir()
+        write_scripted_model(folder, program.turns)
+        with ServerProcess((*_FLAGS, f"--num-blocks={_SCRIPTED_BLOCKS}"), folder) as server:
+            return _works(program, python, server)
+
+
+def _works(program: Program, python: Path, server: ServerProcess) -> bool:
+    script = _PROGRAMS / f"{program.name}.py"
+    command = [str(python), str(script), server.url, str(server.folder)]
+    done = subprocess.run(
+        command, timeout=_TIMEOUT_S, check=False, cwd=_ENVIRONMENTS, env=_environ()
+    )
+    print(f"{program.name}: {'works' if done.returncode == 0 else 'fails'}", flush=True)
+    return done.returncode == 0
+
+
 def _environment(program: Program) -> Path:
     """Return the interpreter of a program's environment, which is made if it is missing."""
     folder = _ENVIRONMENTS / program.name
     python, stamp = folder / "bin" / "python", folder / "installed"
-    wanted = "\n".join((*program.packages, *program.without_needs))
+    wanted = "\n".join((*program.packages, *program.without_needs, *program.node_packages))
     if not stamp.is_file() or stamp.read_text() != wanted:
         venv.create(folder, with_pip=True, clear=True)
         install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*install, *program.packages], check=True, env=_environ())
+        if program.packages:
+            subprocess.run([*install, *program.packages], check=True, env=_environ())
         if program.without_needs:
             command = [*install, "--no-deps", *program.without_needs]
             subprocess.run(command, check=True, env=_environ())
+        if program.node_packages:
+            command = ["npm", "install", "--silent", "--prefix", str(folder)]
+            subprocess.run([*command, *program.node_packages], check=True, env=_environ())
         stamp.write_text(wanted)
     return python
 

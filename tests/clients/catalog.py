@@ -15,8 +15,12 @@ class Program:
     """A script in `programs`, which gets the URL of a server and the folder of its model."""
 
     name: str
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     """What its environment needs, as arguments of `pip install`."""
+    node_packages: tuple[str, ...] = ()
+    """What it needs from npm."""
+    turns: tuple[tuple[str, ...], ...] = ()
+    """What a scripted model says in each turn, in pieces; without, the shipped model serves."""
     without_needs: tuple[str, ...] = ()
     """Packages that are installed afterwards, without what they say they need."""
 
@@ -24,6 +28,40 @@ class Program:
 PROGRAMS = (
     Program("anthropic_messages", ("anthropic",)),
     Program("autogen_agent", ("autogen-agentchat", "autogen-ext[openai]")),
+    Program(
+        "claude_code_session",
+        node_packages=("@anthropic-ai/claude-code",),
+        turns=(
+            (
+                "I write the file.",
+                '\n<tool_call>\n{"name": "Bash", "arguments": {"command": ',
+                '"echo first > note.txt", "description": "Write"}}\n</tool_call>',
+            ),
+            (
+                "I read it now.",
+                '\n<tool_call>\n{"name": "Bash", "arguments": ',
+                '{"command": "cat note.txt", "description": "Read"}}\n</tool_call>',
+            ),
+            ("The note", " says first."),
+        ),
+    ),
+    Program(
+        "codex_session",
+        node_packages=("@openai/codex",),
+        turns=(
+            (
+                "I write the file.",
+                '\n<tool_call>\n{"name": "exec_command", "arguments": {"cmd": ',
+                '"echo first > note.txt"}}\n</tool_call>',
+            ),
+            (
+                "I read it now.",
+                '\n<tool_call>\n{"name": "exec_command", "arguments": ',
+                '{"cmd": "cat note.txt"}}\n</tool_call>',
+            ),
+            ("The note", " says first."),
+        ),
+    ),
     Program("guidellm_benchmark", ("guidellm",)),
     Program("inspect_ai_task", ("inspect-ai", "openai")),
     Program("instructor_models", ("instructor",)),

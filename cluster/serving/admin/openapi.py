@@ -29,8 +29,9 @@ from cluster.serving.openai.messages import (
 )
 from cluster.serving.openai.score_body import RerankBody, ScoreBody
 from cluster.serving.openai.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from cluster.serving.responses.function_tools import FunctionTool, NamespaceTool
 from cluster.serving.responses.items import ITEMS, ItemPart
-from cluster.serving.responses.responses_body import FunctionTool, ResponsesBody, TextConfig
+from cluster.serving.responses.responses_body import ResponsesBody, TextConfig
 from pagedray.version import __version__
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _PARTS: tuple[type[BodyPart], ...] = (
     *BLOCKS.values(),
     *ITEMS.values(),
     FunctionTool,
+    NamespaceTool,
     ItemPart,
     TextConfig,
     AnthropicTool,

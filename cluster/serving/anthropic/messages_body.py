@@ -12,7 +12,7 @@ from cluster.serving.anthropic.blocks import (
     read_anthropic_messages,
     read_text,
 )
-from cluster.serving.http.schema import Body, BodyPart, named_schema, read_part
+from cluster.serving.http.schema import Body, BodyPart, Defaults, named_schema, read_part
 from cluster.serving.inputs import ChatPrompt, GenerationInput, TokenizeInput
 from cluster.serving.json_text import json_text
 from cluster.serving.openai.chat_body import MAX_MESSAGES
@@ -82,6 +82,10 @@ class OutputConfig(BodyPart):
 class ConversationBody(Body):
     """What both endpoints read."""
 
+    defaults: ClassVar[Defaults] = {
+        # All thoughts are kept.
+        "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
+    }
     ignored: ClassVar[Mapping[str, str]] = {
         "cache_control": "prefixes are cached anyway",
         "speed": "there is one speed",

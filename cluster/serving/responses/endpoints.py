@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from cluster.serving.inputs import ChatPrompt, GenerationInput
 from cluster.serving.intake.steps import finish
 from cluster.serving.openai.answer import answer_call
 from cluster.serving.openai.chat_body import MAX_MESSAGES
+from cluster.serving.responses.function_tools import FunctionName, FunctionTools
 from cluster.serving.responses.items import read_items
 from cluster.serving.responses.response import ResponsesResponse
 from cluster.serving.responses.responses_body import Echo, ResponsesBody
@@ -43,6 +45,8 @@ class _Asked:
 
     given: GenerationInput
     tools: ToolUse
+    names: Mapping[str, FunctionName]
+    """Those of functions in namespaces, by those that the model knows."""
     echo: Echo
     is_stream: bool
     is_stored: bool
@@ -99,6 +103,7 @@ class _Handlers:
             created_s=int(time.time()) if continuation is None else continuation.created_s,
             echo=asked.echo,
             response_id=response_id,
+            names=asked.names,
             keep=keep if asked.is_stored else None,
         )
         return await answer_call(
@@ -121,7 +126,8 @@ class _Handlers:
         is_stored = self._stored.is_enabled and body.store is not False
         if body.store and not is_stored:
             call.ignored.note("store")
-        tools = yield from body.tool_use(self._servicer.tool_format)
+        functions = FunctionTools()
+        tools = yield from body.tool_use(functions, self._servicer.tool_format)
         known = self._servicer.tokenizer.template_variables(has_tools=tools.is_read)
         given = yield from body.to_input(
             call.client_id,
@@ -136,6 +142,7 @@ class _Handlers:
         return _Asked(
             given=given,
             tools=tools,
+            names=functions.names,
             echo=echo,
             is_stream=body.stream,
             is_stored=is_stored,

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from cluster.serving.http.schema import BodyPart, named_schema, read_part
 from cluster.serving.json_body import check_counts
+from cluster.serving.responses.function_tools import model_name
 from cluster.serving.text.chat_template import ChatMessage, MessageToolCall
 from pagedray.errors import InvalidRequestError
 
@@ -58,6 +59,7 @@ class FunctionCallItem(BodyPart):
     type: Literal["function_call"]
     call_id: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
     name: str = Field(json_schema_extra={"maxLength": _MAX_ID_LENGTH})
+    namespace: str | None = Field(None, json_schema_extra={"maxLength": _MAX_ID_LENGTH})
     arguments: str = Field(description="A JSON object as a string.")
     id: Any = _copied()
     status: Any = _copied()
@@ -240,7 +242,9 @@ def _list_of(given: object, where: str) -> Sequence[object]:
 
 def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
     _check_id(item.call_id, f"{where}.call_id")
+    name = model_name(item.name, item.namespace)
     _check_id(item.name, f"{where}.name")
+    _check_id(name, f"{where}.namespace")
     try:
         arguments = from_json(item.arguments or "{}", allow_inf_nan=False)
     except ValueError:
@@ -248,7 +252,7 @@ def _call_of(item: FunctionCallItem, where: str) -> MessageToolCall:
     if not isinstance(arguments, dict):
         param = f"{where}.arguments"
         raise InvalidRequestError(f"{param} must be a JSON object as a string.", param=param)
-    return MessageToolCall(id=item.call_id, name=item.name, arguments=arguments)
+    return MessageToolCall(id=item.call_id, name=name, arguments=arguments)
 
 
 def _check_id(text: str, param: str) -> None:

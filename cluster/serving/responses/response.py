@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cluster.serving.openai.event_response import EventResponse
+from cluster.serving.responses.function_tools import FunctionName
 from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class _Item:
     kind: _Kind
     id: str
     call_id: str | None = None
-    name: str = ""
+    function: FunctionName | None = None
+    """What a tool call names."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -58,8 +60,11 @@ class _Item:
 
     def as_json(self, status: str) -> Json:
         written: Json = {"id": self.id, "type": self.kind, "status": status}
-        if self.kind == "function_call":
-            return written | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+        if self.function is not None:
+            if self.function.namespace is not None:
+                written["namespace"] = self.function.namespace
+            name = self.function.name
+            return written | {"call_id": self.call_id, "name": name, "arguments": self.text}
         content = [] if status == "in_progress" else [self.part(self.text)]
         if self.kind == "reasoning":
             return written | {"summary": [], "content": content, "encrypted_content": None}
@@ -78,10 +83,15 @@ class ResponsesResponse(EventResponse):
         created_s: int,
         echo: Echo,
         response_id: str,
+        names: Mapping[str, FunctionName],
         keep: Callable[[Sequence[Json], bytes], None] | None = None,
     ) -> None:
-        """`echo` is what it repeats; `keep` stores its output and JSON once it is complete."""
+        """`echo` is what it repeats; `keep` stores its output and JSON once it is complete.
+
+        `names` are those of functions in namespaces, by those that the model knows.
+        """
         super().__init__(generation, turns)
+        self._names = names
         self._keep = keep
         self._repeated = echo.large
         self._head: Json = {
@@ -127,7 +137,8 @@ class ResponsesResponse(EventResponse):
                 self._add_text(text, events)
         for call in delta.calls:
             if call.name is not None:
-                self._begin_item("function_call", events, call_id=call.id, name=call.name)
+                function = self._names.get(call.name) or FunctionName(call.name)
+                self._begin_item("function_call", events, call_id=call.id, function=function)
             if call.arguments:
                 self._add_text(call.arguments, events)
 
@@ -145,11 +156,11 @@ class ResponsesResponse(EventResponse):
         events: list[bytes] | None,
         *,
         call_id: str | None = None,
-        name: str = "",
+        function: FunctionName | None = None,
     ) -> None:
         self._end_item("completed", events)
         item_id = f"{_PREFIXES[kind]}_{self._generation.id}_{len(self._items)}"
-        item = _Item(kind, item_id, call_id, name)
+        item = _Item(kind, item_id, call_id, function)
         self._items.append(item)
         self._is_open = True
         fields: Json = {"output_index": len(self._items) - 1, "item": item.as_json("in_progress")}
@@ -164,8 +175,8 @@ class ResponsesResponse(EventResponse):
         self._is_open = False
         item = self._items[-1]
         ended = f"{_EVENTS[item.kind]}.done"
-        if item.kind == "function_call":
-            fields = {**self._place(), "name": item.name, "arguments": item.text}
+        if item.function is not None:
+            fields = {**self._place(), "name": item.function.name, "arguments": item.text}
             self._write(ended, fields, events)
         else:
             fields = {**self._place(), "text": item.text}

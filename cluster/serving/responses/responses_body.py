@@ -18,32 +18,22 @@ from cluster.serving.openai.parameters import IGNORED
 from cluster.serving.responses.items import ITEMS, read_items
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.template_arguments import Effort, TemplateArguments
-from cluster.serving.tools.tool import MAX_TOOLS, Tool
-from cluster.serving.tools.tool_choice import ToolChoice, ToolUse, read_tools
+from cluster.serving.tools.tool import MAX_TOOLS
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.structured.grammar.grammar_text import MAX_TEXT_BYTES
 from pagedray.errors import InvalidRequestError
 from pagedray.request import Structure
 
 if TYPE_CHECKING:
     from cluster.serving.intake.steps import Steps
+    from cluster.serving.responses.function_tools import FunctionTools
     from cluster.serving.tools.tool_calls import ToolCallFormat
 
-__all__ = ["Echo", "FunctionTool", "ResponsesBody", "TextConfig"]
+__all__ = ["Echo", "ResponsesBody", "TextConfig"]
 
 _encode = msgspec.json.Encoder().encode
 
 _LOGPROBS = "message.output_text.logprobs"
-
-
-class FunctionTool(BodyPart):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str = Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,64}$"})
-    description: str | None = None
-    parameters: Any = Field(None, json_schema_extra={"type": "object"})  # Any: a JSON schema
-    strict: bool | None = Field(None, description="Ignored; forced calls follow the schema.")
-    defer_loading: Literal[False] = False
 
 
 class NamedTool(BodyPart):
@@ -111,6 +101,7 @@ class ResponsesBody(Body):
                 "user",
             )
         },
+        "client_metadata": "labels for the logs of OpenAI",
         "max_tool_calls": "OpenAI's own tools are not available",
         "prompt_cache_options": IGNORED["prompt_cache_key"],
         "stream_options": "streams are not obfuscated",
@@ -155,7 +146,7 @@ class ResponsesBody(Body):
         None,
         json_schema_extra={
             "type": "array",
-            "items": named_schema("FunctionTool"),
+            "items": {"anyOf": [named_schema("FunctionTool"), named_schema("NamespaceTool")]},
             "maxItems": MAX_TOOLS,
         },
     )
@@ -183,9 +174,15 @@ class ResponsesBody(Body):
                 param="include",
             )
 
-    def tool_use(self, tool_format: ToolCallFormat | None) -> Steps[ToolUse]:
-        """Return how the call uses tools. Raises InvalidRequestError."""
-        tools = yield from read_tools(self.tools, _tool_of)
+    def tool_use(
+        self, functions: FunctionTools, tool_format: ToolCallFormat | None
+    ) -> Steps[ToolUse]:
+        """Return how the call uses tools, and add them to `functions`.
+
+        Raises InvalidRequestError.
+        """
+        yield from functions.read(self.tools)
+        tools = functions.tools
         return ToolUse(tools, self._choice(has_tools=bool(tools)), tool_format=tool_format)
 
     def to_input(
@@ -288,22 +285,3 @@ class ResponsesBody(Body):
             )
         text = json_text(schema, f"{param}.schema", most_bytes=MAX_TEXT_BYTES)
         return Structure(kind="json_schema", text=text)
-
-
-def _tool_of(given: object, where: str) -> Tool:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(given, dict) and kind != "function" and kind is not None:
-        raise InvalidRequestError(
-            f"{where}.type must be function: OpenAI's own tools are not available.",
-            param=f"{where}.type",
-        )
-    schema = given.get("parameters") if isinstance(given, dict) else None
-    # Nulls in the schema are values.
-    kept = {**given, "parameters": {}} if isinstance(given, dict) and schema else given
-    read = read_part(FunctionTool, kept, where)
-    if schema is not None and not isinstance(schema, dict):
-        param = f"{where}.parameters"
-        raise InvalidRequestError(f"{param} must be a JSON Schema object.", param=param)
-    tool = Tool(name=read.name, description=read.description, parameters=schema)
-    tool.check_limits(where)
-    return tool

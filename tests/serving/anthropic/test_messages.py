@@ -270,6 +270,14 @@ def test_hints_are_ignored(tool_server: Server) -> None:
     assert posted(tool_server, BODY | given).status_code == 200
 
 
+def test_thoughts_are_kept_on_request(tool_server: Server) -> None:
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+    given = {"context_management": {"edits": [edit]}}
+    assert posted(tool_server, BODY | given).status_code == 200
+    given["context_management"]["edits"][0]["keep"] = "none"
+    assert posted(tool_server, BODY | given).status_code == 400
+
+
 def test_a_text_of_many_blocks_is_read_in_steps() -> None:
     blocks = [{"type": "text", "text": "x"}] * 8000
     assert sum(1 for _ in read_text(blocks, "system")) > 100

@@ -40,6 +40,12 @@ TEMPLATE = (
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": None}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
 USE = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "id": "fc_1"}
+SPACE: dict[str, Any] = {  # Any: JSON, here and below
+    "type": "namespace",
+    "name": "eyes",
+    "description": "d",
+    "tools": [TOOL],
+}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "5"}
 
 
@@ -66,7 +72,7 @@ def say(server: Server, text: str) -> None:
     server.engine.script = lambda request, index: token_ids
 
 
-def posted(server: Server, given: dict[str, Any]) -> httpx.Response:  # Any: JSON, here and below
+def posted(server: Server, given: dict[str, Any]) -> httpx.Response:
     body = {"model": "tiny", "max_output_tokens": 8, "input": "hi"} | given
     return httpx.post(f"{server.url}/v1/responses", json=body, timeout=20)
 
@@ -75,6 +81,9 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({}, "user()=hi;>"),
     ({"instructions": "Be brief."}, "system()=Be brief.;user()=hi;>"),
     ({"tools": [TOOL]}, "[look]user()=hi;>"),
+    ({"tools": [TOOL, SPACE], "client_metadata": {"a": "b"}}, "[lookeyes.look]user()=hi;>"),
+    ({"input": [{**USE, "namespace": "eyes"}, OUTPUT]},
+     "assistant()=!eyes.look{};tool()c1=5;>"),
     ({"reasoning": {"effort": "low", "summary": "auto"}}, "low user()=hi;>"),
     ({"input": [{"role": "developer", "content": "A"},
                 {"role": "user", "content": [{"type": "input_text", "text": "B"},
@@ -154,6 +163,22 @@ def test_tools_are_called(tool_server: Server, client: openai.OpenAI, is_stream:
     assert again.status == "completed"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_calls_name_their_namespace(
+    tool_server: Server, client: openai.OpenAI, is_stream: bool
+) -> None:
+    say(tool_server, CALL.replace("look", "eyes.look"))
+    given: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [SPACE]}
+    if is_stream:
+        with client.responses.stream(**given) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(**given)
+    (call,) = response.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.namespace, call.name, call.arguments) == ("eyes", "look", '{"a": 1}')
+
+
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input is required.", "input"),
     ({"input": []}, "input must be a string or a list of items that is not empty.", "input"),
@@ -168,7 +193,19 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found.",
      "previous_response_id"),
     ({"tools": [{"type": "web_search"}]},
-     "tools.0.type must be function: OpenAI's own tools are not available.", "tools.0.type"),
+     "tools.0.type must be function or namespace: OpenAI's own tools are not available.",
+     "tools.0.type"),
+    ({"tools": [{**SPACE, "tools": [{"type": "custom", "name": "x"}]}]},
+     "tools.0.tools.0.type must be function: OpenAI's own tools are not available.",
+     "tools.0.tools.0.type"),
+    ({"tools": [{**SPACE, "tools": None}]}, "tools.0.tools is required.", "tools.0.tools"),
+    ({"tools": [{**SPACE, "tools": [TOOL] * 129}]},
+     "tools.0.tools must be a list of at most 128 functions.", "tools.0.tools"),
+    ({"tools": [{**SPACE, "tools": [TOOL] * 100}, {**SPACE, "tools": [TOOL] * 100}]},
+     "tools may have at most 128 entries, not 200.", "tools"),
+    ({"tools": [{**SPACE, "name": "n" * 62}]},
+     "tools.0.tools.0.name must be 1 to 64 letters, digits, underscores, dashes or dots.",
+     "tools.0.tools.0.name"),
     ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters must be a JSON Schema object.",
      "tools.0.parameters"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}},
