@@ -10,6 +10,7 @@ from cluster.sampling_params import SamplingParams as TextParams
 from cluster.serving.reasoning.reasoning_reader import ReasoningReader
 from cluster.serving.text.stop_strings import StopStrings
 from cluster.serving.text.text_stream import SequenceOutput, TextStream
+from cluster.serving.tools.channel_reader import ChannelTexts
 from pagedray.batch import PromptToken
 from pagedray.request import FinishReason
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.tokenizer import Tokenizer
     from pagedray.batch import PromptLogprobs, TokenLogprobs
+    from pagedray.reasoning import Reasoning
     from pagedray.request import Request, SamplingParams
 
 __all__ = ["Collector", "Completion", "Generation", "Logprob"]
@@ -87,7 +89,9 @@ class Generation:
 class _Progress:
     """What one completion has so far, or since the last result."""
 
-    def __init__(self, index: int, reader: ReasoningReader | None, *, has_text: bool) -> None:
+    def __init__(
+        self, index: int, reader: ReasoningReader | ChannelTexts | None, *, has_text: bool
+    ) -> None:
         self._index = index
         self._reader = reader
         self._has_text = has_text
@@ -175,7 +179,7 @@ class Collector:
         self._progress = [
             _Progress(
                 index,
-                None if request.reasoning is None else ReasoningReader(request.reasoning),
+                None if request.reasoning is None else _reader_of(request.reasoning),
                 has_text=text.detokenize,
             )
             for index in range(request.sampling.n)
@@ -241,3 +245,7 @@ class Collector:
             rank = found.rank if isinstance(found, PromptToken) else None
             described[token_id] = Logprob(found.chosen, rank, self._token_text(token_id))
         return described
+
+
+def _reader_of(reasoning: Reasoning) -> ReasoningReader | ChannelTexts:
+    return ChannelTexts() if reasoning.has_channels else ReasoningReader(reasoning)

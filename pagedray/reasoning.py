@@ -21,14 +21,19 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     """The text at which it begins; a turn that begins otherwise has none."""
     end: str
     """The text at which it ends."""
-    begin_token_id: int | None = None
-    """The token of `begin`, if it is one."""
-    end_token_id: int | None = None
-    """The token of `end`, if it is one."""
+    mark_tokens: tuple[tuple[int, str], ...] = ()
+    """Tokens that are a mark as a whole, or special in it, with their texts."""
     has_special_tokens: bool = False
     """Whether one of these is a special token, which texts usually leave out."""
+    answer_token_ids: tuple[int, ...] = ()
+    """What follows `end` before an answer, in models whose turns are messages in channels."""
     is_open: bool = False
     """Whether it begins in the prompt, so that the generated text needs no `begin`."""
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether turns are messages in channels."""
+        return bool(self.answer_token_ids)
 
 
 class ReasoningPlace(Enum):
@@ -54,10 +59,7 @@ class ReasoningTracker:
         self.after = b""
         """The bytes behind `end` of the token in which it ended."""
         self._begin, self._end = reasoning.begin.encode(), reasoning.end.encode()
-        self._ids = {
-            reasoning.begin_token_id: self._begin,
-            reasoning.end_token_id: self._end,
-        }
+        self._mark_tokens = {token_id: text.encode() for token_id, text in reasoning.mark_tokens}
         self._tail = b""
         self._set_rest()
 
@@ -70,7 +72,7 @@ class ReasoningTracker:
         """Add a token and its bytes, which may be empty for a special one."""
         if self.is_passed:
             return
-        self._tail += self._ids.get(token_id, token)
+        self._tail += self._mark_tokens.get(token_id, token)
         if self.place is ReasoningPlace.START:
             self._begin_or_not()
         if self.place is ReasoningPlace.INSIDE:

@@ -30,6 +30,7 @@ ReasoningFormat = Literal[
     "mistral",
     "none",
     "olmo3",
+    "openai_gptoss",
     "qwen3",
     "seed_oss",
 ]
@@ -43,6 +44,10 @@ class _Marks:
     end: str
     is_always_open: bool = False
     """Whether the output begins inside the reasoning, unless the prompt has ended it."""
+    special_texts: tuple[str, ...] = ()
+    """Special tokens that are parts of the marks."""
+    answer_header: str = ""
+    """What precedes the answer behind `end`, if turns are messages in channels."""
 
 
 _THINK = _Marks("<think>", "</think>")
@@ -54,11 +59,23 @@ _FORMATS: Mapping[ReasoningFormat, _Marks | None] = {
     "mistral": _Marks("[THINK]", "[/THINK]"),
     "none": None,
     "olmo3": _THINK,
+    "openai_gptoss": _Marks(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        special_texts=("<|channel|>", "<|message|>", "<|end|>"),
+        answer_header="<|start|>assistant<|channel|>final<|message|>",
+    ),
     "qwen3": _THINK,
     "seed_oss": _Marks("<seed:think>", "</seed:think>"),
 }
 REASONING_FORMATS = tuple(sorted(_FORMATS))
-_DETECTED: tuple[ReasoningFormat, ...] = ("granite", "mistral", "seed_oss", "qwen3")
+_DETECTED: tuple[ReasoningFormat, ...] = (
+    "openai_gptoss",
+    "granite",
+    "mistral",
+    "seed_oss",
+    "qwen3",
+)
 """Formats that templates show, the more specific ones first."""
 
 
@@ -66,7 +83,10 @@ def detect_reasoning(template: str) -> ReasoningFormat:
     """Return the format of a chat template's reasoning."""
     for name in _DETECTED:
         marks = _FORMATS[name]
-        if marks is not None and (marks.begin in template or marks.end in template):
+        if marks is None:
+            continue
+        shown = (marks.begin,) if marks.answer_header else (marks.begin, marks.end)
+        if any(mark in template for mark in shown):
             return name
     return "none"
 
@@ -76,16 +96,19 @@ def reasoning_of(name: ReasoningFormat, tokenizer: Tokenizer) -> Reasoning | Non
     marks = _FORMATS[name]
     if marks is None:
         return None
-    begin_id, end_id = (tokenizer.token_id_of(mark) for mark in (marks.begin, marks.end))
+    texts = dict.fromkeys((marks.begin, marks.end, *marks.special_texts))
+    tokens = [
+        (token_id, text) for text in texts if (token_id := tokenizer.token_id_of(text)) is not None
+    ]
     return Reasoning(
         begin=marks.begin,
         end=marks.end,
-        begin_token_id=begin_id,
-        end_token_id=end_id,
+        mark_tokens=tuple(tokens),
         has_special_tokens=any(
-            one is not None and tokenizer.token_bytes.is_special(one) for one in (begin_id, end_id)
+            tokenizer.token_bytes.is_special(token_id) for token_id, _ in tokens
         ),
         is_open=marks.is_always_open,
+        answer_token_ids=tuple(tokenizer.encode(marks.answer_header, add_special_tokens=False)),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
@@ -100,6 +100,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.source = source
         """The template's source."""
+        self._has_channels = "<|channel|>" in source
         own = {*environment.globals, *special_tokens, "messages", "add_generation_prompt", "tools"}
         self.variables = frozenset(variables - own)
         """The variables that it reads and that a request may set."""
@@ -121,6 +122,8 @@ class ChatTemplate:
         Raises InvalidRequestError if the template rejects the messages.
         """
         self._environment.start_rendering(pauses)
+        if self._has_channels:
+            messages = _in_channels(messages)
         written = [_for_template(message) for message in messages]
         mark = secrets.token_hex(16) if continues_final_message and written else None
         if mark is None:
@@ -184,6 +187,37 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
+def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages as templates of gpt-oss read them: of one call, before its result.
+
+    They read the first call of a message, take a result for that of the last call, and refuse
+    reasoning and content beside a call: both become its reasoning.
+    """
+    written: list[ChatMessage] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if not message.tool_calls:
+            written.append(message)
+            continue
+        results: list[ChatMessage] = []
+        while place < len(messages) and messages[place].role == "tool":
+            results.append(messages[place])
+            place += 1
+        thoughts = "\n".join(text for text in (message.reasoning, message.content) if text)
+        for call in message.tool_calls:
+            own = [one for one in results if one.tool_call_id == call.id]
+            results = [one for one in results if one.tool_call_id != call.id]
+            written.append(
+                replace(message, content="", tool_calls=(call,), reasoning=thoughts or None)
+            )
+            written += own
+            thoughts = ""
+        written += results
+    return written
+
+
 def _for_template(message: ChatMessage) -> dict[str, object]:
     written: dict[str, object] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -200,8 +234,9 @@ def _for_template(message: ChatMessage) -> dict[str, object]:
     if message.name is not None:
         written["name"] = message.name
     if message.reasoning is not None:
-        # Templates read one or the other.
+        # Templates read one of them.
         written["reasoning_content"] = written["reasoning"] = message.reasoning
+        written["thinking"] = message.reasoning
     return written
 
 

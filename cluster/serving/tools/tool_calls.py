@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from cluster.serving.tools.channel_reader import CHANNEL_MARK, ChannelReader
 from cluster.serving.tools.deepseek_calls import DEEPSEEK_BEGIN, DeepSeekReader
 from cluster.serving.tools.json_calls import (
     HERMES_BEGIN,
@@ -35,6 +36,7 @@ ToolCallFormat = Literal[
     "llama3_json",
     "llama4_pythonic",
     "mistral",
+    "openai",
     "pythonic",
     "qwen3_coder",
     "qwen3_xml",
@@ -47,6 +49,7 @@ _READERS: Mapping[ToolCallFormat, type[TurnReader]] = {
     "llama3_json": LlamaReader,
     "llama4_pythonic": PythonReader,
     "mistral": MistralReader,
+    "openai": ChannelReader,
     "pythonic": PythonReader,
     "qwen3_coder": QwenCoderReader,
     "qwen3_xml": QwenCoderReader,
@@ -54,6 +57,7 @@ _READERS: Mapping[ToolCallFormat, type[TurnReader]] = {
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = tuple(sorted(_READERS))
 
 _SHOWN_BY: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
+    ("openai", (f"{CHANNEL_MARK}commentary",)),
     ("mistral", (MISTRAL_BEGIN,)),
     ("deepseek_v3", (DEEPSEEK_BEGIN,)),
     ("qwen3_coder", (HERMES_BEGIN, "<function=")),

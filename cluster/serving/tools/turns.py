@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.serving.reasoning.reasoning_reader import ReasoningReader
+from cluster.serving.tools.channel_reader import ChannelReader
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.reasoning import ReasoningPlace, ReasoningTracker
 
@@ -70,7 +71,12 @@ class Turn:
         self.num_reasoning_tokens = 0
         """Tokens of the reasoning so far, with its marks."""
         self._calls = tools.reader() if tools.is_read else None
-        self._reasoning = None if reasoning is None else ReasoningReader(reasoning)
+        self._reasoning = None
+        if reasoning is not None and reasoning.has_channels:
+            if not isinstance(self._calls, ChannelReader):
+                self._calls = ChannelReader({}, answer=self._calls)
+        elif reasoning is not None:
+            self._reasoning = ReasoningReader(reasoning)
         self._tracker = None if reasoning is None else ReasoningTracker(reasoning)
         self._token_bytes = token_bytes
         self._shows_reasoning = shows_reasoning
@@ -93,19 +99,19 @@ class Turn:
         reasoning, text = "", output.text
         if self._reasoning is not None:
             reasoning, text = self._reasoning.read_piece(text, is_last=is_last)
-        if not self._shows_reasoning:
-            reasoning = ""
         if self._calls is None:
-            return TurnDelta(content=text, reasoning=reasoning)
-        read = self._calls.read_piece(text)
-        if not is_last:
-            return TurnDelta(content=read.content, calls=read.calls, reasoning=reasoning)
-        rest = self._calls.flush()
-        return TurnDelta(
-            content=read.content + rest.content,
-            calls=[*read.calls, *rest.calls],
-            reasoning=reasoning,
-        )
+            read = TurnDelta(content=text, reasoning=reasoning)
+        else:
+            read = self._calls.read_piece(text)
+            read.reasoning += reasoning
+            if is_last:
+                rest = self._calls.flush()
+                read.content += rest.content
+                read.calls += rest.calls
+                read.reasoning += rest.reasoning
+        if not self._shows_reasoning:
+            read.reasoning = ""
+        return read
 
     def _count(
         self, token_ids: tuple[int, ...], tracker: ReasoningTracker, *, is_last: bool

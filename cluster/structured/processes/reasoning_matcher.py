@@ -54,10 +54,14 @@ class ReasoningMatcher:
         self._num_line_feeds = 0
         self._has_begun = False
         """Whether the structure has begun behind the reasoning."""
+        self._header = self._reasoning.answer_token_ids
+        """What is missing of the tokens between the reasoning and the structure."""
 
     @property
     def is_complete(self) -> bool:
         """Whether the grammar matches what follows the reasoning."""
+        if self._tracker.place is ReasoningPlace.AFTER and self._header:
+            return False
         return self._matcher.is_complete and self._tracker.place is not ReasoningPlace.INSIDE
 
     def accept_token(self, token_id: int) -> bool:
@@ -71,10 +75,7 @@ class ReasoningMatcher:
         was_undecided = self._tracker.place is ReasoningPlace.START
         self._tracker.add_token(token_id, self._index.bytes_of(token_id))
         if was_undecided:
-            is_text = token_id not in (
-                self._reasoning.begin_token_id,
-                self._reasoning.end_token_id,
-            )
+            is_text = all(token_id != one for one, _ in self._reasoning.mark_tokens)
             self._is_matching = (
                 self._is_matching and is_text and self._matcher.accept_token(token_id)
             )
@@ -99,6 +100,9 @@ class ReasoningMatcher:
         if place is ReasoningPlace.INSIDE:
             masks[row] = self._inside_mask(masks.shape[1])
             return
+        if place is ReasoningPlace.AFTER and self._header:
+            masks[row] = _bits(list(self._header[:1]), masks.shape[1])
+            return
         if place is not ReasoningPlace.START or self._is_matching:
             self._matcher.write_mask(masks, row)
         if place is ReasoningPlace.START:
@@ -109,6 +113,10 @@ class ReasoningMatcher:
             masks[row] |= _bits(blanks, masks.shape[1])
 
     def _accept_after(self, token_id: int) -> bool:
+        if self._header:
+            is_next = token_id == self._header[0]
+            self._header = self._header[1:]
+            return is_next
         text = self._index.bytes_of(token_id)
         if text and not self._has_begun and self._accept_line_feeds(text):
             return True
@@ -128,8 +136,9 @@ class ReasoningMatcher:
         found = set(self._index.beginning_with(rest))
         for length in range(1, len(rest)):
             found.update(self._index.equal_to(rest[:length]))
-        if self._reasoning.begin_token_id is not None and rest == self._reasoning.begin.encode():
-            found.add(self._reasoning.begin_token_id)
+        for token_id, text in self._reasoning.mark_tokens:
+            if rest.startswith(text.encode()):
+                found.add(token_id)
         if not self._num_tokens:
             found.update(self._index.equal_to(b"\n"))
         return found

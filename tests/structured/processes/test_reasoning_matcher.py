@@ -22,7 +22,10 @@ TEXTS = (
 )
 REASONING = Reasoning(begin="<think>", end="</think>")
 SPECIAL = Reasoning(
-    begin="<think>", end="</think>", begin_token_id=BEGIN, end_token_id=END, has_special_tokens=True
+    begin="<think>",
+    end="</think>",
+    mark_tokens=((BEGIN, "<think>"), (END, "</think>")),
+    has_special_tokens=True,
 )
 
 
@@ -38,7 +41,12 @@ def library(request: pytest.FixtureRequest) -> tuple[XGrammarLibrary, Reasoning]
 
 
 def written(
-    found: tuple[XGrammarLibrary, Reasoning], *, is_open: bool, pattern: str, seed: int
+    found: tuple[XGrammarLibrary, Reasoning],
+    *,
+    is_open: bool,
+    pattern: str,
+    seed: int,
+    header: tuple[int, ...] = (),
 ) -> str:
     """Return a random text that the masks allow, up to its end."""
     library, marks = found
@@ -47,9 +55,9 @@ def written(
     reasoning = Reasoning(
         begin=marks.begin,
         end=marks.end,
-        begin_token_id=marks.begin_token_id,
-        end_token_id=marks.end_token_id,
+        mark_tokens=marks.mark_tokens,
         is_open=is_open,
+        answer_token_ids=header,
     )
     matcher = ReasoningMatcher(
         library.matcher(compiled), reasoning, library.index, eos_token_ids=(EOS,)
@@ -99,3 +107,16 @@ def test_sequence_cannot_end_inside_the_reasoning(
 ) -> None:
     for seed in range(50):
         assert "</think>" in written(library, is_open=True, pattern="a", seed=seed)
+
+
+def test_header_precedes_the_structure_behind_reasoning(
+    library: tuple[XGrammarLibrary, Reasoning],
+) -> None:
+    header = tuple(map(TEXTS.index, ("think", ">", "/")))
+    seen = set()
+    for seed in range(100):
+        text = written(library, is_open=False, pattern="[ab]{2}", seed=seed, header=header)
+        found = re.fullmatch(r"(?s:\n?<think>.*?</think>\n?\n?think>/\n?\n?)?([ab]{2})", text)
+        assert found is not None, text
+        seen.add("think>/" in text)
+    assert seen == {False, True}

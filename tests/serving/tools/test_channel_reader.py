@@ -1,0 +1,145 @@
+"""Turns of gpt-oss: what is reasoning, content and calls, and how structures are framed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.serving.text.text_stream import SequenceOutput
+from cluster.serving.tools.channel_reader import ChannelReader, ChannelTexts
+from cluster.serving.tools.tool import Tool
+from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
+from cluster.serving.tools.turns import Turns
+from pagedray.reasoning import Reasoning
+from pagedray.request import FinishReason
+
+TRANSCRIPTS: list[dict[str, Any]] = json.loads(  # Any: JSON
+    Path(__file__).with_name("harmony_transcripts.json").read_text()
+)
+SCHEMAS: dict[str, dict[str, object]] = {"look": {}, "add": {}}
+TOOLS = [Tool(name=name, parameters={}) for name in SCHEMAS]
+MARKS = Reasoning(begin="<|channel|>analysis<|message|>", end="<|end|>", answer_token_ids=(1,))
+ANSWER = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+class CharacterTokens:
+    """A vocabulary whose tokens are characters."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+
+def split(text: str, generator: random.Random) -> list[str]:
+    """Return the text in pieces of random lengths."""
+    pieces: list[str] = []
+    while text:
+        length = generator.randint(1, 12)
+        pieces.append(text[:length])
+        text = text[length:]
+    return pieces
+
+
+def read(reader: ChannelReader, pieces: list[str]) -> tuple[str, str, list[list[str]]]:
+    """Return reasoning, content and calls."""
+    reasoning = content = ""
+    calls: list[list[str]] = []
+    for delta in [*map(reader.read_piece, pieces), reader.flush()]:
+        reasoning += delta.reasoning
+        content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                calls.append([call.name, ""])
+            calls[call.index][1] += call.arguments
+    return reasoning, content, calls
+
+
+def expected(messages: list[dict[str, Any]]) -> tuple[str, str, list[list[str]]]:
+    """Return what the messages of OpenAI's reader are here."""
+    calls = [
+        [one["recipient"].removeprefix("functions."), one["content"]]
+        for one in messages
+        if one["recipient"] is not None
+    ]
+    others = [one for one in messages if one["recipient"] is None]
+    return (
+        "\n".join(one["content"] for one in others if one["channel"] == "analysis"),
+        "".join(one["content"] for one in others if one["channel"] != "analysis"),
+        calls,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_are_those_of_openai_harmony(seed: int) -> None:
+    generator = random.Random(seed)
+    for transcript in TRANSCRIPTS:
+        pieces = split(transcript["text"], generator)
+        assert read(ChannelReader(SCHEMAS), pieces) == expected(transcript["messages"])
+
+
+CASES = [
+    ("<|channel|>final<|message|>Hi.<|return|>", ("", "Hi.", [])),
+    # A model that knows no channels.
+    ("Hi <b>.", ("", "Hi <b>.", [])),
+    # A function that the request does not have, and what is no object.
+    ("<|channel|>commentary to=functions.x json<|message|>{}<|call|>",
+     ("", "<|channel|>commentary to=functions.x json<|message|>{}", [])),
+    ("<|channel|>commentary to=functions.add<|message|>[1]<|call|>", ("", "[1]", [])),
+    ("<|channel|>commentary to=functions.add<|message|><|call|>", ("", "", [["add", "{}"]])),
+    ("<|channel|>commentary to=functions.add<|message|>{\"a\": 1} and",
+     ("", "", [["add", '{"a": 1}']])),
+    # A tool of the model's own, which it uses while it reasons.
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
+    # Cut off inside of a header, and of arguments.
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", ("Hm.", "", [])),
+    ("<|channel|>commentary to=functions.add<|message|>{\"a", ("", "", [["add", '{"a']])),
+    ("<|channel|>" + "x" * 600, ("", "<|channel|>" + "x" * 600, [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "found"), CASES)
+def test_other_turns(text: str, found: tuple[str, str, list[list[str]]]) -> None:
+    assert read(ChannelReader(SCHEMAS), [text]) == found
+    assert read(ChannelReader(SCHEMAS), list(text)) == found
+
+
+def turn_of(choice: ToolChoice, text: str) -> tuple[str, str, list[list[str]], int]:
+    """Return reasoning, content, calls and the number of reasoning tokens of a turn."""
+    use = ToolUse(TOOLS, choice, tool_format="openai")
+    turns = Turns(use, MARKS, CharacterTokens())  # type: ignore[arg-type]  # its only method
+    turn = turns.begin_turn()
+    delta = turn.read(
+        SequenceOutput(
+            index=0,
+            text=text,
+            token_ids=tuple(map(ord, text)),
+            finish_reason=FinishReason.STOP,
+        )
+    )
+    calls: list[list[str]] = []
+    for call in delta.calls:
+        if call.name is not None:
+            calls.append([call.name, ""])
+        calls[call.index][1] += call.arguments
+    assert turn.has_calls == bool(calls)
+    return delta.reasoning, delta.content, calls, turns.num_reasoning_tokens
+
+
+def test_forced_calls_are_read_from_the_answer() -> None:
+    length = len("<|channel|>analysis<|message|>Hm.<|end|>")
+    named = ToolChoice(kind="named", name="add")
+    assert turn_of(named, f'{ANSWER}{{"a": 1}}') == ("Hm.", "", [["add", '{"a": 1}']], length)
+    calls = '[{"name": "add", "parameters": {}}, {"name": "look", "parameters": {}}]'
+    found = turn_of(ToolChoice(kind="required"), ANSWER + calls)
+    assert found == ("Hm.", "", [["add", "{}"], ["look", "{}"]], length)
+    assert turn_of(ToolChoice(kind="none"), f"{ANSWER}Hi.") == ("Hm.", "Hi.", [], length)
+
+
+def test_texts_of_channels_join() -> None:
+    texts = ChannelTexts()
+    found = [texts.read_piece(one, is_last=False) for one in f"{ANSWER}Hi."]
+    found.append(texts.read_piece("", is_last=True))
+    assert ("".join(one for one, _ in found), "".join(one for _, one in found)) == ("Hm.", "Hi.")
