@@ -13,6 +13,7 @@ from cluster.serving.openai.chat_body import ChatBody
 from cluster.serving.openai.completion_body import CompletionBody
 from cluster.serving.openai.embedding_body import EmbeddingBody
 from cluster.serving.openai.score_body import RerankBody, ScoreBody
+from cluster.serving.responses.function_tools import FunctionTools
 from cluster.serving.responses.responses_body import ResponsesBody
 from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
@@ -62,7 +63,7 @@ def run(data: bytes) -> None:
             _check(finish(given))
         elif kind == 8:
             response = _read(ResponsesBody, raw)
-            tools = finish(response.tool_use("hermes"))
+            tools = finish(response.tool_use(FunctionTools(), "hermes"))
             asked = response.to_input("a", tools, known_variables=frozenset(), note_ignored=_ignore)
             _check(finish(asked))
         else:
