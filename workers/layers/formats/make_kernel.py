@@ -10,8 +10,9 @@ from pagedray.errors import DeviceError
 from pagedray.weight_format import Int4Format
 from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
-from workers.layers.formats.int4_linear import CpuInt4Linear, GpuInt4Linear
+from workers.layers.formats.int4_linear import GpuInt4Linear
 from workers.layers.formats.int4_weight import Int4Weight
+from workers.layers.formats.integer_linear import CpuIntegerLinear
 from workers.layers.formats.quantized_linear import DequantizedLinear
 from workers.layers.linear_kernels import make_linear_kernel
 
@@ -48,8 +49,8 @@ def make_format_kernel(
         int4 = Int4Weight(format, out_size, in_size, device=device)
         if device.type == "cuda":
             return GpuInt4Linear(int4, bias, device)
-        if CpuInt4Linear.supports(out_size, int4.group_size, dtype):
-            return CpuInt4Linear(int4, bias, device)
+        if CpuIntegerLinear.supports(dtype):
+            return CpuIntegerLinear(int4, bias, device)
         return DequantizedLinear(int4, bias, dtype=dtype, device=device)
     fp8 = Fp8Weight(format, out_size, in_size, device=device)
     if device.type != "cuda":

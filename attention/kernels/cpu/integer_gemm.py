@@ -1,0 +1,133 @@
+"""GEMM of bfloat16 with a weight of small integers on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from attention.kernels.cpu.native import load_kernels
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+__all__ = ["IntegerGemm", "has_integer_gemm"]
+
+# As in integer_gemm.c: columns of a tile, and numbers in a word.
+_TILE = 64
+_PER_WORD = {4: 8, 8: 2}
+_WORDS = {4: torch.int32, 8: torch.int16}
+_MIDDLE = 8
+"""The number of four bits that stands for zero without offsets."""
+_TILES_AT_ONCE = 16
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("num_rows", "in_size", "out_size", "x_stride", "group_size", "is_gated")
+    )
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("words", "scales", "offsets", "bias"))
+
+
+def has_integer_gemm() -> bool:
+    """Return whether a compiler is available, without which there is no kernel."""
+    return _library() is not None
+
+
+class IntegerGemm:
+    """A weight, `[out_size, in_size]`, of integers with a scale for each group of inputs.
+
+    Every sum is taken in the same order: a row of the result depends neither on the other rows of
+    the batch nor on the number of threads.
+    """
+
+    def __init__(
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        *,
+        num_bits: Literal[4, 8],
+    ) -> None:
+        """`numbers` are `[out_size, in_size]`: uint8 from 0 to 15, less 8, or int8.
+
+        `scales` are `[out_size, groups]` and stored in bfloat16. `zeros`, `[out_size, groups]`
+        uint8, stand for zero instead of 8. Groups have a multiple of eight inputs. `bias` is
+        bfloat16. `has_integer_gemm` must be true.
+        """
+        library = _library()
+        assert library is not None
+        self._kernel = library[f"integer_gemm_int{num_bits}"]
+        self._kernel.argtypes = [ctypes.c_void_p] * 4
+        self._kernel.restype = None
+        self._out_size, self._in_size = numbers.shape
+        self._group_size = self._in_size // scales.shape[1]
+        assert self._group_size % _PER_WORD[num_bits] == 0
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+        offsets = None
+        if zeros is not None and not bool((zeros == _MIDDLE).all()):
+            offsets = _tiles(_MIDDLE - zeros.to(torch.int8))
+        tensors = (_words(numbers, num_bits), _tiles(scales.to(torch.bfloat16)), offsets, bias)
+        # The kernel reads the memory of these tensors.
+        self._tensors = tensors
+        self._weight = _Weight(*(None if one is None else one.data_ptr() for one in tensors))
+        self._weight_address = ctypes.addressof(self._weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[num_rows, out_size]` for `[num_rows, in_size]`, whose rows may be strided."""
+        return self._product(x, self._out_size, is_gated=0)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `silu(first half of the product) * second half`, `[num_rows, out_size / 2]`."""
+        half = self._out_size // 2
+        if half % _TILE == 0:
+            return self._product(x, half, is_gated=1)
+        gate, other = self(x).chunk(2, dim=1)
+        return functional.silu(gate).mul_(other)
+
+    def _product(self, x: torch.Tensor, out_size: int, *, is_gated: int) -> torch.Tensor:
+        num_rows, in_size = x.shape
+        assert x.dtype == torch.bfloat16
+        assert in_size == self._in_size
+        assert x.stride(1) == 1
+        out = x.new_empty((num_rows, out_size))
+        shape = _Shape(num_rows, in_size, out_size, x.stride(0), self._group_size, is_gated)
+        self._kernel(ctypes.addressof(shape), x.data_ptr(), self._weight_address, out.data_ptr())
+        return out
+
+
+def _words(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return `[tiles, in_size / numbers of a word, _TILE]`."""
+    out_size, in_size = numbers.shape
+    num_tiles, per_word = -(-out_size // _TILE), _PER_WORD[num_bits]
+    words = torch.empty(num_tiles, in_size // per_word, _TILE, dtype=_WORDS[num_bits])
+    for first in range(0, num_tiles, _TILES_AT_ONCE):
+        rows = numbers[first * _TILE : (first + _TILES_AT_ONCE) * _TILE]
+        rows = functional.pad(rows, (0, 0, 0, -len(rows) % _TILE))
+        rows = rows.view(-1, _TILE, in_size // per_word, per_word)
+        if num_bits == 4:
+            # A byte has the numbers of inputs 0 and 2, 4 and 6, 1 and 3, or 5 and 7.
+            rows = rows[..., (0, 4, 1, 5)] | rows[..., (2, 6, 3, 7)] << 4
+        packed = rows.contiguous().view(words.dtype).squeeze(3)
+        words[first : first + _TILES_AT_ONCE] = packed.transpose(1, 2)
+    return words
+
+
+def _tiles(values: torch.Tensor) -> torch.Tensor:
+    """Return `[out_size, groups]` as `[tiles, groups, _TILE]`, padded with zeros."""
+    padded = functional.pad(values, (0, 0, 0, -len(values) % _TILE))
+    return padded.view(-1, _TILE, values.shape[1]).transpose(1, 2).contiguous()
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return load_kernels(Path(__file__).with_suffix(".c"))
