@@ -143,8 +143,7 @@ class GenerationCall:
             self._watch.note_end(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and _is_cancelling():
                 raise
             # A cancellation that the client did not request would leave the client without an end.
             logger.error("Call %s failed.", self.id, exc_info=error)
@@ -306,6 +305,13 @@ class GenerationCall:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
+
+
+def _is_cancelling() -> bool:
+    """Return whether the current task is being cancelled."""
+    # A variable with the task would be in the error's traceback, and the error in the task.
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _event_of(request: Request, index: int, token_ids: tuple[int, ...]) -> TokenEvent:

@@ -157,6 +157,8 @@ class OpenCall:
     def close(self) -> None:
         """Release it and remove it from the open calls; idempotent."""
         self.release()
+        # It refers to this call. What refers to one another is freed by the collector only, later.
+        self.task = None
         if self in self._open_calls:
             del self._open_calls[self]
             self._account.num_open -= 1

@@ -124,6 +124,10 @@ class HttpConnection(HttpToolsProtocol):
         self._num_held_bytes = 0
         self._count_held()
         super().connection_lost(exc)
+        self._unhandled = b""
+        if self.cycle is not None:
+            # Objects that refer to one another are freed late.
+            self.cycle.body = bytearray()
         self.note_lost()
 
     def data_received(self, data: bytes) -> None:

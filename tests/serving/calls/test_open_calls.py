@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import pytest
 
 from cluster.serving.auth.tenant import Tenant
-from cluster.serving.calls.open_calls import OpenCalls
+from cluster.serving.calls.open_calls import OpenCall, OpenCalls
 from pagedray.errors import OverloadedError
 
+if TYPE_CHECKING:
+    from pagedray.errors import PagedRayError
+
 ANN = Tenant(name="ann", max_requests=1)
+
+
+@dataclass(eq=False)
+class Work:
+    """What a call runs, which refers to it."""
+
+    call: OpenCall
+
+    def abort(self) -> None:
+        pass
+
+    def fail(self, error: PagedRayError) -> None:
+        pass
 
 
 def test_a_call_counts_before_it_begins() -> None:
@@ -59,3 +80,18 @@ def test_only_open_calls_of_other_tenants_are_those_of_others() -> None:
     call.close()
     call.close()
     assert not calls.has_others("ben")
+
+
+def test_the_work_of_a_closed_call_is_freed_at_once() -> None:
+    calls = OpenCalls()
+    call = calls.enter_call(ANN)
+    call.begin()
+    call.task = Work(call)
+    work = weakref.ref(call.task)
+    gc.disable()
+    try:
+        call.close()
+        del call
+        assert work() is None
+    finally:
+        gc.enable()
