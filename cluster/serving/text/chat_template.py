@@ -95,8 +95,17 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             variables = meta.find_undeclared_variables(environment.parse(source))
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-            raise CheckpointError(f"{origin} has an invalid chat template: {error}.") from error
+        # The library passes on what Python's compiler says of the code that it makes.
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            raise CheckpointError(
+                f"{origin} has an invalid chat template: {_one_line(error)}."
+            ) from error
         self._special_tokens = dict(special_tokens)
         self.source = source
         """The template's source."""

@@ -101,6 +101,14 @@ def test_a_template_of_another_type_is_named(copy: Path, templates: object) -> N
         Tokenizer.from_folder(copy)
 
 
+@pytest.mark.parametrize("template", ["{% break %}", "{% if %}", "{{ 'x" + "{%"])
+def test_an_invalid_template_is_named_in_one_line(copy: Path, template: str) -> None:
+    configure(copy, chat_template=template)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json has an invalid") as caught:
+        Tokenizer.from_folder(copy)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -78,10 +78,18 @@ def _ignore() -> None:
 
 _LOOP = asyncio.new_event_loop()
 atexit.register(_LOOP.close)
+
+
+def _waits_for_tokens() -> bool:
+    return _WAITING[0]
+
+
+_WAITING = [False]
+"""Whether anyone waits for tokens, so that reads take turns."""
 _CONFIG = uvicorn.Config(
     _app,
     http=connection_kind(
-        5.0, 5.0, note_refusal=_ignore, note_stall=_ignore, has_streams=lambda: False
+        5.0, 5.0, note_refusal=_ignore, note_stall=_ignore, has_streams=_waits_for_tokens
     ),
     lifespan="off",
     ws="none",
@@ -104,8 +112,11 @@ async def _serve(segments: tuple[bytes, ...]) -> bytes:
     for segment in segments:
         if not transport.is_closed:
             connection.data_received(segment)
-            for _ in range(_NUM_TURNS):
+            # Reads that take turns come in one pass of the loop.
+            for _ in range(0 if _WAITING[0] else _NUM_TURNS):
                 await asyncio.sleep(0)
+    for _ in range(_NUM_TURNS):
+        await asyncio.sleep(0)
     connection.connection_lost(None)
     for _ in range(_NUM_TURNS):
         await asyncio.sleep(0)
@@ -120,11 +131,18 @@ _LOOP.set_exception_handler(lambda _loop, context: _ERRORS.append(context))
 
 
 def run(data: bytes) -> None:
-    """Answer with whole responses; the first byte selects where the segments meet."""
+    """Answer with whole responses; the first byte selects where the segments meet.
+
+    If it is odd, there may be many, which take turns.
+    """
     if not data:
         return
-    place = len(data) * data[0] // 256
-    written = _LOOP.run_until_complete(_serve((data[1:place], data[place:])))
+    _WAITING[0] = data[0] % 2 == 1
+    place = max(1, len(data) * data[0] // 256)
+    segments: tuple[bytes, ...] = (data[1:place], data[place:])
+    if _WAITING[0]:
+        segments = tuple(data[at : at + place] for at in range(1, len(data), place))
+    written = _LOOP.run_until_complete(_serve(segments))
     assert not _ERRORS, _ERRORS
     assert not written or written.startswith(_STATUS), written[:100]
     assert b" 500 " not in written[: len(_STATUS) + 4], written[:200]
@@ -141,6 +159,7 @@ TARGET = Target(
         b"\x00GET / HTTP/1.0\r\n\r\n",
         b"\x20GET /%7e HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
         b"\x20CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x11" + _POST + b"Content-Length: 4\r\n\r\n{  }",
         b"\xa0" + 2 * b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     ),
     words=(

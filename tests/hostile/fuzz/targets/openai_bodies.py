@@ -130,6 +130,23 @@ def _response_seeds() -> tuple[bytes, ...]:
     return (b"\x08" + json.dumps(body).encode(),)
 
 
+def _search_seeds() -> tuple[bytes, ...]:
+    """Return bodies that search beams, and that keep their prefixes apart."""
+    common = {
+        "model": "m",
+        "use_beam_search": True,
+        "n": 2,
+        "length_penalty": 0.8,
+        "temperature": 0,
+        "cache_salt": "s",
+    }
+    messages = [{"role": "user", "content": "x"}]
+    return (
+        b"\x00" + json.dumps({**common, "prompt": ["a", "b"]}).encode(),
+        b"\x01" + json.dumps({**common, "messages": messages}).encode(),
+    )
+
+
 def _seeds() -> tuple[bytes, ...]:
     numbers = {
         "/v1/completions": 0,
@@ -146,6 +163,7 @@ def _seeds() -> tuple[bytes, ...]:
     return (
         _message_seeds()
         + _response_seeds()
+        + _search_seeds()
         + tuple(
             bytes([numbers[kind.partition(" ")[0]]]) + json.dumps(body).encode()
             for kind, bodies in json_bodies("m").items()
