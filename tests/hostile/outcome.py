@@ -19,8 +19,6 @@ TABLE_HEAD = f"{'attack':28} {'gap p99 ms':>18} {'health p99 ms':>20} {'RSS MiB'
 
 _MAX_GAP_RATIO = 2.0
 _MAX_HEALTH_P99_MS = 250.0
-_MAX_LEFT_MIB = 64.0
-"""Memory that may still be held some seconds after the attack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +77,7 @@ class Outcome:
         if self.beside.health_p99_ms() > _MAX_HEALTH_P99_MS:
             found.append(f"Health checks took {self.beside.health_p99_ms()} ms (p99).")
         left_mib = self.rss_after_mib - self.rss_before_mib
-        if left_mib > _MAX_LEFT_MIB:
+        if left_mib > self.attack.max_left_mib:
             found.append(f"{left_mib:.0f} MiB were still held after the attack.")
         return found
 

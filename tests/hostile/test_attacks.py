@@ -8,8 +8,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
+from tests.hostile.attack import Target
+from tests.hostile.attacks.calls.long_texts import LongTexts
 from tests.hostile.attacks.catalog import ATTACKS
 from tests.hostile.hostile_server import HostileServer, ServerOptions
 from tests.hostile.trial import Trial, attacker_process
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from tests.hostile.attack import Attack
 
 _BEFORE_S = 0.2
+_LONG_PROMPT = {"model": "tiny-llama", "prompt": "word " * 500, "max_tokens": 1}
+"""A prompt that a thread tokenizes."""
+_FLOOD_S = 2.0
 _SLOW = (
     "allowed_preflights",
     "dns_rebinding",
@@ -70,3 +76,25 @@ async def test_attack_harms_nobody_else(
     await trial.warm_up(0.0)
     outcome = await trial.run(attack, seconds=attack.fast_s, before_s=_BEFORE_S, after_s=0.0)
     assert outcome.damage() == []
+
+
+def test_long_prompts_are_answered_beside_those_of_another_tenant(
+    server_for: Callable[[Attack], HostileServer], attacker: ProcessPoolExecutor
+) -> None:
+    attack = LongTexts()
+    server = server_for(attack)
+    measured = server.measured
+    target = Target(
+        http_port=measured.http_port, grpc_port=measured.grpc_port, key=server.keys["hostile"]
+    )
+    attacking = attacker.submit(attack.run, target, _FLOOD_S)
+    headers = {"authorization": f"Bearer {server.keys['honest']}"}
+    statuses = []
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{measured.http_port}", headers=headers, timeout=30.0
+    ) as client:
+        while not attacking.done():
+            statuses.append(client.post("/v1/completions", json=_LONG_PROMPT).status_code)
+    assert attacking.result().broken == ()
+    assert statuses
+    assert set(statuses) == {200}

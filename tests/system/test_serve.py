@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +248,25 @@ def test_nothing_listens_beyond_the_loopback(server: ServerProcess) -> None:
         if not ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
     ]
     assert beyond == []
+
+
+def test_other_interfaces_refuse_connections(server: ServerProcess) -> None:
+    others = [
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family is socket.AF_INET and not ipaddress.ip_address(one.address).is_loopback
+    ]
+    if not others:
+        pytest.skip("the machine has no other interface")
+    found = [one for addresses in listeners(server.family()).values() for one in addresses]
+    ports = {int(address.rpartition(":")[2]) for address in found}
+    assert {server.http_port, server.grpc_port} < ports
+    for address in others:
+        for port in ports:
+            with socket.socket() as connection:
+                connection.settimeout(5.0)
+                assert connection.connect_ex((address, port)) == errno.ECONNREFUSED
 
 
 @pytest.mark.parametrize("name", METHODS)

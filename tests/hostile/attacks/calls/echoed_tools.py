@@ -16,8 +16,9 @@ class EchoedTools(HttpFlood):
     """Two megabytes that the model does not see, kept while the call waits for the engine."""
 
     name = "2 MB of tools to repeat"
-    # 64 MiB of a tenant's bodies, as much of its responses, and what the allocator keeps.
-    max_growth_mib = 176.0
+    # 64 MiB of a tenant's bodies, as much of its responses, and of those that are stored.
+    max_growth_mib = 224.0
+    max_left_mib = 96.0
     allowed = frozenset(("200", "400", "429"))
 
     def request(self, key: str | None) -> bytes:
