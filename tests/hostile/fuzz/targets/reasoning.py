@@ -18,14 +18,7 @@ def run(data: bytes) -> None:
     if len(data) < 2:
         return
     begin, end = _MARKS[data[0] % len(_MARKS)]
-    reasoning = Reasoning(
-        begin=begin,
-        end=end,
-        begin_token_id=None,
-        end_token_id=None,
-        has_special_tokens=False,
-        is_open=data[0] >= 128,
-    )
+    reasoning = Reasoning(begin=begin, end=end, is_open=data[0] >= 128)
     text = data[2:].decode("utf-8", "replace")
     size = 1 + data[1] % 16
     pieces = [text[first : first + size] for first in range(0, len(text), size)]
