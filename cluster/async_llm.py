@@ -13,6 +13,7 @@ from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.progress import ProgressLine
 from cluster.engine.vllm_options import own_options
 from cluster.generation import Collector
+from cluster.llm_beams import BeamSearches, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
 from cluster.llm_requests import RequestMaker
 from cluster.sampling_params import RequestOutputKind, SamplingParams
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
 
     from cluster.engine.stats import EngineStats
     from cluster.generation import Generation
+    from cluster.llm_beams import BeamSearchOutput, BeamSearchParams
     from cluster.llm_options import LLMOptions
     from cluster.llm_prompts import Conversation, GivenPrompt, SaltedPrompt
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.engine_client import EngineStream
+    from pagedray.batch import TokenLogprobs
     from pagedray.request import Request
+    from pagedray.request import SamplingParams as RequestParams
 
 __all__ = ["AsyncLLM"]
 
@@ -137,6 +141,25 @@ class AsyncLLM:
             async for result in results:
                 yield result
 
+    async def beam_search(self, prompt: GivenPrompt, params: BeamSearchParams) -> BeamSearchOutput:
+        """Return the likeliest continuations of a prompt that a beam search finds.
+
+        The prompt is one of `generate`. Cancelling the task aborts the search. Raises
+        InvalidRequestError and EngineError, as `generate` does.
+        """
+        prompts = read_prompts(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequestError(
+                "beam_search() takes one prompt; call it once for each.", param="prompt"
+            )
+        client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
+        start = await self._validated(prompts[0], params.sampling)
+        searches = BeamSearches([start], params)
+        while requests := searches.step_requests():
+            searches.take_step(await self._likeliest(client, requests))
+        (output,) = searches.outputs(self._tokenizer)
+        return output
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests, whose last results have the finish reason `abort`; unknown ones are
         ignored."""
@@ -192,7 +215,7 @@ class AsyncLLM:
                 prompt=prompt.value if isinstance(prompt.value, str) else None,
                 params=params,
             )
-            async with await _opened(client, request) as stream:
+            async with await _opened(client, [request]) as stream:
                 self._streams[request_id] = stream
                 if request_id in self._aborted:
                     stream.abort()
@@ -203,7 +226,18 @@ class AsyncLLM:
             del self._streams[request_id]
             self._aborted.discard(request_id)
 
-    async def _validated(self, prompt: SaltedPrompt, params: SamplingParams) -> Request:
+    async def _likeliest(
+        self, client: EngineClient, requests: Sequence[Request]
+    ) -> list[TokenLogprobs]:
+        """Return the likeliest tokens behind each request."""
+        collectors = {one.id: Collector(one, self._tokenizer) for one in requests}
+        async with await _opened(client, requests) as stream:
+            async for events in stream:
+                for event in events:
+                    collectors[event.request_id].push_event(event)
+        return [first_logprobs(collectors[one.id].generation()) for one in requests]
+
+    async def _validated(self, prompt: SaltedPrompt, params: RequestParams) -> Request:
         while True:
             # Long texts are tokenized in a few threads, for which not too many may wait.
             with suppress(OverloadedError):
@@ -240,11 +274,11 @@ class _Sink:
             self._client.fail_all(error)
 
 
-async def _opened(client: EngineClient, request: Request) -> EngineStream:
-    """Submit a request as soon as the queue has room, and return its stream."""
+async def _opened(client: EngineClient, requests: Sequence[Request]) -> EngineStream:
+    """Submit requests as soon as the queue has room, and return their stream."""
     while True:
         with suppress(OverloadedError):
-            return client.open_stream([request])
+            return client.open_stream(requests)
         await asyncio.sleep(_HELD_POLL_S)
 
 

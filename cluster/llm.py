@@ -15,7 +15,7 @@ from cluster.engine.options import EngineOptions, engine_config
 from cluster.engine.progress import ProgressLine
 from cluster.engine.vllm_options import own_options
 from cluster.generation import Collector, Completion, Generation
-from cluster.llm_beams import BeamSearchOutput, BeamSearchParams, first_logprobs, search_beams
+from cluster.llm_beams import BeamSearches, BeamSearchOutput, BeamSearchParams, first_logprobs
 from cluster.llm_prompts import (
     Conversation,
     GivenPrompt,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cluster.sampling_params import SamplingParams as TextParams
     from cluster.scheduling.event import TokenEvent
     from cluster.serving.text.text_stream import SequenceOutput
-    from pagedray.batch import Pooling, TokenLogprobs
+    from pagedray.batch import Pooling
     from pagedray.config import EngineConfig
     from pagedray.model_config import Task
 
@@ -155,14 +155,13 @@ class LLM:
         """
         given = read_prompts(prompts)
         starts = self._validated(given, [params.sampling] * len(given))
+        searches = BeamSearches(starts, params)
         with tqdm(total=params.max_tokens, unit="token", disable=not use_tqdm) as bar:
-
-            def likeliest(requests: Sequence[Request]) -> list[TokenLogprobs]:
+            while requests := searches.step_requests():
                 bar.update()
                 collectors = {one.id: Collector(one, self._tokenizer) for one in requests}
-                return [first_logprobs(one) for one in self._completed(collectors, requests)]
-
-            return search_beams(starts, params, self._tokenizer, likeliest)
+                searches.take_step(map(first_logprobs, self._completed(collectors, requests)))
+        return searches.outputs(self._tokenizer)
 
     def get_default_sampling_params(self) -> TextParams:
         """Return the parameters of calls without any, which the model's file recommends."""

@@ -6,7 +6,7 @@ Each step is one request for each beam, whose blocks are found in the prefix cac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cluster.sampling_params import SamplingParams
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
@@ -16,7 +16,7 @@ from pagedray.errors import InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from cluster.generation import Generation
     from cluster.serving.text.tokenizer import Tokenizer
@@ -26,8 +26,8 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "BeamSearches",
     "first_logprobs",
-    "search_beams",
 ]
 
 
@@ -105,38 +105,44 @@ class BeamSearchOutput:
     """The best first."""
 
 
-class Generate(Protocol):
-    """Generates one token for each request, and returns the likeliest ones there."""
+class BeamSearches:
+    """The searches of some prompts, whose steps are computed together."""
 
-    def __call__(self, requests: Sequence[Request]) -> Sequence[TokenLogprobs]: ...
+    def __init__(self, prompts: Sequence[Request], params: BeamSearchParams) -> None:
+        """The request of each prompt has the parameters `params.sampling`.
 
+        Raises InvalidRequestError.
+        """
+        self._prompts = prompts
+        self._params = params
+        self._searches = [_search_of(prompt, params) for prompt in prompts]
 
-def search_beams(
-    prompts: Sequence[Request], params: BeamSearchParams, tokenizer: Tokenizer, generate: Generate
-) -> list[BeamSearchOutput]:
-    """Return the best beams of each prompt, whose request has the parameters `params.sampling`.
-
-    Raises InvalidRequestError.
-    """
-    searches = [_search_of(prompt, params) for prompt in prompts]
-    while any(search.running for search in searches):
-        requests = [
+    def step_requests(self) -> list[Request]:
+        """Return requests for the next token of each running beam; none if all have ended."""
+        return [
             beam_step(prompt, beam, search.num_logprobs)
-            for prompt, search in zip(prompts, searches, strict=True)
+            for prompt, search in zip(self._prompts, self._searches, strict=True)
             for beam in search.running
         ]
-        found = iter(generate(requests))
-        for search in searches:
+
+    def take_step(self, found: Iterable[TokenLogprobs]) -> None:
+        """Take the likeliest tokens of each of `step_requests`."""
+        likeliest = iter(found)
+        for search in self._searches:
             if search.running:
-                search.advance([next(found) for _ in search.running])
-    return [
-        BeamSearchOutput(
-            tuple(
-                _sequence_of(prompt, beam, score, params, tokenizer) for score, beam in search.best
+                search.advance([next(likeliest) for _ in search.running])
+
+    def outputs(self, tokenizer: Tokenizer) -> list[BeamSearchOutput]:
+        """Return the best beams of each prompt."""
+        return [
+            BeamSearchOutput(
+                tuple(
+                    _sequence_of(prompt, beam, score, self._params, tokenizer)
+                    for score, beam in search.best
+                )
             )
-        )
-        for prompt, search in zip(prompts, searches, strict=True)
-    ]
+            for prompt, search in zip(self._prompts, self._searches, strict=True)
+        ]
 
 
 def first_logprobs(generation: Generation) -> TokenLogprobs:

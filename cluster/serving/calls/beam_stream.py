@@ -149,7 +149,7 @@ def _search_of(request: Request, length_penalty: float) -> BeamSearch:
     if search.num_logprobs > MAX_LOGPROBS:
         most = MAX_LOGPROBS - search.num_logprobs + sampling.n
         raise InvalidRequestError(
-            f"n must be from 1 to {most} with use_beam_search, not {sampling.n}.", param="n"
+            f"n must be from 1 to {most} in a beam search, not {sampling.n}.", param="n"
         )
     return search
 

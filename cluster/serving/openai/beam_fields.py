@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from cluster.serving.beam_input import check_length_penalty
 from pagedray.errors import InvalidRequestError
-from pagedray.shown_value import shown_value
 
 __all__ = ["check_beams"]
 
-_MOST_PENALTY = 10
 _UNSUPPORTED = (
     "allowed_token_ids",
     "bad_words",
@@ -41,12 +40,8 @@ def check_beams(body: object, use_beam_search: bool, length_penalty: float | Non
                 "length_penalty requires use_beam_search = true.", param="length_penalty"
             )
         return
-    if length_penalty is not None and not abs(length_penalty) <= _MOST_PENALTY:
-        raise InvalidRequestError(
-            f"length_penalty must be -{_MOST_PENALTY} to {_MOST_PENALTY}, not "
-            f"{shown_value(length_penalty)}.",
-            param="length_penalty",
-        )
+    if length_penalty is not None:
+        check_length_penalty(length_penalty, "length_penalty")
     for name in _UNSUPPORTED:
         value = getattr(body, name, None)
         if value and value != _WITHOUT_EFFECT.get(name):

@@ -144,11 +144,13 @@ class PagedRay(ServedReplica):
         priority: int = 0,
         timeout_s: float | None = None,
         key: str | None = None,
+        beam_length_penalty: float | None = None,
         continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of a prompt's continuations: `handle.options(stream=True).generate`.
 
-        `key` is an API key, if the deployment requires one. AffinityRouter sets `continuation`.
+        `key` is an API key, if the deployment requires one. With a `beam_length_penalty`, the `n`
+        sequences are the best beams of a search of that width. AffinityRouter sets `continuation`.
         Raises RequestError or EngineError.
         """
         outputs = self._handle.generate(
@@ -159,6 +161,7 @@ class PagedRay(ServedReplica):
             priority=priority,
             timeout_s=timeout_s,
             key=key,
+            beam_length_penalty=beam_length_penalty,
             continuation=continuation,
         )
         async with self._leased(outputs):

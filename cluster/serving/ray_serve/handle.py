@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
 from cluster.serving.embedding_validator import MAX_PROMPTS
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServeHandle"]
 
+_BEAMS = "beam_length_penalty"
 _ORIGIN = CallOrigin(frontend="ray")
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 
@@ -56,15 +58,21 @@ class ServeHandle:
         priority: int,
         timeout_s: float | None,
         key: str | None,
+        beam_length_penalty: float | None,
         continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of the continuations, many in an output."""
         servicer = self._servicer
         with servicer.metrics.counting_refusals("ray"):
             tenant = self._tenant(key)
+            read = _read_sampling(sampling)
+            if beam_length_penalty is not None:
+                check_length_penalty(beam_length_penalty, _BEAMS)
+                check_beam_sampling(read, _BEAMS)
             given = GenerationInput(
                 prompts=(_read_prompt(prompt),),
-                sampling=_read_sampling(sampling),
+                sampling=read,
+                beam_length_penalty=beam_length_penalty,
                 model=model,
                 client_id=request_id,
                 priority=_read_priority(priority),

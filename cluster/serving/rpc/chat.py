@@ -105,6 +105,8 @@ class Chat:
         structure = yield from self._tools.structure(answer, "structure")
         if structure is not None:
             given = replace(given, sampling={**given.sampling, "structure": structure})
+        if self._tools.is_read and given.beam_length_penalty is not None:
+            raise InvalidRequestError("tools cannot be combined with beam_search.", param="tools")
         if self._tools.is_read:
             # Many models mark tool calls by special tokens.
             given = replace(given, skips_special_tokens=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from cluster.serving.beam_input import check_beam_sampling, check_length_penalty
 from cluster.serving.embedding_validator import MAX_PROMPTS
 from cluster.serving.inputs import (
     MAX_TIMEOUT_S,
@@ -58,6 +59,7 @@ _MAX_ENTRIES = {
 }
 # Fields of SamplingParams that are fields of GenerationInput.
 _TEXT_FIELDS = ("skip_special_tokens", "include_stop")
+_BEAMS = "beam_search"
 _RESUME_FIELDS = frozenset(("request_id", "resume_from"))
 _FLOAT = struct.Struct("<f")
 _POOLINGS: dict[int, Pooling | None] = {
@@ -94,9 +96,10 @@ def generation_input(
 ) -> GenerationInput:
     """Return the input that continues `prompt`. Raises InvalidRequestError."""
     sampling = message.sampling
+    given = _read_sampling(sampling)
     return GenerationInput(
         prompts=(prompt,),
-        sampling=_read_sampling(sampling),
+        sampling=given,
         model=message.model or None,
         client_id=message.request_id or None,
         priority=message.priority,
@@ -105,6 +108,7 @@ def generation_input(
         cache_salt=message.cache_salt,
         skips_special_tokens=_or_true(sampling, "skip_special_tokens"),
         includes_stop=sampling.include_stop,
+        beam_length_penalty=_read_beams(sampling, given),
         is_resumable=message.resumable,
         origin=call.origin,
         continuation=call.continuation,
@@ -242,7 +246,7 @@ def _read_sampling(message: pb.SamplingParams) -> dict[str, object]:
     given: dict[str, object] = {}
     for descriptor, value in message.ListFields():
         name = descriptor.name
-        if name in _TEXT_FIELDS:
+        if name in _TEXT_FIELDS or name == _BEAMS:
             continue
         if name == "structure":
             given[name] = _read_structure(value)
@@ -257,6 +261,17 @@ def _read_sampling(message: pb.SamplingParams) -> dict[str, object]:
             check_size(name, len(value), _MAX_ENTRIES[name])
             given[name] = tuple(value)
     return given
+
+
+def _read_beams(message: pb.SamplingParams, given: dict[str, object]) -> float | None:
+    """Return the length penalty of a beam search; None if the output is sampled."""
+    if not message.HasField(_BEAMS):
+        return None
+    check_beam_sampling(given, _BEAMS)
+    beams = message.beam_search
+    if not beams.HasField("length_penalty"):
+        return 1.0
+    return check_length_penalty(_decimal(beams.length_penalty), "length_penalty")
 
 
 def _read_structure(message: pb.Structure) -> Structure:

@@ -18,6 +18,7 @@ from cluster.serving.ray_serve.grpc_proxy import TIMEOUT_KEY
 from cluster.serving.ray_serve.handle import ServeHandle
 from cluster.serving.ray_serve.pace import Pace
 from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
 from pagedray.v1 import pagedray_pb2 as pb
 from tests.serving.test_bad_input import CASES, Case
 
@@ -78,6 +79,7 @@ def generate(server: Server, case: Case) -> list[GenerationOutput]:
         priority=0,
         timeout_s=None,
         key=None,
+        beam_length_penalty=None,
     )
     return collect(server, outputs)
 
@@ -116,6 +118,34 @@ def test_valid_requests_give_the_results_of_other_frontends(server: Server) -> N
     assert messages[-1].usage.num_generated_tokens == 30
 
 
+def test_beams_of_a_handle_are_those_of_the_proxy(server: Server) -> None:
+    sampling = SamplingParams(n=2, max_tokens=4, logprobs=0)
+    handle = ServeHandle(server.frontends.servicer, PACE)
+    outputs = collect(
+        server,
+        handle.generate(
+            "hello",
+            sampling,
+            model=None,
+            request_id=None,
+            priority=0,
+            timeout_s=None,
+            key=None,
+            beam_length_penalty=2.0,
+        ),
+    )
+    beams = pb.BeamSearch(length_penalty=2.0)
+    asked = pb.SamplingParams(n=2, max_tokens=4, logprobs=0, beam_search=beams)
+    messages, context = stream(server, pb.GenerateRequest(text="hello", sampling=asked))
+    assert context.code is None
+    found = [
+        [tuple(one.token_ids) for answer in answers for one in answer.sequences if one.token_ids]
+        for answers in (outputs, messages)
+    ]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
 def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
     server.engine.is_paused = True
     message = pb.GenerateRequest(text="hello")
@@ -136,6 +166,11 @@ def test_the_proxy_passes_the_deadline_on(server: Server) -> None:
             {"timeout_s": float("nan")},
             "timeout_s must be in (0, 86400], not nan.",
         ),
+        ({"beam_length_penalty": 11}, "beam_length_penalty must be -10 to 10, not 11."),
+        (
+            {"beam_length_penalty": 1, "sampling": {"stop": ("x",)}},
+            "stop cannot be combined with beam_length_penalty.",
+        ),
     ],
 )
 def test_a_handle_checks_types(
@@ -144,7 +179,7 @@ def test_a_handle_checks_types(
     text: str,
 ) -> None:
     good: dict[str, Any] = {"prompt": "x", "sampling": None, "model": None, "request_id": None}
-    good |= {"priority": 0, "timeout_s": None, "key": None}
+    good |= {"priority": 0, "timeout_s": None, "key": None, "beam_length_penalty": None}
     outputs = ServeHandle(server.frontends.servicer, PACE).generate(**(good | arguments))
     with pytest.raises(InvalidRequestError) as caught:
         collect(server, outputs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagedray
-from pagedray import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from pagedray import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from pagedray.errors import DuplicateIdError, EngineError, InvalidRequestError, StartupError
 from tests.system.server_process import TINY_LLAMA
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.generation import Generation
+    from cluster.llm_beams import BeamSearchOutput
 
 TEXT = "def read_config(path):"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -73,6 +74,23 @@ def test_results_grow_to_what_llm_returns(
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
             assert after.logprobs is not None
             assert len(after.logprobs) == len(after.token_ids)
+
+
+def test_beams_are_those_of_llm(engine: AsyncLLM, llm: LLM, runner: asyncio.Runner) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=10, length_penalty=0.5)
+
+    async def searches() -> list[BeamSearchOutput]:
+        # A search beside another one.
+        both = (engine.beam_search(TEXT, params), engine.beam_search("import", params))
+        return list(await asyncio.gather(*both))
+
+    for found, expected in zip(
+        runner.run(searches()), llm.beam_search([TEXT, "import"], params), strict=True
+    ):
+        assert [one.tokens for one in found.sequences] == [one.tokens for one in expected.sequences]
+        assert [one.text for one in found.sequences] == [one.text for one in expected.sequences]
+    with pytest.raises(InvalidRequestError, match="takes one prompt"):
+        runner.run(engine.beam_search([TEXT, TEXT], params))
 
 
 def test_deltas_join_to_the_whole(engine: AsyncLLM, runner: asyncio.Runner) -> None:

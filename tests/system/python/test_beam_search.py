@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import openai
 import pytest
 import torch
@@ -11,6 +12,8 @@ import transformers
 
 from pagedray import LLM, BeamSearchParams
 from pagedray.errors import InvalidRequestError
+from pagedray.v1 import pagedray_pb2 as pb
+from pagedray.v1 import pagedray_pb2_grpc
 from tests.system.server_process import TINY_LLAMA, ServerProcess
 
 if TYPE_CHECKING:
@@ -110,12 +113,21 @@ def test_other_parameters_are_refused(
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with (
-        ServerProcess(("--executor=local", "--dtype=float32")) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(("--executor=local", "--dtype=float32")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def stub(server: ServerProcess) -> Iterator[pagedray_pb2_grpc.GenerationServiceStub]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        yield pagedray_pb2_grpc.GenerationServiceStub(channel)
 
 
 def test_beams_over_http_are_those_of_python(llm: LLM, client: openai.OpenAI) -> None:
@@ -141,6 +153,70 @@ def test_beams_over_http_are_those_of_python(llm: LLM, client: openai.OpenAI) ->
     assert answer.usage.completion_tokens == sum(len(beam.logprobs) for beam in beams)
 
 
+def test_beams_over_grpc_are_those_of_python(
+    llm: LLM, stub: pagedray_pb2_grpc.GenerationServiceStub
+) -> None:
+    for penalty in (None, 0.5):
+        params = BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=penalty or 1.0)
+        sampling = pb.SamplingParams(
+            n=3, max_tokens=12, logprobs=0, beam_search=pb.BeamSearch(length_penalty=penalty)
+        )
+        (output,) = llm.beam_search(PROMPTS[0], params)
+        (answer,) = stub.Generate(pb.GenerateRequest(text=PROMPTS[0], sampling=sampling))
+        for sequence, beam in zip(answer.sequences, output.sequences, strict=True):
+            assert tuple(sequence.token_ids) == beam.tokens[-len(sequence.token_ids) :]
+            total = sum(one.logprob for one in sequence.logprobs)
+            assert total == pytest.approx(beam.cum_logprob, rel=1e-4)
+
+
+def test_chat_over_grpc_has_the_beams_of_http(
+    client: openai.OpenAI, stub: pagedray_pb2_grpc.GenerationServiceStub
+) -> None:
+    whole = client.chat.completions.create(
+        model="tiny-llama",
+        messages=[{"role": "user", "content": "What does put do?"}],
+        n=2,
+        max_tokens=8,
+        extra_body={"use_beam_search": True},
+    )
+    user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="What does put do?")
+    sampling = pb.SamplingParams(n=2, max_tokens=8, beam_search=pb.BeamSearch())
+    (answer,) = stub.Chat(pb.ChatRequest(messages=[user], sampling=sampling))
+    found = [sequence.content for sequence in answer.sequences]
+    assert found == [choice.message.content for choice in whole.choices]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"beam_search": pb.BeamSearch(length_penalty=11)}, "length_penalty must be -10 to 10"),
+        ({"beam_search": pb.BeamSearch(), "stop": ["a"]}, "stop cannot be combined with beam_se"),
+        ({"beam_search": pb.BeamSearch(), "repetition_penalty": 2}, "repetition_penalty cannot"),
+        ({"beam_search": pb.BeamSearch(), "n": 19}, "n must be from 1 to 18 in a beam search"),
+    ],
+)
+def test_other_messages_are_refused(
+    stub: pagedray_pb2_grpc.GenerationServiceStub,
+    given: dict[str, Any],  # Any: what is wrong
+    text: str,
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(pb.GenerateRequest(text="The", sampling=pb.SamplingParams(**given))))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in caught.value.details()
+
+
+def test_chat_over_grpc_refuses_tools(stub: pagedray_pb2_grpc.GenerationServiceStub) -> None:
+    user = pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="Hi")
+    sampling = pb.SamplingParams(beam_search=pb.BeamSearch())
+    choice = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+    request = pb.ChatRequest(
+        messages=[user], sampling=sampling, tools=[pb.Tool(name="a")], tool_choice=choice
+    )
+    with pytest.raises(grpc.RpcError, match="tools cannot be combined with beam_search"):
+        list(stub.Chat(request))
+
+
 def test_a_stream_has_the_beams_of_a_conversation(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "tiny-llama",
@@ -163,7 +239,7 @@ def test_a_stream_has_the_beams_of_a_conversation(client: openai.OpenAI) -> None
     [
         ({"length_penalty": 2}, "length_penalty requires use_beam_search = true."),
         ({"use_beam_search": True, "length_penalty": 11}, "length_penalty must be -10 to 10, not"),
-        ({"use_beam_search": True, "n": 19}, "n must be from 1 to 18 with use_beam_search, not 19"),
+        ({"use_beam_search": True, "n": 19}, "n must be from 1 to 18 in a beam search, not 19"),
         ({"use_beam_search": True, "stop": ["a"]}, "stop cannot be combined with use_beam_search"),
         ({"use_beam_search": True, "min_tokens": 1}, "min_tokens cannot be combined with use_be"),
     ],

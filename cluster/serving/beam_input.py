@@ -1,0 +1,43 @@
+"""What a call with a beam search may ask for, in any protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagedray.errors import InvalidRequestError
+from pagedray.request import SamplingParams
+from pagedray.shown_value import shown_value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["check_beam_sampling", "check_length_penalty"]
+
+_MOST_PENALTY = 10
+# The first five have no effect: beams are not sampled.
+_ALLOWED = frozenset(
+    ("min_p", "seed", "temperature", "top_k", "top_p", "ignore_eos", "logprobs", "max_tokens", "n")
+)
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
+
+
+def check_length_penalty(value: object, param: str) -> float:
+    """Return the length penalty of a beam search. Raises InvalidRequestError."""
+    if not isinstance(value, int | float) or not abs(value) <= _MOST_PENALTY:
+        raise InvalidRequestError(
+            f"{param} must be -{_MOST_PENALTY} to {_MOST_PENALTY}, not {shown_value(value)}.",
+            param=param,
+        )
+    return float(value)
+
+
+def check_beam_sampling(sampling: Mapping[str, object], param: str) -> None:
+    """Raise InvalidRequestError for parameters that would change which beams are found.
+
+    `param` is what asks for the search.
+    """
+    for name, value in sampling.items():
+        if value and name not in _ALLOWED and value != _DEFAULTS.get(name):
+            raise InvalidRequestError(f"{name} cannot be combined with {param}.", param=name)
