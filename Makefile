@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-.PHONY: setup demo test test-slow test-clients test-hostile chaos check protos freeze-protos clean
+.PHONY: setup demo test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -46,13 +46,23 @@ test-hostile: setup
 test-clients: setup
 	@$(BIN)/python -m tests.clients
 
+# The documentation as a site in build/site.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+
+# The wheel and the sdist in dist/, tried in a new environment, and the notes of the release.
+release: setup
+	@$(BIN)/python -m scripts.release
+
 # Ten minutes of faults under load, two ranks on this machine.
 chaos: setup
 	@$(BIN)/python -m tests.chaos --seconds 600
 
+# The wheel has the .proto files, too.
 protos: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --pyi_out=$(PROTO_OUT) \
 		--grpc_python_out=$(PROTO_OUT) protos/pagedray/v1/*.proto
+	@cp protos/pagedray/v1/*.proto $(PROTO_OUT)/pagedray/v1/
 
 # The baseline is the wire format that clients of a release rely on. Update it at a release, or
 # earlier to protect an addition too. A breaking change is never frozen.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from cluster.engine.vllm_options import IGNORED, REFUSED, WITHOUT_EFFECT
+from cluster.engine.vllm_options import ALIASES, IGNORED, REFUSED, WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["add_vllm_flags"]
+__all__ = ["add_vllm_flags", "flag_notes"]
 
 _SWITCHES_IGNORED = (
     "--disable-log-requests",
@@ -44,6 +44,19 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 _flag(name), action=_Refuse, reason=reason, allowed=allowed, help=hidden
             )
+
+
+def flag_notes() -> list[tuple[str, str]]:
+    """Return flags of vLLM that are other ones here, or none, with a note on each."""
+    notes = {_flag(name): f"`{_flag(own)}`" for name, own in ALIASES.items()}
+    for flag in _SWITCHES_IGNORED:
+        notes.setdefault(flag, "has no effect")
+    for name, reason in IGNORED.items():
+        notes[_flag(name)] = f"has no effect: {reason}"
+    for name, reason in {**REFUSED, **_REFUSED}.items():
+        if name not in _NOT_FLAGS:
+            notes[_flag(name)] = f"is refused: {reason}"
+    return sorted(notes.items())
 
 
 def _flag(name: str) -> str:
