@@ -58,7 +58,7 @@ class ServeHandle:
         priority: int,
         timeout_s: float | None,
         key: str | None,
-        beam_length_penalty: float | None,
+        beam_length_penalty: float | None = None,
         continuation: Continuation | None = None,
     ) -> AsyncGenerator[GenerationOutput]:
         """Yield new tokens of the continuations, many in an output."""
