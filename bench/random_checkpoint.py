@@ -58,11 +58,13 @@ def _values(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 def _outer_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:  # Any: JSON values
     hidden, vocab = shape["hidden_size"], shape["vocab_size"]
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
     }
+    if not shape["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
 
 
 def _layer_shapes(shape: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:  # Any: as above

@@ -16,10 +16,12 @@ __all__ = [
     "FormatRule",
     "Fp8Format",
     "Int4Format",
+    "Int8Format",
     "Quantization",
     "WeightFormat",
 ]
 
+_PER_WORD = 4
 MXFP4_BLOCK_SIZE = 32
 """Inputs that share a scale in mxfp4."""
 
@@ -66,7 +68,23 @@ class Int4Format:
         return self.group_size or 8
 
 
-WeightFormat = Fp8Format | Int4Format
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Format:
+    """Weights of eight bits with a sign; a group of inputs of an output channel has a scale."""
+
+    scales: Literal["channel", "tensor", "group"] = "channel"
+    group_size: int | None = None
+    """Inputs of a group, for scales of groups."""
+    is_packed: bool = False
+    """Whether four numbers, plus 128, are packed into an int32."""
+
+    @property
+    def in_step(self) -> int:
+        """Input channels, of which a rank has a multiple."""
+        return self.group_size or _PER_WORD
+
+
+WeightFormat = Fp8Format | Int4Format | Int8Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +98,14 @@ class FormatRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The formats of a model's linear layers; embeddings and output head are always plain."""
+    """The formats of a model's linear layers; embeddings are always plain."""
 
     method: str
     """Its name for users, such as `fp8`."""
     rules: tuple[FormatRule, ...]
     """The first that matches a layer counts."""
+    has_head: bool = False
+    """Whether the rules are of the output head too, which is plain otherwise."""
     ignored: tuple[re.Pattern[str], ...] = ()
     """Of the names of layers that are not quantized."""
     prefixes: tuple[tuple[str, str], ...] = ()

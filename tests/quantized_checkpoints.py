@@ -20,8 +20,8 @@ FP8_MAX = 448.0
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def save_wide(folder: Path) -> None:
-    """Write a random Llama whose sizes are multiples of 64."""
+def save_wide(folder: Path, vocab_size: int = 131) -> None:
+    """Write a random Llama whose sizes are multiples of 64, but for that of the vocabulary."""
     torch.manual_seed(3)
     config = LlamaConfig(
         hidden_size=64,
@@ -29,7 +29,7 @@ def save_wide(folder: Path) -> None:
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=131,
+        vocab_size=vocab_size,
         max_position_embeddings=256,
         initializer_range=0.2,
         bos_token_id=None,
@@ -40,11 +40,16 @@ def save_wide(folder: Path) -> None:
 
 
 def save_compressed(
-    folder: Path, compressed: Path, weights: dict[str, Any], inputs: dict[str, Any] | None
+    folder: Path,
+    compressed: Path,
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None,
+    ignore: tuple[str, ...] = ("lm_head",),
 ) -> None:
     """Write the checkpoint as compressed-tensors does, by the arguments of its schemes.
 
-    Scales of inputs, if they are stored, are the same for all layers.
+    Layers in `ignore` stay plain. Scales of inputs, if they are stored, are the same for all
+    layers.
     """
     # The library is slow to import.
     from compressed_tensors.compressors import ModelCompressor
@@ -62,7 +67,7 @@ def save_compressed(
         weights=QuantizationArgs(**weights),
         input_activations=None if inputs is None else QuantizationArgs(**inputs),
     )
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
     apply_quantization_config(model, config)
     # Any: the library adds attributes.
     modules: Iterator[Any] = model.modules()

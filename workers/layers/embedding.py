@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.linear_kernels import linear_kernel_class
 from workers.layers.sharded_logits import ShardedLogits
-from workers.layers.weight import Layer, WeightShard, divided
+from workers.layers.weight import Layer, MatrixPart, WeightShard, divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagedray.weight_format import Quantization
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ParallelHead", "VocabEmbedding"]
@@ -78,22 +80,30 @@ class ParallelHead(Layer):
         scale: float = 1.0,
         group: ParallelGroup,
         tied_to: VocabEmbedding | None,
+        quantization: Quantization | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._name = name
+        self._hidden_size = hidden_size
         self._vocab_size = vocab_size
         self._soft_cap = soft_cap
         self._scale = scale
         self._group = group
         self._vocab = _VocabShard(vocab_size, group)
         self._is_tied = tied_to is not None
-        kind = linear_kernel_class(dtype, device)
         if tied_to is not None:
-            self._kernel = kind(tied_to.weight, None)
+            self._kernel = linear_kernel_class(dtype, device)(tied_to.weight, None)
             return
-        self._kernel = kind.empty(
-            self._vocab.num_rows, hidden_size, has_bias=False, dtype=dtype, device=device
+        has_format = quantization is not None and quantization.has_head
+        self._kernel = make_format_kernel(
+            [name],
+            quantization if has_format else None,
+            self._vocab.num_rows,
+            hidden_size,
+            has_bias=False,
+            dtype=dtype,
+            device=device,
         )
         self._kernel.weight.zero_()
 
@@ -116,7 +126,13 @@ class ParallelHead(Layer):
 
     def weight_shards(self) -> Iterator[WeightShard]:
         if not self._is_tied:
-            yield self._vocab.weight_shard(self._name, self._kernel.weight)
+            first, end = self._vocab.loaded
+            source = MatrixPart(
+                name=self._name,
+                shape=(self._vocab_size, self._hidden_size),
+                part=(slice(first, end), slice(None)),
+            )
+            yield from self._kernel.weight_shards(source, slice(0, end - first))
 
     def finalize(self) -> None:
         # A dense kernel keeps a tied weight shared with the embedding.
@@ -131,12 +147,17 @@ class _VocabShard:
         self.num_rows = divided(vocab_size, group.size)
         self.first = group.rank * self.num_rows
 
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """The first of its rows that a checkpoint has, and the end of them, without padding."""
+        first = min(self.first, self._vocab_size)
+        return first, min(self.first + self.num_rows, self._vocab_size)
+
     def weight_shard(self, name: str, rows: torch.Tensor) -> WeightShard:
         """Return the shard that loads these rows, without the padding."""
-        first = min(self.first, self._vocab_size)
-        end = min(self.first + self.num_rows, self._vocab_size)
+        first, end = self.loaded
         return WeightShard(
-            name=name,
+            name=f"{name}.weight",
             shape=(self._vocab_size, rows.shape[1]),
             part=(slice(first, end), slice(None)),
             target=rows[: end - first],

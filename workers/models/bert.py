@@ -59,7 +59,7 @@ class Bert(CompositeLayer):
         self.device = device
         self._progress = group.progress
         self._words = VocabEmbedding(
-            f"{prefix}.embeddings.word_embeddings.weight",
+            f"{prefix}.embeddings.word_embeddings",
             config.vocab_size,
             config.hidden_size,
             group=group,

@@ -50,7 +50,7 @@ class Decoder(CompositeLayer):
         self.device = device
         self._progress = group.progress
         self._embedding = VocabEmbedding(
-            f"{names.embedding}.weight",
+            names.embedding,
             config.vocab_size,
             config.hidden_size,
             scale=config.embedding_scale,
@@ -86,13 +86,14 @@ class Decoder(CompositeLayer):
             self._score_head = ScoreHead(config, dtype=dtype, device=device)
         if not config.pools:
             self._head = ParallelHead(
-                "lm_head.weight",
+                "lm_head",
                 config.vocab_size,
                 config.hidden_size,
                 soft_cap=config.logit_soft_cap,
                 scale=config.logit_scale,
                 group=group,
                 tied_to=self._embedding if config.has_tied_embeddings else None,
+                quantization=config.quantization,
                 dtype=dtype,
                 device=device,
             )

@@ -9,8 +9,11 @@ from pagedray.weight_format import Int4Format
 
 if TYPE_CHECKING:
     from pagedray.model_config import ModelConfig
+    from pagedray.weight_format import Quantization
 
 __all__ = ["check_cuts"]
+
+_HEAD = "lm_head"
 
 
 def check_cuts(model: ModelConfig, num_ranks: int) -> None:
@@ -36,3 +39,13 @@ def check_cuts(model: ModelConfig, num_ranks: int) -> None:
                     f"{name} has {in_size} inputs in groups of {format.in_step}, which "
                     f"{num_ranks} ranks would cut; use fewer ranks."
                 )
+    if _has_quantized_head(model, model.quantization) and model.vocab_size % num_ranks:
+        raise StartupError(
+            f"{_HEAD} is quantized and has {model.vocab_size} outputs, which {num_ranks} ranks do "
+            "not divide; use a divisor."
+        )
+
+
+def _has_quantized_head(model: ModelConfig, quantization: Quantization) -> bool:
+    has_head = quantization.has_head and not model.has_tied_embeddings and not model.pools
+    return has_head and quantization.format_of([_HEAD]) is not None

@@ -39,6 +39,7 @@ _STORED_AS: dict[torch.dtype, tuple[str, ...]] = {
     torch.float8_e4m3fn: ("F8_E4M3",),
     torch.int32: ("I32",),
     torch.int64: ("I64",),
+    torch.int8: ("I8",),
     torch.uint8: ("U8",),
     # As bytes.
     SCALE: ("U8",),

@@ -24,7 +24,17 @@ __all__ = [
     "weight_files",
 ]
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "I64": 8,
+    "I32": 4,
+    "I8": 1,
+    "U8": 1,
+}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20

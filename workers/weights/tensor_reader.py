@@ -33,6 +33,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I8": torch.int8,
     "U8": torch.uint8,
 }
 # Still in the CPU's cache when it is copied to a tensor, or checked where it was read to.

@@ -88,6 +88,7 @@ def test_two_ranks_equal_weights_that_each_rank_rounds(tmp_path: Path) -> None:
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 COMPRESSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "fp8-channels": (CHANNELS, ROWS),
     "fp8-tensors": (
@@ -96,6 +97,9 @@ COMPRESSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     ),
     "int4-symmetric": (INT4, None),
     "int4-asymmetric": (INT4 | {"symmetric": False}, None),
+    "int8-channels": (INT8, None),
+    "int8-tensors-and-inputs": (INT8 | {"strategy": "tensor"}, ROWS | {"type": "int"}),
+    "int8-groups": (INT8 | {"strategy": "group", "group_size": 32}, None),
     "fp8-blocks": (
         CHANNELS | {"strategy": "block", "block_structure": [16, 32]},
         ROWS | {"strategy": "group", "group_size": 32},
@@ -129,6 +133,29 @@ def test_compressed_tensors_equal_those_of_transformers(name: str, tmp_path: Pat
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for logits in on_two_ranks(lambda group: run(loaded_model(compressed, group), group)):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# Transformers warns that its own options win.
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("name", ["fp8-channels", "int4-symmetric", "int8-channels"])
+def test_output_head_may_be_quantized(name: str, tmp_path: Path) -> None:
+    folder, compressed = tmp_path / "plain", tmp_path / "compressed"
+    save_wide(folder, vocab_size=144)
+    save_compressed(folder, compressed, *COMPRESSED[name], ignore=())
+    expected = dequantized_logits(compressed)
+    group = SoloGroup()
+    found = run(loaded_model(compressed, group), group)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for logits in on_two_ranks(lambda group: run(loaded_model(compressed, group), group)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_divide_a_quantized_head(tmp_path: Path) -> None:
+    folder, compressed = tmp_path / "plain", tmp_path / "compressed"
+    save_wide(folder)
+    save_compressed(folder, compressed, INT8, None, ignore=())
+    with pytest.raises(StartupError, match=r"lm_head is quantized and has 131 outputs, which 2"):
+        check_parallel(read_model_config(compressed), 2)
 
 
 @pytest.mark.parametrize("name", ["llama-6-heads-3-kv", "glm4-four-norms", "phi3-window"])

@@ -11,17 +11,15 @@ from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from workers.layers.formats.int4_weight import Int4Weight
+    from workers.layers.formats.int8_weight import Int8Weight
 
-__all__ = ["CpuIntegerLinear"]
+__all__ = ["CpuInt4Linear", "CpuInt8Linear"]
 
 
-class CpuIntegerLinear(QuantizedLinear):
+class _CpuIntegerLinear(QuantizedLinear):
     """The numbers as they are stored, in packed tiles for a kernel of ours."""
 
-    def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:
-        super().__init__(stored, bias, device)
-        self._integers = stored
-        self._gemm: IntegerGemm | None = None
+    _gemm: IntegerGemm
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -29,19 +27,45 @@ class CpuIntegerLinear(QuantizedLinear):
         return dtype == torch.bfloat16 and has_integer_gemm()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._gemm is not None
-        return self._gemm(self._ordered(x))
+        return self._gemm(x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._gemm is not None
-        return self._gemm.gated(self._ordered(x))
+        return self._gemm.gated(x)
+
+
+class CpuInt4Linear(_CpuIntegerLinear):
+    """Numbers of four bits, whose inputs may have another order."""
+
+    def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:
+        super().__init__(stored, bias, device)
+        self._int4 = stored
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(self._ordered(x))
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return super().gated(self._ordered(x))
 
     def finalize(self) -> None:
         super().finalize()
-        stored = self._integers
-        self._gemm = IntegerGemm(stored.numbers, stored.scales, stored.zeros, self.bias, num_bits=4)
-        stored.numbers = stored.scales = stored.zeros = torch.empty(0)
+        int4 = self._int4
+        self._gemm = IntegerGemm(int4.numbers, int4.scales, int4.zeros, self.bias, num_bits=4)
+        int4.numbers = int4.scales = int4.zeros = torch.empty(0)
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        order = self._integers.input_order
+        order = self._int4.input_order
         return x if order is None else x.index_select(1, order)
+
+
+class CpuInt8Linear(_CpuIntegerLinear):
+    """Numbers of eight bits."""
+
+    def __init__(self, stored: Int8Weight, bias: torch.Tensor | None, device: torch.device) -> None:
+        super().__init__(stored, bias, device)
+        self._int8 = stored
+
+    def finalize(self) -> None:
+        super().finalize()
+        int8 = self._int8
+        self._gemm = IntegerGemm(int8.numbers, int8.scales, None, self.bias, num_bits=8)
+        int8.numbers = int8.scales = torch.empty(0)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedray.errors import DeviceError
-from pagedray.weight_format import Int4Format
+from pagedray.weight_format import Int4Format, Int8Format
 from workers.layers.formats.fp8_linear import BlockFp8Linear, Fp8Linear
 from workers.layers.formats.fp8_weight import Fp8Weight
 from workers.layers.formats.int4_linear import GpuInt4Linear
 from workers.layers.formats.int4_weight import Int4Weight
-from workers.layers.formats.integer_linear import CpuIntegerLinear
+from workers.layers.formats.int8_weight import Int8Weight
+from workers.layers.formats.integer_linear import CpuInt4Linear, CpuInt8Linear
 from workers.layers.formats.quantized_linear import DequantizedLinear
 from workers.layers.linear_kernels import make_linear_kernel
 
@@ -49,9 +50,14 @@ def make_format_kernel(
         int4 = Int4Weight(format, out_size, in_size, device=device)
         if device.type == "cuda":
             return GpuInt4Linear(int4, bias, device)
-        if CpuIntegerLinear.supports(dtype):
-            return CpuIntegerLinear(int4, bias, device)
+        if CpuInt4Linear.supports(dtype):
+            return CpuInt4Linear(int4, bias, device)
         return DequantizedLinear(int4, bias, dtype=dtype, device=device)
+    if isinstance(format, Int8Format):
+        int8 = Int8Weight(format, out_size, in_size, device=device)
+        if device.type == "cpu" and CpuInt8Linear.supports(dtype):
+            return CpuInt8Linear(int8, bias, device)
+        return DequantizedLinear(int8, bias, dtype=dtype, device=device)
     fp8 = Fp8Weight(format, out_size, in_size, device=device)
     if device.type != "cuda":
         return DequantizedLinear(fp8, bias, dtype=dtype, device=device)

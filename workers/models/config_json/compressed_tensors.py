@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pagedray.weight_format import FormatRule, Fp8Format, Int4Format
+from pagedray.weight_format import FormatRule, Fp8Format, Int4Format, Int8Format
 from workers.models.config_json.int4_methods import group_size
 from workers.models.config_json.name_pattern import PatternError, name_pattern
 
@@ -41,7 +41,7 @@ def compressed_tensors_rules(
     rules = []
     for name in groups.given_keys():
         group = groups.section(name)
-        format = _format(group)
+        format = _format(section, group)
         rules += [FormatRule(pattern, format) for pattern in _patterns(group, "targets")]
     if not rules:
         raise section.refusal("config_groups", "must name the targets of at least one group")
@@ -56,12 +56,14 @@ def block_shape(section: ConfigFile, key: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _format(group: ConfigFile) -> WeightFormat:
+def _format(section: ConfigFile, group: ConfigFile) -> WeightFormat:
     weights = group.section("weights")
     group.note_read("format")
     weights.note_read(*_RECORDS)
     weights.refuse_unless("dynamic", False)
     if weights.choice("type", ("float", "int")) == "int":
+        if weights.integer("num_bits", least=4, most=8) == 8:
+            return _int8_format(section, group, weights)
         return _int4_format(group, weights)
     weights.integer("num_bits", least=8, most=8)
     weights.refuse_unless("symmetric", True)
@@ -79,6 +81,27 @@ def _int4_format(group: ConfigFile, weights: ConfigFile) -> Int4Format:
         group_size=group_size(weights, "group_size") if is_grouped else None,
         has_zeros=not weights.flag("symmetric", True),
     )
+
+
+def _int8_format(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Int8Format:
+    weights.refuse_unless("symmetric", True)
+    weights.choice("actorder", ("weight", "static"), "weight")
+    if group.value("input_activations") is not None:
+        # Inputs are not quantized, whose scales would have to be stored if they were not dynamic.
+        inputs = group.section("input_activations")
+        inputs.note_read(*_RECORDS)
+        inputs.choice("type", ("int",))
+        inputs.integer("num_bits", least=8, most=8)
+        inputs.choice("strategy", ("token",))
+        inputs.refuse_unless("symmetric", True)
+        inputs.refuse_unless("dynamic", True)
+    stored = group if group.value("format") is not None else section
+    is_packed = stored.choice("format", ("int-quantized", "pack-quantized")) == "pack-quantized"
+    scales = weights.choice("strategy", ("tensor", "channel", "group"))
+    if scales != "group":
+        return Int8Format(scales="tensor" if scales == "tensor" else "channel", is_packed=is_packed)
+    size = group_size(weights, "group_size")
+    return Int8Format(scales="group", group_size=size, is_packed=is_packed)
 
 
 def _fp8_format(group: ConfigFile, weights: ConfigFile) -> Fp8Format:

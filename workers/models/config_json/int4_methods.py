@@ -27,7 +27,6 @@ def gptq_format(section: ConfigFile) -> Int4Format:
     """Return the format of a section. Raises CheckpointError."""
     section.note_read(*_GPTQ_RECORDS, "sym")
     section.integer("bits", least=4, most=4)
-    section.refuse_unless("lm_head", False)
     section.choice("pack_dtype", ("int32",), "int32")
     # The first one stores zeros less one.
     version = section.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")

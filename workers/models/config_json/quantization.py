@@ -47,7 +47,7 @@ def with_quantization(
 
 def _compressed_tensors(section: ConfigFile) -> Quantization:
     rules, ignored = compressed_tensors_rules(section)
-    return Quantization(method="compressed-tensors", rules=rules, ignored=ignored)
+    return Quantization(method="compressed-tensors", rules=rules, has_head=True, ignored=ignored)
 
 
 def _fp8(section: ConfigFile) -> Quantization:
@@ -83,7 +83,11 @@ def _not_converted(section: ConfigFile, key: str) -> tuple[re.Pattern[str], ...]
 
 
 def _gptq(section: ConfigFile) -> Quantization:
-    return Quantization(method="gptq", rules=(FormatRule(_ALL, gptq_format(section)),))
+    return Quantization(
+        method="gptq",
+        rules=(FormatRule(_ALL, gptq_format(section)),),
+        has_head=section.flag("lm_head", False),
+    )
 
 
 def _awq(section: ConfigFile) -> Quantization:

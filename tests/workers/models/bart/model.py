@@ -63,7 +63,7 @@ class Bart(CompositeLayer):
         self.dtype = dtype
         self.device = device
         self._words = VocabEmbedding(
-            "model.shared.weight",
+            "model.shared",
             config.vocab_size,
             config.hidden_size,
             group=group,
@@ -87,7 +87,7 @@ class Bart(CompositeLayer):
             for i in range(config.decoder.num_layers)
         ]
         self._head = ParallelHead(
-            "model.shared.weight",
+            "model.shared",
             config.vocab_size,
             config.hidden_size,
             group=group,

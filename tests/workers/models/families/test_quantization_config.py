@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagedray.errors import CheckpointError
-from pagedray.weight_format import Fp8Format, Int4Format, Quantization
+from pagedray.weight_format import Fp8Format, Int4Format, Int8Format, Quantization
 from tests.workers.models.families.config_json import SHAPE, read_config
 
 if TYPE_CHECKING:
@@ -149,6 +149,18 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
             ),
             Int4Format(packing="compressed-tensors", group_size=None),
         ),
+        (
+            with_group(weights=WEIGHTS | {"type": "int"}, format="int-quantized", **NO_INPUTS),
+            Int8Format(),
+        ),
+        (
+            with_group(
+                weights=WEIGHTS | INT4 | {"num_bits": 8},
+                input_activations=INPUTS | {"type": "int"},
+                format="pack-quantized",
+            ),
+            Int8Format(scales="group", group_size=128, is_packed=True),
+        ),
         (GPTQ, Int4Format(packing="gptq", group_size=128, zero_offset=1)),
         (
             GPTQ | {"desc_act": True, "group_size": -1, "checkpoint_format": "gptq_v2"},
@@ -157,10 +169,20 @@ def test_layers_of_one_product_have_one_format(tmp_path: Path) -> None:
         (AWQ, Int4Format(packing="awq", group_size=128)),
     ],
 )
-def test_int4_is_read(section: dict[str, Any], format: Int4Format, tmp_path: Path) -> None:
+def test_integers_are_read(
+    section: dict[str, Any], format: Int4Format | Int8Format, tmp_path: Path
+) -> None:
     found = quantization_of(tmp_path, section)
     assert found.method == section["quant_method"]
     assert found.format_of(["model.layers.0.mlp.up_proj"]) == format
+
+
+def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> None:
+    for section, has_head in ((GPTQ, False), (GPTQ | {"lm_head": True}, True), (COMPRESSED, True)):
+        assert quantization_of(tmp_path, section).has_head == has_head
+    assert quantization_of(tmp_path, COMPRESSED).format_of(["lm_head"]) is None
+    everything = quantization_of(tmp_path, COMPRESSED | {"ignore": []})
+    assert everything.format_of(["lm_head"]) == Fp8Format()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +204,7 @@ def test_int4_is_read(section: dict[str, Any], format: Int4Format, tmp_path: Pat
         (COMPRESSED | {"ignore": ["re:("]}, "ignore has 're:('"),
         (with_group(weights=WEIGHTS | {"num_bits": 6}), "weights.num_bits must be an integer"),
         (
-            with_group(weights=WEIGHTS | {"type": "int"}),
+            with_group(weights=WEIGHTS | {"type": "int", "num_bits": 3}),
             "weights.num_bits must be an integer from 4",
         ),
         (with_group(weights=WEIGHTS | INT4), "input_activations must be null"),
@@ -194,9 +216,21 @@ def test_int4_is_read(section: dict[str, Any], format: Int4Format, tmp_path: Pat
             with_group(weights=WEIGHTS | INT4 | {"actorder": "group"}, **NO_INPUTS),
             "actorder must be one of weight, static",
         ),
+        (
+            with_group(weights=WEIGHTS | {"type": "int"}, **NO_INPUTS),
+            'format must be one of int-quantized, pack-quantized, not "float-quantized"',
+        ),
+        (
+            with_group(
+                weights=WEIGHTS | {"type": "int"},
+                input_activations=INPUTS | {"type": "int", "dynamic": False},
+                format="int-quantized",
+            ),
+            "input_activations.dynamic must be true",
+        ),
         (GPTQ | {"bits": 3}, "quantization_config.bits must be an integer from 4 to 4, not 3"),
         (GPTQ | {"group_size": 100}, "group_size must be one of -1, 32, 64, 128, 256, not 100"),
-        (GPTQ | {"lm_head": True}, "lm_head must be false"),
+        (GPTQ | {"lm_head": 1}, "lm_head must be"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, "quantization_config.dynamic is not a field"),
         (AWQ | {"version": "gemv"}, 'version must be one of gemm, GEMM, not "gemv"'),
