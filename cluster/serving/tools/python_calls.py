@@ -12,9 +12,10 @@ from cluster.serving.tools.turn_reader import TurnReader
 __all__ = ["PythonReader"]
 
 _MARKS = ("<|python_tag|>", "<|python_start|>")
-_LIST_BEGIN = re.compile(r"\[\s*([\w.\-]*)(\s*\()?")
+_LIST_BEGIN = re.compile(r"\[\s*([\w.\-]*)\s*(\()?")
 _CALL = re.compile(r"\s*([\w.\-]+)\s*\(")
-_MAX_NAME_LENGTH = 128
+_MAX_BEGIN_LENGTH = 128
+"""Characters up to the first call's arguments."""
 _MAX_CALL_LENGTH = 2**14
 """Characters of a call; to parse longer ones would hold the event loop."""
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -47,12 +48,13 @@ class PythonReader(TurnReader):
                 self._buffer = begun[len(mark) :]
                 return True
         found = _LIST_BEGIN.match(begun)
-        if found is not None and found[2] and found[1] in self._tools:
+        is_short = found is not None and found.end() <= _MAX_BEGIN_LENGTH
+        if found is not None and is_short and found[2] and found[1] in self._tools:
             self._buffer = begun[1:]
             self._where = "calls"
             return True
         is_mark = any(mark.startswith(begun) for mark in _MARKS)
-        is_list = found is not None and found.end() == len(begun) < _MAX_NAME_LENGTH
+        is_list = found is not None and found.end() == len(begun) < _MAX_BEGIN_LENGTH
         if not is_end and (is_mark or is_list):
             return False
         self._where = "content"

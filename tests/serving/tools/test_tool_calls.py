@@ -190,6 +190,7 @@ TURNS: dict[str, tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = {
         ],
     ),
     "pythonic, marked": ("pythonic", "<|python_start|>[look()]", "", [("look", "{}")]),
+    "pythonic, blanks": ("pythonic", "[ look\n (a=1)]", "", [("look", '{"a": 1}')]),
     "pythonic, constants of JSON": ("pythonic", "[add(z=null)]", "", [("add", '{"z": null}')]),
     "pythonic, no literal": ("pythonic", "[add(x=open('f'))]", "[add(x=open('f'))]", []),
     "pythonic, unknown tool": ("pythonic", "[drop(x=1)]", "[drop(x=1)]", []),

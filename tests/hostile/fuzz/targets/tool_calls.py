@@ -106,6 +106,18 @@ TARGET = Target(
             + _DEEPSEEK["calls\u2581end"]
             + b" x",
         ),
+        _seed(
+            "openai",
+            3,
+            b"<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+            b'to=functions.look <|constrain|>json<|message|>{"where": "a } b"}<|call|>',
+        ),
+        _seed(
+            "openai",
+            7,
+            b"<|start|>assistant to=functions.add<|channel|>commentary<|message|>{}<|call|>"
+            b"<|channel|>final<|message|>done<|return|>",
+        ),
         _seed("list", 5, b"[" + _CALL + b',{"parameters":"{}","name":"add"}]'),
         _seed("named", 0, b"{}"),
     ),
@@ -114,6 +126,8 @@ TARGET = Target(
         *(b'"name"', b'"arguments"', b'"parameters"', b'"look"', b'"add"', b"[CALL_ID]", b'\\"'),
         *(b"<function=look>", b"</function>", b"<parameter=where>", b"</parameter>", b"look"),
         *(b"<arg_key>", b"</arg_key>", b"<arg_value>", b"</arg_value>", b"[look(", b"x=1", b")]"),
+        *(b"<|channel|>", b"<|message|>", b"<|start|>", b"<|end|>", b"<|call|>", b"<|return|>"),
+        *(b"analysis", b"commentary", b"final", b" to=functions.look", b"<|constrain|>json"),
         *_DEEPSEEK.values(),
     ),
 )
