@@ -210,20 +210,19 @@ def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         if not message.tool_calls:
             written.append(message)
             continue
-        results: list[ChatMessage] = []
+        results: dict[str | None, list[ChatMessage]] = {}
+        first = place
         while place < len(messages) and messages[place].role == "tool":
-            results.append(messages[place])
+            results.setdefault(messages[place].tool_call_id, []).append(messages[place])
             place += 1
         thoughts = "\n".join(text for text in (message.reasoning, message.content) if text)
         for call in message.tool_calls:
-            own = [one for one in results if one.tool_call_id == call.id]
-            results = [one for one in results if one.tool_call_id != call.id]
             written.append(
                 replace(message, content="", tool_calls=(call,), reasoning=thoughts or None)
             )
-            written += own
+            written += results.pop(call.id, ())
             thoughts = ""
-        written += results
+        written += (one for one in messages[first:place] if one.tool_call_id in results)
     return written
 
 
