@@ -8,7 +8,7 @@ import ctypes
 __all__ = ["MemoryTrimmer", "trim_memory"]
 
 _DELAY_S = 1.0
-_MOST_DELAYS = 10
+_MOST_DELAYS = 5
 _LARGE_BYTES = 2**16
 _MUCH_BYTES = 2**24
 
@@ -17,7 +17,7 @@ class MemoryTrimmer:
     """Trims memory after many large requests and responses. Used from the event loop only.
 
     It takes tens of milliseconds on a thread, during which others may wait for memory, so it comes
-    a second after the last of them, or every ten seconds if they go on. What small requests
+    a second after the last of them, or every five seconds if they go on. What small requests
     take is used by the next ones.
     """
 

@@ -16,9 +16,10 @@ class EchoedTools(HttpFlood):
     """Two megabytes that the model does not see, kept while the call waits for the engine."""
 
     name = "2 MB of tools to repeat"
-    # 64 MiB of a tenant's bodies, as much of its responses, and of those that are stored.
-    max_growth_mib = 224.0
-    max_left_mib = 96.0
+    # 64 MiB of a tenant's bodies, as much of its responses, and of those that are stored, with what
+    # the allocator keeps between them; the latter are still stored afterwards.
+    max_growth_mib = 272.0
+    max_left_mib = 112.0
     allowed = frozenset(("200", "400", "429"))
 
     def request(self, key: str | None) -> bytes:

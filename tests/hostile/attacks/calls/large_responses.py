@@ -24,6 +24,8 @@ class LargeResponses(HttpFlood):
 
     name = "128 choices with log-probabilities"
     num_connections = 2
+    # 64 MiB of a tenant's responses, and what is being written.
+    max_growth_mib = 96.0
     allowed = frozenset(("200", "400", "429"))
     full_s = 15.0
 
