@@ -102,27 +102,38 @@ class DenseLinear(LinearKernel):
 
 
 class SkinnyGemmLinear(DenseLinear):
-    """A dense weight, and a kernel of our own for a few rows, for Hopper GPUs."""
+    """A dense weight, and kernels of our own for one row and for a few, for Hopper GPUs."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.skinny import default_skinny_tuning
 
         self._tuning = default_skinny_tuning(*weight.shape, is_gated=False)
         self._gated_tuning = default_skinny_tuning(*weight.shape, is_gated=True)
+        self._gemv_tuning = default_gemv_tuning(weight, is_gated=False)
+        self._gated_gemv_tuning = default_gemv_tuning(weight, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.gemm.gemv import gemv
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
 
+        if len(x) == 1 and self._gemv_tuning is not None:
+            return gemv(x, self.weight, self.bias, self._gemv_tuning)
         if self._tuning is None or len(x) > MAX_ROWS:
             return super().__call__(x)
         return skinny_gemm(x, self.weight, self.bias, self._tuning)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.gemm.gemv import gemv_gated
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
-        if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
+        if self.bias is not None or len(x) > MAX_ROWS:
+            return super().gated(x)
+        if len(x) == 1 and self._gated_gemv_tuning is not None:
+            return gemv_gated(x, self.weight, "silu", self._gated_gemv_tuning)
+        if self._gated_tuning is None:
             return super().gated(x)
         return skinny_gated(x, self.weight, "silu", self._gated_tuning)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedray.weight_format import MXFP4_BLOCK_SIZE
 from workers.layers.expert_product import (
     ExpertProduct,
     GroupedExperts,
@@ -22,7 +23,7 @@ __all__ = ["DequantizedExperts", "Mxfp4Experts", "expert_product_class"]
 
 
 class Mxfp4Experts(StackedExperts):
-    """Weights stay in mxfp4, and are dequantized in registers; for rows of 16 bits."""
+    """Weights stay in mxfp4, and are dequantized in registers; for rows in bfloat16."""
 
     def _allocate(
         self,
@@ -32,11 +33,10 @@ class Mxfp4Experts(StackedExperts):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        assert dtype.itemsize == 2
+        assert dtype == torch.bfloat16
         self._gate_up = Mxfp4Matrix.empty(*gate_up, device=device)
         self._down = Mxfp4Matrix.empty(*down, device=device)
-        self._gate_up_numbers = self._gate_up.blocks.flatten(2)
-        self._down_numbers = self._down.blocks.flatten(2)
+        self._gate_up_numbers = self._down_numbers = torch.empty(0, device=device)
         self._gate_up_scales = self._down_scales = torch.empty(0, device=device)
 
     def gate_up(self, expert: int) -> Mxfp4Matrix:
@@ -61,6 +61,8 @@ class Mxfp4Experts(StackedExperts):
             matrix.scales.view(torch.uint8).transpose(1, 2).contiguous()
             for matrix in (self._gate_up, self._down)
         )
+        self._gate_up_numbers = _packed(self._gate_up)
+        self._down_numbers = _packed(self._down)
 
 
 class DequantizedExperts(ExpertProduct):
@@ -122,9 +124,25 @@ def expert_product_class(
     """Return the class for the stored weights, the dtype of rows and a device."""
     if not config.is_mxfp4:
         return _plain_class(device)
-    # CPUs, and products in float32, have no kernel for it.
-    is_multiplied = device.type == "cuda" and dtype.itemsize == 2
+    # CPUs, and products in other dtypes, have no kernel for it.
+    is_multiplied = device.type == "cuda" and dtype == torch.bfloat16
     return Mxfp4Experts if is_multiplied else DequantizedExperts
+
+
+def _packed(matrix: Mxfp4Matrix) -> torch.Tensor:
+    """Return the numbers of all experts as the kernels read them, in place if they fit."""
+    # Triton is absent on machines without a GPU.
+    from attention.kernels.triton.experts import mxfp4_row_bytes, packed_mxfp4
+
+    blocks = matrix.blocks
+    num_experts, out_size, num_blocks, _ = blocks.shape
+    packed = blocks.flatten(2)
+    if num_blocks % 2:
+        row_bytes = mxfp4_row_bytes(num_blocks * MXFP4_BLOCK_SIZE)
+        packed = blocks.new_empty(num_experts, out_size, row_bytes)
+    for expert in range(num_experts):
+        packed[expert].copy_(packed_mxfp4(blocks[expert]))
+    return packed
 
 
 def _plain_class(device: torch.device) -> type[GroupedExperts | LinearExperts]:

@@ -244,8 +244,7 @@ def test_products_in_mxfp4_are_those_of_dequantized_weights(num_rows: int) -> No
             hidden_size=96,
             intermediate_size=64,
             has_output_bias=True,
-            # The interpreter does not round to the nearest bfloat16.
-            dtype=torch.float16,
+            dtype=torch.bfloat16,
             device=device,
         )
         for kind, device in ((DequantizedExperts, CPU), (Mxfp4Experts, TRITON_DEVICE))
@@ -264,10 +263,11 @@ def test_products_in_mxfp4_are_those_of_dequantized_weights(num_rows: int) -> No
                 bias.copy_(torch.randn(bias.shape, generator=generator))
     for product in products:
         product.finalize()
-    x = torch.randn(num_rows, 96, generator=torch.Generator().manual_seed(7)).half()
+    x = torch.randn(num_rows, 96, generator=torch.Generator().manual_seed(7)).bfloat16()
     weights, experts = torch.rand(num_rows, 6).topk(3, dim=1)
     plain, ours = (
         product(x.to(device), Choice(experts.to(device), weights.to(device))).cpu()
         for product, device in zip(products, (CPU, TRITON_DEVICE), strict=True)
     )
-    assert (ours - plain).float().norm() < 2e-3 * plain.float().norm()
+    # The interpreter does not round to the nearest bfloat16.
+    assert (ours - plain).float().norm() < 1.5e-2 * plain.float().norm()

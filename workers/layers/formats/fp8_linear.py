@@ -20,7 +20,7 @@ _SIZE_STEP = 16
 
 
 class Fp8Linear(QuantizedLinear):
-    """Up to 16 rows of inputs stay in bfloat16; more are quantized, for the tensor cores.
+    """Up to 16 rows of inputs are not quantized; more are, for the tensor cores.
 
     A scale of inputs in the checkpoint is used only for the latter.
     """
@@ -30,6 +30,7 @@ class Fp8Linear(QuantizedLinear):
     ) -> None:
         super().__init__(stored, bias, device)
         # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.skinny import fp8_skinny_tuning
 
         out_size, in_size = stored.values.shape
@@ -41,11 +42,18 @@ class Fp8Linear(QuantizedLinear):
         self._fp8 = stored
         self._tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=False)
         self._gated_tuning = fp8_skinny_tuning(out_size, in_size, stored.depth, is_gated=True)
+        self._gemv_tuning = default_gemv_tuning(stored.values, is_gated=False)
+        self._gated_gemv_tuning = default_gemv_tuning(stored.values, is_gated=True)
+        if in_size % stored.depth or stored.depth % _SIZE_STEP:
+            self._gemv_tuning = self._gated_gemv_tuning = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.gemm.gemv import gemv
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gemm
 
         fp8 = self._fp8
+        if len(x) == 1 and self._gemv_tuning is not None:
+            return gemv(x, fp8.values, self.bias, self._gemv_tuning, scales=fp8.scales)
         if self._tuning is not None and len(x) <= MAX_ROWS:
             return skinny_gemm(x, fp8.values, self.bias, self._tuning, scales=fp8.scales)
         return self._product(x)
@@ -67,11 +75,16 @@ class Fp8Linear(QuantizedLinear):
         )
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.gemm.gemv import gemv_gated
         from attention.kernels.triton.gemm.skinny import MAX_ROWS, skinny_gated
 
-        if self._gated_tuning is None or self.bias is not None or len(x) > MAX_ROWS:
-            return super().gated(x)
         fp8 = self._fp8
+        if self.bias is not None or len(x) > MAX_ROWS:
+            return super().gated(x)
+        if len(x) == 1 and self._gated_gemv_tuning is not None:
+            return gemv_gated(x, fp8.values, "silu", self._gated_gemv_tuning, scales=fp8.scales)
+        if self._gated_tuning is None:
+            return super().gated(x)
         return skinny_gated(x, fp8.values, "silu", self._gated_tuning, scales=fp8.scales)
 
 

@@ -10,13 +10,14 @@ from torch.nn import functional
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from attention.kernels.triton.gemm.gemv import GemvTuning
     from workers.layers.formats.int4_weight import Int4Weight
 
 __all__ = ["GpuInt4Linear"]
 
 
 class GpuInt4Linear(QuantizedLinear):
-    """Up to 64 rows are multiplied by numbers that are unpacked in registers.
+    """Up to 64 rows are multiplied by numbers that are unpacked in registers, one by a GEMV.
 
     For more, the weight is dequantized in each step.
     """
@@ -25,20 +26,26 @@ class GpuInt4Linear(QuantizedLinear):
         super().__init__(stored, bias, device)
         self._int4 = stored
         self._packed = self._words = torch.empty(0)
+        self._gemv_tuning: GemvTuning | None = None
+        self._gated_gemv_tuning: GemvTuning | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Triton is absent on machines without a GPU.
+        from attention.kernels.triton.gemm.gemv import gemv
         from attention.kernels.triton.gemm.int4 import MAX_ROWS, dequantize_int4, int4_gemm
 
         int4 = self._int4
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
+        if len(x) == 1 and self._gemv_tuning is not None:
+            return gemv(x, self._packed, self.bias, self._gemv_tuning, scales=self._words)
         if len(x) <= MAX_ROWS:
             return int4_gemm(x, self._packed, self._words, self.bias)
         weight = dequantize_int4(self._packed, self._words, x.dtype)
         return functional.linear(x, weight, self.bias)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
+        from attention.kernels.triton.gemm.gemv import gemv_gated
         from attention.kernels.triton.gemm.int4 import MAX_GATED_ROWS, int4_gated
 
         int4 = self._int4
@@ -46,13 +53,19 @@ class GpuInt4Linear(QuantizedLinear):
             return super().gated(x)
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
+        if len(x) == 1 and self._gated_gemv_tuning is not None:
+            tuning = self._gated_gemv_tuning
+            return gemv_gated(x, self._packed, "silu", tuning, scales=self._words)
         return int4_gated(x, self._packed, self._words, "silu")
 
     def finalize(self) -> None:
+        from attention.kernels.triton.gemm.gemv import default_gemv_tuning
         from attention.kernels.triton.gemm.int4 import packed_int4, scale_words
 
         super().finalize()
         int4 = self._int4
         self._packed = packed_int4(int4.numbers, int4.group_size)
         self._words = scale_words(int4.scales, int4.zeros)
+        self._gemv_tuning = default_gemv_tuning(self._packed, is_gated=False)
+        self._gated_gemv_tuning = default_gemv_tuning(self._packed, is_gated=True)
         int4.numbers = int4.scales = int4.zeros = torch.empty(0)

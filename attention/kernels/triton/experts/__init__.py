@@ -1,19 +1,25 @@
 """Kernels of layers with experts: the choice of each row, its order by experts, the products."""
 
 from attention.kernels.triton.experts.gemm import (
-    MAX_SINGLE_PAIRS,
+    MAX_MXFP4_ROW_PAIRS,
+    MAX_ROW_PAIRS,
     ExpertTuning,
     default_expert_tuning,
     expert_sums,
+    mxfp4_row_bytes,
+    packed_mxfp4,
 )
 from attention.kernels.triton.experts.groups import grouped_pairs
 from attention.kernels.triton.experts.router import choose_experts
 
 __all__ = [
-    "MAX_SINGLE_PAIRS",
+    "MAX_MXFP4_ROW_PAIRS",
+    "MAX_ROW_PAIRS",
     "ExpertTuning",
     "choose_experts",
     "default_expert_tuning",
     "expert_sums",
     "grouped_pairs",
+    "mxfp4_row_bytes",
+    "packed_mxfp4",
 ]

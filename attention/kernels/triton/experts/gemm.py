@@ -1,8 +1,8 @@
 """Products of rows with their experts: `down(gate(x) joined with up(x))` of each, weighted.
 
 A pair is a row and one of its experts. Pairs are put in the order of their experts, and each tile
-of a product has pairs of one expert only. A few pairs are a tile each, without being ordered. The
-grid depends on shapes alone and nothing is read by the host, so that CUDA graphs can capture it.
+of a product has pairs of one expert only; a few pairs are multiplied as `rows.py` says. The grid
+depends on shapes alone and nothing is read by the host, so that CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,37 @@ import triton.language as tl
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.groups import grouped_pairs
-from attention.kernels.triton.experts.product import add_product
+from attention.kernels.triton.experts.product import (
+    add_product,
+    rows_and_columns,
+    tile_inputs,
+    zero_sums,
+)
+from attention.kernels.triton.experts.rows import MXFP4_HALF, row_expert_sums
 from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["MAX_SINGLE_PAIRS", "ExpertTuning", "default_expert_tuning", "expert_sums"]
+__all__ = [
+    "MAX_MXFP4_ROW_PAIRS",
+    "MAX_ROW_PAIRS",
+    "ExpertTuning",
+    "default_expert_tuning",
+    "expert_sums",
+    "mxfp4_row_bytes",
+    "packed_mxfp4",
+]
 
-MAX_SINGLE_PAIRS = 64
-"""The most pairs that are a tile each."""
+MAX_ROW_PAIRS = 64
+"""The most pairs whose products are of one row each."""
+MAX_MXFP4_ROW_PAIRS = 32
+"""The same in mxfp4."""
 _MIN_ROWS = 16
 """The smallest matrix product of tensor cores."""
 _SUM_TILE = 1024
-_TYPES_OF_16_BITS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TILES = {16: (128, 128, 4, 3), 32: (128, 128, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 4)}
 """Columns, depth, warps and stages by the pairs of a tile."""
-_MXFP4_TILES = {
-    16: (64, 128, 4, 4),
-    32: (64, 128, 4, 4),
-    64: (128, 128, 8, 3),
-    128: (128, 64, 8, 4),
-}
-"""The same with weights in mxfp4."""
+_MXFP4_TILE = (64, 2 * MXFP4_HALF, 4, 3)
+"""The same with weights in mxfp4, for any number of pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,7 @@ def default_expert_tuning(
     rows 190 and 187, 256 rows 304 and 288, 512 rows 317 and 288, 8192 rows 1528 and 288 (405
     TFLOP/s).
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 and not is_mxfp4:
         return ExpertTuning(
             tile_pairs=_tile_pairs(num_pairs, num_experts, most=64),
             tile_columns=64,
@@ -71,10 +81,7 @@ def default_expert_tuning(
             num_stages=2,
         )
     tile_pairs = _tile_pairs(num_pairs, num_experts, most=128)
-    columns, depth, num_warps, num_stages = (_MXFP4_TILES if is_mxfp4 else _TILES)[tile_pairs]
-    if not is_mxfp4 and num_pairs <= MAX_SINGLE_PAIRS:
-        # Fewer columns are more programs.
-        columns, num_stages = 64, 5
+    columns, depth, num_warps, num_stages = _MXFP4_TILE if is_mxfp4 else _TILES[tile_pairs]
     return ExpertTuning(
         tile_pairs=tile_pairs,
         tile_columns=columns,
@@ -113,18 +120,21 @@ def expert_sums(
     are `[num_experts, 2 * inner_size]` and `[num_experts, hidden_size]`. `clamp` is the alpha and
     the limit of a `ClampedGate`; without it, gate and up projection are joined by SiLU.
 
-    With scales, weights are in mxfp4: uint8 of half the inputs, two numbers in a byte. Scales are
-    the exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]`
-    and `[num_experts, inner_size / 32, hidden_size]`; x is of 16 bits.
+    With scales, weights are in mxfp4, as `packed_mxfp4` returns them. Scales are the exponents of
+    blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]` and `[num_experts,
+    inner_size / 32, hidden_size]`; on GPUs x is in bfloat16.
     """
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
     num_experts, inner_size = len(gate_up), gate_up.shape[1] // 2
     is_mxfp4 = gate_up_scales is not None
     assert is_mxfp4 == (down_scales is not None)
-    packing = 2 if is_mxfp4 else 1
-    assert gate_up.shape == (num_experts, 2 * inner_size, hidden_size // packing)
-    assert down.shape == (num_experts, hidden_size, inner_size // packing)
+    gate_up_row, down_row = hidden_size, inner_size
+    if is_mxfp4:
+        assert x.dtype == torch.bfloat16 or not x.is_cuda
+        gate_up_row, down_row = mxfp4_row_bytes(hidden_size), mxfp4_row_bytes(inner_size)
+    assert gate_up.shape == (num_experts, 2 * inner_size, gate_up_row)
+    assert down.shape == (num_experts, hidden_size, down_row)
     assert x.stride(1) == 1
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
@@ -134,29 +144,40 @@ def expert_sums(
     out = x.new_empty((num_rows, hidden_size))
     if not num_pairs:
         return out
+    experts, weights = experts.contiguous(), weights.contiguous()
+    if tuning is None and num_pairs <= (MAX_MXFP4_ROW_PAIRS if is_mxfp4 else MAX_ROW_PAIRS):
+        return row_expert_sums(
+            x,
+            experts,
+            weights,
+            gate_up,
+            down,
+            first_expert=first_expert,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            clamp=clamp,
+        )
     tuning = tuning or default_expert_tuning(
         num_pairs=num_pairs, num_experts=num_experts, dtype=x.dtype, is_mxfp4=is_mxfp4
     )
-    experts, weights = experts.contiguous(), weights.contiguous()
-    is_grouped = num_pairs > MAX_SINGLE_PAIRS
-    if is_grouped:
-        pairs, starts = grouped_pairs(experts, first_expert=first_expert, num_experts=num_experts)
-        # Only the last tile of an expert is not full.
-        num_tiles = num_pairs // tuning.tile_pairs + min(num_pairs, num_experts)
-    else:
-        pairs = starts = experts
-        num_tiles = num_pairs
+    pairs, starts = grouped_pairs(experts, first_expert=first_expert, num_experts=num_experts)
+    # Only the last tile of an expert is not full.
+    num_tiles = num_pairs // tuning.tile_pairs + min(num_pairs, num_experts)
     inner = x.new_empty((num_pairs, inner_size))
     parts = x.new_empty((num_pairs, hidden_size))
-    where = (experts, pairs, starts, num_pairs, first_expert)
+    where = (pairs, starts, num_pairs)
     tiling = {
         "hidden_size": hidden_size,
         "inner_size": inner_size,
         "num_experts": num_experts,
         "expert_tile": next_power_of_two(num_experts),
-        "is_grouped": is_grouped,
-        "operand_type": _TYPES_OF_16_BITS[x.dtype] if is_mxfp4 else dot_type(x),
+        "operand_type": dot_type(x),
         "is_mxfp4": is_mxfp4,
+        # The interpreter has no inline assembly.
+        "unpacks": x.is_cuda,
+        "half": MXFP4_HALF,
         "tile_pairs": tuning.tile_pairs,
         "tile_columns": tuning.tile_columns,
         "tile_depth": tuning.tile_depth,
@@ -174,6 +195,7 @@ def expert_sums(
         *where,
         x.stride(0),
         num_chosen,
+        row_size=gate_up_row,
         has_bias=gate_up_bias is not None,
         is_clamped=clamp is not None,
         alpha=alpha,
@@ -188,6 +210,7 @@ def expert_sums(
         weights,
         parts,
         *where,
+        row_size=down_row,
         has_bias=down_bias is not None,
         **tiling,
     )
@@ -205,38 +228,47 @@ def expert_sums(
     return out
 
 
+def mxfp4_row_bytes(in_size: int) -> int:
+    """Return the bytes of a column's weights in mxfp4."""
+    return -(-in_size // (2 * MXFP4_HALF)) * MXFP4_HALF
+
+
+def packed_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Return weights as the kernels read them, uint8 `[out_size, mxfp4_row_bytes(in_size)]`.
+
+    `blocks` is uint8 `[out_size, in_size / 32, 16]`; of a byte, the lower 4 bits are the first
+    number. The result has a number of one block and one of the next block in a byte.
+    """
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    if numbers.shape[1] % 2:
+        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, 1))
+    low, high = numbers.view(len(numbers), -1, 2, MXFP4_HALF).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
 @triton.jit
 def _located(
-    experts: tl.tensor,
     starts: tl.tensor,
-    first_expert: tl.tensor,
     num_experts: tl.constexpr,
     expert_tile: tl.constexpr,
-    is_grouped: tl.constexpr,
     tile_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the expert of this program's tile, the place of its first pair and that behind it.
 
-    The expert is not one of `num_experts` if the tile is empty.
+    The expert is `num_experts` if the tile is empty.
     """
     tile = tl.program_id(1)
-    if is_grouped:
-        indices = tl.arange(0, expert_tile)
-        is_expert = indices < num_experts
-        begins = tl.load(starts + indices, mask=is_expert, other=0)
-        ends = tl.load(starts + indices + 1, mask=is_expert, other=0)
-        tiles = (ends - begins + tile_pairs - 1) // tile_pairs
-        last_tiles = tl.cumsum(tiles, axis=0)
-        expert = tl.sum((last_tiles <= tile).to(tl.int32), axis=0)
-        is_ours = indices == expert
-        num_before = tl.sum(tl.where(is_ours, last_tiles - tiles, 0), axis=0)
-        begin = tl.sum(tl.where(is_ours, begins, 0), axis=0) + (tile - num_before) * tile_pairs
-        end = tl.sum(tl.where(is_ours, ends, 0), axis=0)
-    else:
-        expert = (tl.load(experts + tile) - first_expert).to(tl.int32)
-        begin = tile
-        end = tile + 1
-    return expert, begin, end
+    indices = tl.arange(0, expert_tile)
+    is_expert = indices < num_experts
+    begins = tl.load(starts + indices, mask=is_expert, other=0)
+    ends = tl.load(starts + indices + 1, mask=is_expert, other=0)
+    tiles = (ends - begins + tile_pairs - 1) // tile_pairs
+    last_tiles = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((last_tiles <= tile).to(tl.int32), axis=0)
+    is_ours = indices == expert
+    num_before = tl.sum(tl.where(is_ours, last_tiles - tiles, 0), axis=0)
+    begin = tl.sum(tl.where(is_ours, begins, 0), axis=0) + (tile - num_before) * tile_pairs
+    return expert, begin, tl.sum(tl.where(is_ours, ends, 0), axis=0)
 
 
 @triton.jit
@@ -245,28 +277,24 @@ def _pairs_of_tile(
     begin: tl.tensor,
     end: tl.tensor,
     num_pairs: tl.tensor,
-    is_grouped: tl.constexpr,
     tile_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the pairs of a tile, and which of them there are."""
     places = begin + tl.arange(0, tile_pairs)
     is_pair = (places < end) & (places < num_pairs)
-    ours = tl.load(pairs + places, mask=is_pair, other=0) if is_grouped else places
-    return ours.to(tl.int64), is_pair
+    return tl.load(pairs + places, mask=is_pair, other=0).to(tl.int64), is_pair
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up(
     x: tl.tensor,
     gate_up: tl.tensor,
     scales: tl.tensor,
     biases: tl.tensor,
     inner: tl.tensor,
-    experts: tl.tensor,
     pairs: tl.tensor,
     starts: tl.tensor,
     num_pairs: tl.tensor,
-    first_expert: tl.tensor,
     x_stride: tl.tensor,
     num_chosen: tl.tensor,
     has_bias: tl.constexpr,
@@ -277,9 +305,11 @@ def _gate_up(
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
     expert_tile: tl.constexpr,
-    is_grouped: tl.constexpr,
     operand_type: tl.constexpr,
     is_mxfp4: tl.constexpr,
+    unpacks: tl.constexpr,
+    half: tl.constexpr,
+    row_size: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_pairs: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -288,62 +318,70 @@ def _gate_up(
     """Write the joined gate and up projection of the pairs of a tile, for some columns.
 
     Launched by `expert_sums`; grid `(tiles of columns, num_tiles)`. Pointers: x `[num_rows,
-    hidden_size]`; gate_up and scales as there; biases `[num_experts, 2 *
-    inner_size]`; inner `[num_pairs, inner_size]`; experts `[num_pairs]`; if grouped, pairs
-    `[num_pairs]` by their experts, and starts `[num_experts + 1]`, the place of each expert's first
-    pair.
+    hidden_size]`; gate_up and scales as there, a column with `row_size` elements; biases
+    `[num_experts, 2 * inner_size]`; inner `[num_pairs, inner_size]`; pairs `[num_pairs]` by their
+    experts, and starts `[num_experts + 1]`, the place of each expert's first pair.
     """
     wait_for_inputs(is_dependent)
-    expert, begin, end = _located(
-        experts, starts, first_expert, num_experts, expert_tile, is_grouped, tile_pairs
-    )
-    if (expert < 0) | (expert >= num_experts):
+    expert, begin, end = _located(starts, num_experts, expert_tile, tile_pairs)
+    if expert >= num_experts:
         return
-    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, is_grouped, tile_pairs)
+    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, tile_pairs)
     rows = ours // num_chosen
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     # Tiles that fit need no masks.
     is_column = (columns < inner_size) | (inner_size % tile_columns == 0)
-    row_size: tl.constexpr = hidden_size // 2 if is_mxfp4 else hidden_size
     matrix = gate_up + expert.to(tl.int64) * 2 * inner_size * row_size
-    scales += expert * (hidden_size // 32) * 2 * inner_size
-    gate = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
-    up = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
+    scales += expert * (hidden_size // half) * 2 * inner_size
+    gate = zero_sums(tile_pairs, tile_columns, is_mxfp4)
+    up = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     for first in range(0, hidden_size, tile_depth):
-        depth = first + tl.arange(0, tile_depth)
-        is_deep = (depth < hidden_size) | (hidden_size % tile_depth == 0)
-        values = tl.load(
-            x + rows[:, None] * x_stride + depth[None, :],
-            mask=is_pair[:, None] & is_deep[None, :],
-            other=0.0,
+        lower, upper = tile_inputs(
+            x,
+            rows * x_stride,
+            is_pair,
+            first,
+            hidden_size,
+            operand_type,
+            is_mxfp4,
+            half,
+            tile_depth,
         )
-        values = values.to(operand_type)
         gate = add_product(
             gate,
-            values,
+            lower,
+            upper,
             matrix,
             scales,
             columns,
             is_column,
             first,
             hidden_size,
+            row_size,
             2 * inner_size,
             is_mxfp4,
+            unpacks,
+            half,
             tile_depth,
         )
         up = add_product(
             up,
-            values,
+            lower,
+            upper,
             matrix + inner_size * row_size,
             scales + inner_size,
             columns,
             is_column,
             first,
             hidden_size,
+            row_size,
             2 * inner_size,
             is_mxfp4,
+            unpacks,
+            half,
             tile_depth,
         )
+    gate, up = rows_and_columns(gate, is_mxfp4), rows_and_columns(up, is_mxfp4)
     if has_bias:
         biases += expert * 2 * inner_size + columns
         gate += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -355,7 +393,7 @@ def _gate_up(
     )
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down(
     inner: tl.tensor,
     down: tl.tensor,
@@ -363,19 +401,19 @@ def _down(
     biases: tl.tensor,
     weights: tl.tensor,
     parts: tl.tensor,
-    experts: tl.tensor,
     pairs: tl.tensor,
     starts: tl.tensor,
     num_pairs: tl.tensor,
-    first_expert: tl.tensor,
     has_bias: tl.constexpr,
     hidden_size: tl.constexpr,
     inner_size: tl.constexpr,
     num_experts: tl.constexpr,
     expert_tile: tl.constexpr,
-    is_grouped: tl.constexpr,
     operand_type: tl.constexpr,
     is_mxfp4: tl.constexpr,
+    unpacks: tl.constexpr,
+    half: tl.constexpr,
+    row_size: tl.constexpr,
     is_dependent: tl.constexpr,
     tile_pairs: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -388,40 +426,45 @@ def _down(
     parts `[num_pairs, hidden_size]`; the others as of `_gate_up`.
     """
     wait_for_inputs(is_dependent)
-    expert, begin, end = _located(
-        experts, starts, first_expert, num_experts, expert_tile, is_grouped, tile_pairs
-    )
-    if (expert < 0) | (expert >= num_experts):
+    expert, begin, end = _located(starts, num_experts, expert_tile, tile_pairs)
+    if expert >= num_experts:
         return
-    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, is_grouped, tile_pairs)
+    ours, is_pair = _pairs_of_tile(pairs, begin, end, num_pairs, tile_pairs)
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
     is_column = (columns < hidden_size) | (hidden_size % tile_columns == 0)
-    row_size: tl.constexpr = inner_size // 2 if is_mxfp4 else inner_size
     matrix = down + expert.to(tl.int64) * hidden_size * row_size
-    scales += expert * (inner_size // 32) * hidden_size
-    total = tl.zeros((tile_pairs, tile_columns), dtype=tl.float32)
+    scales += expert * (inner_size // half) * hidden_size
+    total = zero_sums(tile_pairs, tile_columns, is_mxfp4)
     for first in range(0, inner_size, tile_depth):
-        depth = first + tl.arange(0, tile_depth)
-        is_deep = (depth < inner_size) | (inner_size % tile_depth == 0)
-        values = tl.load(
-            inner + ours[:, None] * inner_size + depth[None, :],
-            mask=is_pair[:, None] & is_deep[None, :],
-            other=0.0,
+        lower, upper = tile_inputs(
+            inner,
+            ours * inner_size,
+            is_pair,
+            first,
+            inner_size,
+            operand_type,
+            is_mxfp4,
+            half,
+            tile_depth,
         )
-        values = values.to(operand_type)
         total = add_product(
             total,
-            values,
+            lower,
+            upper,
             matrix,
             scales,
             columns,
             is_column,
             first,
             inner_size,
+            row_size,
             hidden_size,
             is_mxfp4,
+            unpacks,
+            half,
             tile_depth,
         )
+    total = rows_and_columns(total, is_mxfp4)
     if has_bias:
         bias = tl.load(biases + expert * hidden_size + columns, mask=is_column, other=0.0)
         total += bias.to(tl.float32)[None, :]

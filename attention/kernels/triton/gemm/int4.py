@@ -17,6 +17,7 @@ from attention.kernels.triton.dependent_launch import (
     launch_options,
     wait_for_inputs,
 )
+from attention.kernels.triton.gemm.row_product import scale_and_zero
 from attention.kernels.triton.token_rows import activation
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_GATED_ROWS",
     "MAX_ROWS",
     "dequantize_int4",
+    "half_tile",
     "int4_gated",
     "int4_gemm",
     "packed_int4",
@@ -107,12 +109,6 @@ def _halves(tile: tl.tensor, operand_type: tl.constexpr, unpacks: tl.constexpr) 
 
 
 @triton.jit
-def _scale_and_zero(word: tl.tensor) -> tl.tensor:
-    """Return what `scale_words` has put into words, both float32."""
-    return (word & -256).to(tl.float32, bitcast=True), (word & 255).to(tl.float32)
-
-
-@triton.jit
 def _with_half(
     sums: tl.tensor,
     numbers: tl.tensor,
@@ -135,7 +131,7 @@ def _with_half(
         x + rows[None, :] * x_stride + elements[:, None], mask=is_row[None, :], other=0.0
     ).to(operand_type)
     word = tl.load(words + first // group_size * num_columns + column)
-    scale, zero = _scale_and_zero(word)
+    scale, zero = scale_and_zero(word)
     if unpacks:
         zero += _BASE
     # Whole numbers below 256, which bfloat16 has.
@@ -266,7 +262,7 @@ def _dequantize(
     tile = tl.load(weight + column[:, None] * (in_size // 2) + (first // 2 + bytes)[None, :])
     for side in tl.static_range(2):
         start = first + side * half
-        scale, zero = _scale_and_zero(tl.load(words + start // group_size * out_size + column))
+        scale, zero = scale_and_zero(tl.load(words + start // group_size * out_size + column))
         numbers = ((tile >> 4) if side else (tile & 15)).to(tl.float32)
         values = (numbers - zero[:, None]) * scale[:, None]
         places = out + column[:, None] * in_size + (start + bytes)[None, :]

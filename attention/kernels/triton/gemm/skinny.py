@@ -1,12 +1,11 @@
 """GEMMs of a few rows, `x @ weight.T`, which read the weight once at the speed of memory.
 
-For one row cuBLAS splits narrow weights over the inner dimension and adds the parts in a second
-kernel. Here a program computes a few output columns and reads all of their weights, so that one
-launch suffices, and the gate of an MLP can be applied to the columns that a program has.
+A program computes a few output columns and reads all of their weights, so that one launch suffices,
+and the gate of an MLP can be applied to the columns that a program has. For one row, `gemv.py` is
+faster.
 
 Microseconds of a decode step of Llama 3 8B in bfloat16 on an H200, with cuBLAS and with these
-kernels: 1 row 4638 and 4502, 8 rows 4851 and 4701, 16 rows 4937 and 4755 (`python -m bench.account
---case 1 --case 8 --case 16`); 1 row on two GPUs 4130 and 3840.
+kernels: 8 rows 4851 and 4701, 16 rows 4937 and 4755 (`python -m bench.account --case 8 --case 16`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.dependent_launch import (
-    can_depend,
-    launch_options,
-    wait_for_inputs,
-)
 from attention.kernels.triton.token_rows import activation
 
 __all__ = [
@@ -193,8 +187,6 @@ def _multiply(
     kind: tl.constexpr,
     operand_type: tl.constexpr,
     unpacks: tl.constexpr,
-    overlaps: tl.constexpr,
-    is_dependent: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
@@ -213,40 +205,7 @@ def _multiply(
     is_row = rows < num_rows
     product = tl.zeros([tile_columns, tile_rows], tl.float32)
     other = tl.zeros([tile_columns, tile_rows], tl.float32)
-    if overlaps:
-        # No kernel writes weights, so that the first are on their way before the inputs are there.
-        tile = _weight_tile(weight, read, 0, in_size, tile_depth)
-        if is_gated:
-            other_tile = _weight_tile(weight, read + out_size, 0, in_size, tile_depth)
-        wait_for_inputs(is_dependent)
-        inputs = _input_tile(x, rows, is_row, 0, x_stride, tile_depth).to(operand_type)
-        product = _with_product(
-            product,
-            tile,
-            inputs,
-            scales,
-            read,
-            0,
-            num_scales,
-            scale_depth,
-            operand_type,
-            unpacks,
-        )
-        if is_gated:
-            other = _with_product(
-                other,
-                other_tile,
-                inputs,
-                scales,
-                read + out_size,
-                0,
-                num_scales,
-                scale_depth,
-                operand_type,
-                unpacks,
-            )
-    start: tl.constexpr = tile_depth if overlaps else 0
-    for first in range(start, in_size, tile_depth):
+    for first in range(0, in_size, tile_depth):
         inputs = _input_tile(x, rows, is_row, first, x_stride, tile_depth).to(operand_type)
         tile = _weight_tile(weight, read, first, in_size, tile_depth)
         product = _with_product(
@@ -345,8 +304,6 @@ def _launched(
     num_scales = 0 if scales is None else scales.shape[1]
     assert num_scales == 0 or in_size % (num_scales * tuning.tile_depth) == 0
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
-    # With more rows, the first weights would take registers that the loop needs.
-    overlaps = num_rows == 1 and (can_depend(x.device) or not x.is_cuda)
     # Triton's interpreter, which runs kernels on the CPU, cannot multiply bfloat16.
     widens = x.dtype == torch.bfloat16 and not x.is_cuda
     if num_rows:
@@ -373,9 +330,6 @@ def _launched(
             tile_depth=tuning.tile_depth,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
-            overlaps=overlaps,
-            is_dependent=overlaps and x.is_cuda,
-            **(launch_options(x.device) if overlaps else {}),
         )
     return out
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from attention.kernels.triton.experts import (
-    MAX_SINGLE_PAIRS,
+    MAX_ROW_PAIRS,
     ExpertTuning,
     default_expert_tuning,
     expert_sums,
@@ -74,15 +74,18 @@ class ExpertCase:
         torch.testing.assert_close(actual, self.expected(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 7, 60])
-def test_sums_equal_those_of_float64(num_rows: int, dtype: torch.dtype) -> None:
-    ExpertCase(num_rows, dtype=dtype).check()
+def test_sums_equal_those_of_float64(
+    num_rows: int, dtype: torch.dtype, tuning: ExpertTuning | None
+) -> None:
+    ExpertCase(num_rows, dtype=dtype).check(tuning)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_experts"),
-    [(MAX_SINGLE_PAIRS, 4), (MAX_SINGLE_PAIRS + 1, 1), (MAX_SINGLE_PAIRS + 1, 33), (100, 4)],
+    [(MAX_ROW_PAIRS, 4), (MAX_ROW_PAIRS + 1, 1), (MAX_ROW_PAIRS + 1, 33), (100, 4)],
 )
 def test_any_number_of_experts_is_summed(num_rows: int, num_experts: int) -> None:
     case = ExpertCase(
@@ -91,18 +94,20 @@ def test_any_number_of_experts_is_summed(num_rows: int, num_experts: int) -> Non
     case.check()
 
 
+@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
 @pytest.mark.parametrize("num_rows", [2, 50])
-def test_the_parts_of_two_ranks_add_up(num_rows: int) -> None:
+def test_the_parts_of_two_ranks_add_up(num_rows: int, tuning: ExpertTuning | None) -> None:
     case = ExpertCase(num_rows)
-    total = case.sums_of(slice(0, 2)) + case.sums_of(slice(2, 5))
+    total = case.sums_of(slice(0, 2), tuning) + case.sums_of(slice(2, 5), tuning)
     torch.testing.assert_close(total.double(), case.expected(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
 @pytest.mark.parametrize("num_rows", [2, 50])
-def test_rows_of_other_ranks_experts_are_zero(num_rows: int) -> None:
+def test_rows_of_other_ranks_experts_are_zero(num_rows: int, tuning: ExpertTuning | None) -> None:
     case = ExpertCase(num_rows, num_chosen=1)
     case.experts.fill_(4)
-    assert not case.sums_of(slice(1, 3)).any()
+    assert not case.sums_of(slice(1, 3), tuning).any()
 
 
 def test_all_rows_of_one_expert_are_summed() -> None:
@@ -131,12 +136,15 @@ def test_every_default_tile_computes_the_same(num_rows: int) -> None:
     ExpertCase(num_rows, hidden_size=64, inner_size=40, dtype=torch.bfloat16).check(None)
 
 
+@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
 @pytest.mark.parametrize("num_rows", [5, 50])
-def test_a_value_that_is_not_finite_stays_in_its_row(num_rows: int) -> None:
+def test_a_value_that_is_not_finite_stays_in_its_row(
+    num_rows: int, tuning: ExpertTuning | None
+) -> None:
     case = ExpertCase(num_rows)
-    before = case.sums()
+    before = case.sums(tuning)
     case.x[1, 5] = torch.nan
-    after = case.sums()
+    after = case.sums(tuning)
     assert after[1].isnan().all()
     others = [row for row in range(num_rows) if row != 1]
     assert torch.equal(after[others], before[others])

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.kernels.triton.experts import choose_experts, expert_sums
+from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
+from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
 from attention.kernels.triton.gemm.int4 import (
     MAX_GATED_ROWS,
     dequantize_int4,
@@ -71,8 +72,8 @@ def mxfp4_experts() -> None:
             tensor(num_rows, size),
             tensor(num_rows, 4, dtype=INT),
             tensor(num_rows, 4, dtype=torch.float32),
-            tensor(num_experts, 2 * size, size // 2, dtype=torch.uint8),
-            tensor(num_experts, size, size // 2, dtype=torch.uint8),
+            tensor(num_experts, 2 * size, mxfp4_row_bytes(size), dtype=torch.uint8),
+            tensor(num_experts, size, mxfp4_row_bytes(size), dtype=torch.uint8),
             first_expert=0,
             gate_up_scales=tensor(num_experts, size // 32, 2 * size, dtype=torch.uint8),
             down_scales=tensor(num_experts, size // 32, size, dtype=torch.uint8),
@@ -83,7 +84,7 @@ def mxfp4_experts() -> None:
 
 
 def skinny(scale_depth: int | None) -> None:
-    """Multiply one row and several, with and without a gate; with a depth, by weights in fp8."""
+    """Multiply a few rows, with and without a gate; with a depth, by weights in fp8."""
     weight, scales = tensor(2048, 4096), None
     plain = default_skinny_tuning(2048, 4096, is_gated=False)
     gated = default_skinny_tuning(2048, 4096, is_gated=True)
@@ -92,12 +93,33 @@ def skinny(scale_depth: int | None) -> None:
         scales = tensor(2048, 4096 // scale_depth, dtype=torch.float32)
         plain = fp8_skinny_tuning(2048, 4096, scale_depth, is_gated=False)
         gated = fp8_skinny_tuning(2048, 4096, scale_depth, is_gated=True)
-    for num_rows in (1, 16):
+    for num_rows in (2, 16):
         x = tensor(num_rows, 4096)
         assert plain is not None
         assert gated is not None
         skinny_gemm(x, weight, None, plain, scales=scales)
         skinny_gated(x, weight, "silu", gated, scales=scales)
+
+
+def row(format: str) -> None:
+    """Multiply one row, with and without a gate, by short and long columns."""
+    for size in (4096, 14336):
+        weight, scales = tensor(2048, size), None
+        if format == "fp8":
+            weight, scales = tensor(2048, size, dtype=FP8), tensor(2048, 1, dtype=torch.float32)
+        elif format == "fp8 blocks":
+            weight = tensor(2048, size, dtype=FP8)
+            scales = tensor(2048, size // 128, dtype=torch.float32)
+        elif format == "int4":
+            weight = tensor(2048, size // 2, dtype=torch.uint8)
+            scales = tensor(size // 128, 2048, dtype=INT)
+        for is_gated in (False, True):
+            tuning = default_gemv_tuning(weight, is_gated=is_gated)
+            assert tuning is not None
+            if is_gated:
+                gemv_gated(tensor(1, size), weight, "silu", tuning, scales=scales)
+            else:
+                gemv(tensor(1, size), weight, None, tuning, scales=scales)
 
 
 def quantized() -> None:
@@ -199,6 +221,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "skinny": partial(skinny, None),
     "skinny fp8": partial(skinny, 4096),
     "skinny fp8, blocks": partial(skinny, 128),
+    "row": partial(row, "plain"),
+    "row, fp8": partial(row, "fp8"),
+    "row, fp8 blocks": partial(row, "fp8 blocks"),
+    "row, int4": partial(row, "int4"),
     "fp8 blocks": blocks,
     "int4": partial(int4, 128),
     "int4, groups of 32": partial(int4, 32),

@@ -1,0 +1,299 @@
+"""The experts of a few rows: one product of a row with some columns at a time, at memory's speed.
+
+A row's experts share nothing with those of other rows, so that there is nothing to put in order,
+and the second product adds the experts of a row up. See `gemm/row_product.py` for the products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
+from attention.kernels.triton.experts.gate import gated
+from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
+
+__all__ = ["MXFP4_HALF", "row_expert_sums"]
+
+MXFP4_HALF = 32
+"""How far apart the inputs of both numbers of a byte are: a block, which has one scale."""
+_TILE_COLUMNS = 4
+_TILE_BYTES = 2048
+_NUM_WARPS = 4
+_VECTOR_BYTES = 16
+
+
+@triton.jit
+def _expert_product(
+    x: tl.tensor,
+    matrix: tl.tensor,
+    scales: tl.tensor,
+    read: tl.tensor,
+    columns: tl.tensor,
+    num_columns: tl.tensor,
+    kind: tl.constexpr,
+    size: tl.constexpr,
+    row_size: tl.constexpr,
+    half: tl.constexpr,
+    unpacks: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> tl.tensor:
+    """Return the threads' sums of the product of a row with an expert's columns.
+
+    Weights are read at `read`, which repeats the last column where there are no more.
+    """
+    sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    num_tiles: tl.constexpr = (row_size + tile - 1) // tile
+    for index in tl.static_range(num_tiles):
+        values = weight_vectors(matrix, read, index * tile, row_size, tile, vector)
+        sums = add_row_product(
+            sums,
+            values,
+            x,
+            scales,
+            columns,
+            num_columns,
+            index * tile,
+            kind,
+            size,
+            size // half if kind == "mxfp4" else 1,
+            half,
+            tile,
+            vector,
+            unpacks,
+        )
+    return sums
+
+
+@triton.jit(do_not_specialize=["first_expert"])
+def _gate_up_rows(
+    x: tl.tensor,
+    gate_up: tl.tensor,
+    scales: tl.tensor,
+    biases: tl.tensor,
+    inner: tl.tensor,
+    experts: tl.tensor,
+    first_expert: tl.tensor,
+    x_stride: tl.tensor,
+    num_chosen: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_clamped: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    hidden_size: tl.constexpr,
+    inner_size: tl.constexpr,
+    num_experts: tl.constexpr,
+    kind: tl.constexpr,
+    row_size: tl.constexpr,
+    half: tl.constexpr,
+    unpacks: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Write the joined gate and up projection of a pair, for some columns.
+
+    Launched by `row_expert_sums`; grid `(tiles of columns, num_pairs)`. Pointers: x `[num_rows,
+    hidden_size]`; gate_up and scales as of `expert_sums`; biases `[num_experts, 2 * inner_size]`;
+    inner `[num_pairs, inner_size]`; experts `[num_pairs]`.
+    """
+    wait_for_inputs(is_dependent)
+    pair = tl.program_id(1)
+    expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    read = tl.minimum(columns, inner_size - 1)
+    matrix = gate_up + expert * (2 * inner_size * row_size)
+    scales += expert * (hidden_size // half * 2 * inner_size)
+    row = x + (pair // num_chosen).to(tl.int64) * x_stride
+    gate = _expert_product(
+        row,
+        matrix,
+        scales,
+        read,
+        columns,
+        2 * inner_size,
+        kind,
+        hidden_size,
+        row_size,
+        half,
+        unpacks,
+        tile_columns,
+        tile,
+        vector,
+    )
+    up = _expert_product(
+        row,
+        matrix,
+        scales,
+        read + inner_size,
+        columns + inner_size,
+        2 * inner_size,
+        kind,
+        hidden_size,
+        row_size,
+        half,
+        unpacks,
+        tile_columns,
+        tile,
+        vector,
+    )
+    gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if has_bias:
+        biases += expert * 2 * inner_size
+        gate += tl.load(biases + read).to(tl.float32)
+        up += tl.load(biases + inner_size + read).to(tl.float32)
+    tl.store(
+        inner + pair.to(tl.int64) * inner_size + columns,
+        gated(gate, up, is_clamped, alpha, limit).to(inner.dtype.element_ty),
+        mask=columns < inner_size,
+    )
+
+
+@triton.jit(do_not_specialize=["first_expert"])
+def _down_rows(
+    inner: tl.tensor,
+    down: tl.tensor,
+    scales: tl.tensor,
+    biases: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    experts: tl.tensor,
+    first_expert: tl.tensor,
+    num_chosen: tl.constexpr,
+    has_bias: tl.constexpr,
+    hidden_size: tl.constexpr,
+    inner_size: tl.constexpr,
+    num_experts: tl.constexpr,
+    kind: tl.constexpr,
+    row_size: tl.constexpr,
+    half: tl.constexpr,
+    unpacks: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Write the weighted sum of a row's experts, for some columns.
+
+    Launched by `row_expert_sums`; grid `(tiles of columns, num_rows)`. Pointers: down and scales as
+    of `expert_sums`; biases `[num_experts, hidden_size]`; weights `[num_rows, num_chosen]` float32;
+    out `[num_rows, hidden_size]`; the others as of `_gate_up_rows`.
+    """
+    wait_for_inputs(is_dependent)
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    read = tl.minimum(columns, hidden_size - 1)
+    sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    total = tl.zeros([tile_columns], tl.float32)
+    for index in tl.static_range(num_chosen):
+        pair = row * num_chosen + index
+        expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
+        share = tl.load(weights + pair)
+        # What other ranks add is not written here. Without a branch, the weights of all experts
+        # are read at the same time.
+        is_ours = (expert >= 0) & (expert < num_experts)
+        expert = tl.where(is_ours, expert, 0)
+        product = _expert_product(
+            inner + pair.to(tl.int64) * inner_size,
+            down + expert * (hidden_size * row_size),
+            scales + expert * (inner_size // half * hidden_size),
+            read,
+            columns,
+            hidden_size,
+            kind,
+            inner_size,
+            row_size,
+            half,
+            unpacks,
+            tile_columns,
+            tile,
+            vector,
+        )
+        sums += tl.where(is_ours, product * share, 0.0)
+        if has_bias:
+            bias = tl.load(biases + expert * hidden_size + read).to(tl.float32)
+            total += tl.where(is_ours, bias * share, 0.0)
+    total += tl.sum(sums, axis=1)
+    tl.store(
+        out + row.to(tl.int64) * hidden_size + columns,
+        total.to(out.dtype.element_ty),
+        mask=columns < hidden_size,
+    )
+
+
+def row_expert_sums(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    first_expert: int,
+    gate_up_scales: torch.Tensor | None,
+    down_scales: torch.Tensor | None,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    clamp: tuple[float, float] | None,
+) -> torch.Tensor:
+    """Return what `expert_sums` returns, for the same arguments."""
+    num_rows, hidden_size = x.shape
+    num_chosen = experts.shape[1]
+    inner_size = gate_up.shape[1] // 2
+    is_mxfp4 = gate_up_scales is not None
+    if is_mxfp4:
+        gate_up, down = gate_up.view(torch.int32), down.view(torch.int32)
+    inner = x.new_empty((num_rows * num_chosen, inner_size))
+    out = x.new_empty((num_rows, hidden_size))
+    common = {
+        "num_chosen": num_chosen,
+        "hidden_size": hidden_size,
+        "inner_size": inner_size,
+        "num_experts": len(gate_up),
+        "kind": "mxfp4" if is_mxfp4 else "plain",
+        "half": MXFP4_HALF,
+        # The interpreter has no inline assembly.
+        "unpacks": x.is_cuda,
+        "is_dependent": can_depend(x.device),
+        "tile_columns": _TILE_COLUMNS,
+        "tile": _TILE_BYTES // gate_up.element_size(),
+        "vector": _VECTOR_BYTES // gate_up.element_size(),
+        "num_warps": _NUM_WARPS,
+        **launch_options(x.device),
+    }
+    alpha, limit = clamp or (0.0, 0.0)
+    _gate_up_rows[(triton.cdiv(inner_size, _TILE_COLUMNS), num_rows * num_chosen)](
+        x,
+        gate_up,
+        gate_up if gate_up_scales is None else gate_up_scales,
+        x if gate_up_bias is None else gate_up_bias,
+        inner,
+        experts,
+        first_expert,
+        x.stride(0),
+        has_bias=gate_up_bias is not None,
+        is_clamped=clamp is not None,
+        alpha=alpha,
+        limit=limit,
+        row_size=gate_up.shape[2],
+        **common,
+    )
+    _down_rows[(triton.cdiv(hidden_size, _TILE_COLUMNS), num_rows)](
+        inner,
+        down,
+        down if down_scales is None else down_scales,
+        inner if down_bias is None else down_bias,
+        weights,
+        out,
+        experts,
+        first_expert,
+        has_bias=down_bias is not None,
+        row_size=down.shape[2],
+        **common,
+    )
+    return out

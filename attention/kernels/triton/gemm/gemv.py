@@ -1,0 +1,264 @@
+"""Products of one row with a weight, `x @ weight.T`, at the speed of memory.
+
+A tensor core multiplies at least eight rows, and unpacking weights into its operands takes longer
+than reading them. See `row_product.py` for what is done instead. The first weights of a program are
+read before the kernel that writes the row has ended.
+
+Microseconds of the products of a layer of Llama 3 8B on an H200, by these kernels, by those of
+`skinny.py` and `int4.py`, and the time in which memory can be read that holds the weights: bfloat16
+104, 116 and 101; fp8 55, 100 and 51; int4 48, 129 and 25.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
+from attention.kernels.triton.gemm.int4 import half_tile
+from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
+from attention.kernels.triton.token_rows import activation
+
+__all__ = ["GemvTuning", "default_gemv_tuning", "gemv", "gemv_gated"]
+
+_VECTOR_BYTES = 16
+_LONG_ROW_BYTES = 8192
+_MAX_OUT_SIZE = 65536
+"""Beyond this, as for the vocabulary, cuBLAS reads at the speed of memory too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemvTuning:
+    """How the work is tiled."""
+
+    tile_columns: int
+    """Output columns of a program, a power of two."""
+    tile_bytes: int = 2048
+    """Bytes of each column in an iteration, a power of two from 16."""
+    num_warps: int = 4
+
+
+def default_gemv_tuning(weight: torch.Tensor, *, is_gated: bool) -> GemvTuning | None:
+    """Return the tuning for a weight, or None if cuBLAS is as fast, or vectors cannot be read.
+
+    With a gate, a program reads the weights of two columns for each that it writes.
+    """
+    row_bytes = weight.shape[1] * weight.element_size()
+    if row_bytes % _VECTOR_BYTES or len(weight) > _MAX_OUT_SIZE:
+        return None
+    is_long = row_bytes >= _LONG_ROW_BYTES and not is_gated and weight.element_size() == 1
+    return GemvTuning(tile_columns=8 if is_long else 4)
+
+
+@triton.jit
+def _gemv(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    out_size: tl.tensor,
+    size: tl.constexpr,
+    num_scales: tl.constexpr,
+    half: tl.constexpr,
+    has_bias: tl.constexpr,
+    is_gated: tl.constexpr,
+    gate: tl.constexpr,
+    kind: tl.constexpr,
+    row: tl.constexpr,
+    unpacks: tl.constexpr,
+    is_dependent: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile: tl.constexpr,
+    vector: tl.constexpr,
+) -> None:
+    """Write `tile_columns` output columns.
+
+    Launched by `gemv` and `gemv_gated`; grid `(tiles of columns,)`. Pointers: x `[size]`; weight
+    `[out_size, size]`, or twice as many rows if it is gated, in int4 `size / 2` bytes each; scales
+    float32 `[out_size, num_scales]`, in int4 words of `scale_words`; bias and out `[out_size]`.
+    """
+    columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    # Columns beyond the last are computed again and not written.
+    read = tl.minimum(columns, out_size - 1)
+    num_columns = out_size * 2 if is_gated else out_size
+    sums = tl.zeros([tile_columns, tile // vector], tl.float32)
+    other = tl.zeros([tile_columns, tile // vector], tl.float32)
+    # No kernel writes weights, so that the first are on their way before the inputs are there.
+    values = weight_vectors(weight, read, 0, row, tile, vector)
+    if is_gated:
+        other_values = weight_vectors(weight, read + out_size, 0, row, tile, vector)
+    wait_for_inputs(is_dependent)
+    num_tiles: tl.constexpr = (row + tile - 1) // tile
+    for index in range(1, num_tiles):
+        next_values = weight_vectors(weight, read, index * tile, row, tile, vector)
+        if is_gated:
+            next_other = weight_vectors(weight, read + out_size, index * tile, row, tile, vector)
+        sums = add_row_product(
+            sums,
+            values,
+            x,
+            scales,
+            columns,
+            num_columns,
+            (index - 1) * tile,
+            kind,
+            size,
+            num_scales,
+            half,
+            tile,
+            vector,
+            unpacks,
+        )
+        values = next_values
+        if is_gated:
+            other = add_row_product(
+                other,
+                other_values,
+                x,
+                scales,
+                columns + out_size,
+                num_columns,
+                (index - 1) * tile,
+                kind,
+                size,
+                num_scales,
+                half,
+                tile,
+                vector,
+                unpacks,
+            )
+            other_values = next_other
+    sums = add_row_product(
+        sums,
+        values,
+        x,
+        scales,
+        columns,
+        num_columns,
+        (num_tiles - 1) * tile,
+        kind,
+        size,
+        num_scales,
+        half,
+        tile,
+        vector,
+        unpacks,
+    )
+    product = tl.sum(sums, axis=1)
+    if is_gated:
+        other = add_row_product(
+            other,
+            other_values,
+            x,
+            scales,
+            columns + out_size,
+            num_columns,
+            (num_tiles - 1) * tile,
+            kind,
+            size,
+            num_scales,
+            half,
+            tile,
+            vector,
+            unpacks,
+        )
+        other_product = tl.sum(other, axis=1)
+    if kind == "fp8" and num_scales == 1:
+        product *= tl.load(scales + read)
+        if is_gated:
+            other_product *= tl.load(scales + read + out_size)
+    if has_bias:
+        product += tl.load(bias + read).to(tl.float32)
+    element_type = out.dtype.element_ty
+    if is_gated:
+        # Both halves are rounded as the product of a GEMM is.
+        product = product.to(element_type).to(tl.float32)
+        product = activation(product, gate) * other_product.to(element_type).to(tl.float32)
+    tl.store(out + columns, product.to(element_type), mask=columns < out_size)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tuning: GemvTuning,
+    *,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias`, `[1, out_size]`, for x of one row.
+
+    `weight` is `[out_size, in_size]` and contiguous. One in float8_e4m3fn has `scales`, `[out_size,
+    1]` float32 or one for each block of inputs; one in int4 is what `packed_int4` returns, and its
+    scales are `scale_words`.
+    """
+    return _launched(x, weight, scales, bias, len(weight), tuning, gate=None)
+
+
+def gemv_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate: str,
+    tuning: GemvTuning,
+    *,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `activation(first half of the columns) * second half` of `x @ weight.T`.
+
+    Arguments are those of `gemv`; the result is `[1, out_size / 2]`.
+    """
+    return _launched(x, weight, scales, None, len(weight) // 2, tuning, gate=gate)
+
+
+def _launched(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_size: int,
+    tuning: GemvTuning,
+    *,
+    gate: str | None,
+) -> torch.Tensor:
+    num_rows, size = x.shape
+    assert num_rows == 1
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    assert weight.shape[1] * weight.element_size() % _VECTOR_BYTES == 0
+    kind, num_scales = "plain", 1
+    if weight.dtype == torch.float8_e4m3fn:
+        assert scales is not None
+        kind, num_scales = "fp8", scales.shape[1]
+    elif weight.dtype == torch.uint8:
+        assert scales is not None
+        kind, num_scales = "int4", len(scales)
+    words = weight if kind == "plain" else weight.view(torch.int32)
+    out = torch.empty((1, out_size), dtype=x.dtype, device=x.device)
+    _gemv[(triton.cdiv(out_size, tuning.tile_columns),)](
+        x,
+        words,
+        weight if scales is None else scales,
+        weight if bias is None else bias,
+        out,
+        out_size,
+        size=size,
+        num_scales=num_scales,
+        half=half_tile(size, size // num_scales) if kind == "int4" else 1,
+        has_bias=bias is not None,
+        is_gated=gate is not None,
+        gate=gate,
+        kind=kind,
+        row=words.shape[1],
+        # The interpreter has no inline assembly.
+        unpacks=x.is_cuda,
+        is_dependent=can_depend(x.device),
+        tile_columns=tuning.tile_columns,
+        tile=tuning.tile_bytes // words.element_size(),
+        vector=_VECTOR_BYTES // words.element_size(),
+        num_warps=tuning.num_warps,
+        **launch_options(x.device),
+    )
+    return out
