@@ -67,8 +67,10 @@ def test_chat_streams_a_response(page: Browser, server: Server, engine: FakeEngi
     page.wait_for(f"{ANSWER}.length > 5 && !({IS_DONE})")
     page.wait_for(IS_DONE)
     note = page.evaluate("document.querySelector('.message.assistant .note').textContent")
-    assert note.startswith("40 tokens in ")
-    assert "cut off" in note
+    assert re.fullmatch(
+        r"40 tokens in [\d.]+ s, first after [\d.]+ m?s, [\d.]+ tokens/s; cut off at the .*",
+        note,
+    )
     assert page.evaluate(ANSWER).startswith("word word")
     assert engine.log.submitted[0].sampling.max_tokens == 40
     assert page.console == []
@@ -101,6 +103,54 @@ def test_conversation_continues(page: Browser, server: Server, engine: FakeEngin
     assert re.search("one.*yes.*two", second, re.DOTALL)
     page.click("#new-chat")
     assert page.evaluate("document.querySelectorAll('.message').length") == 0
+
+
+@with_chromium
+def test_another_answer_takes_the_place_of_the_last(
+    page: Browser, server: Server, engine: FakeEngine
+) -> None:
+    page.evaluate("document.getElementById('max-tokens').value = 4")
+    for number, word in enumerate(("yes ", "no "), start=1):
+        speak(server, engine, word)
+        if number == 1:
+            say(page, "one")
+        else:
+            page.click("#again")
+        page.wait_for(f"{ANSWER}.startsWith('{word}') && ({IS_DONE})")
+        assert page.evaluate("document.querySelectorAll('.message').length") == 2
+    first, second = engine.log.submitted
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+@with_chromium
+def test_settings_are_sent_and_empty_ones_are_not(page: Browser, engine: FakeEngine) -> None:
+    values = {"top-p": 0.5, "top-k": 7, "seed": 3, "presence-penalty": 0.5, "max-tokens": 2}
+    for name, value in values.items():
+        page.evaluate(f"document.getElementById('{name}').value = {value}")
+    page.evaluate("document.getElementById('stop-text').value = 'zz'")
+    say(page, "hello")
+    page.wait_for(IS_DONE)
+    sampling = engine.log.submitted[0].sampling
+    assert (sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 7, 3)
+    assert (sampling.presence_penalty, tuple(sampling.stop)) == (0.5, ("zz",))
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.frequency_penalty) == (0, 1, 0)
+
+
+@with_chromium
+def test_code_has_a_button_that_copies_it(
+    page: Browser, server: Server, engine: FakeEngine
+) -> None:
+    text = "a\n```\nx = 1\n```\n"
+    speak(server, engine, text)
+    num_tokens = len(server.tokenizer.encode(text, add_special_tokens=False))
+    page.evaluate(f"document.getElementById('max-tokens').value = {num_tokens}")
+    # The page may not write to the clipboard of the machine that tests it.
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    say(page, "hello")
+    page.wait_for(IS_DONE)
+    page.click(".message .copy")
+    page.wait_for("document.querySelector('.copy').textContent === 'Copied'")
+    assert page.evaluate("window.copied") == "x = 1"
 
 
 @with_chromium

@@ -174,7 +174,7 @@ function renderText(text) {
       const code = document.createElement("code");
       code.textContent = part.replace(/\n$/, "");
       pre.tabIndex = 0;
-      pre.append(code);
+      pre.append(code, copyButton(code));
       nodes.push(pre);
       return;
     }
@@ -182,6 +182,24 @@ function renderText(text) {
     if (trimmed || parts.length === 1) nodes.push(renderProse(trimmed));
   });
   return nodes;
+}
+
+/** Return a button that copies the text of a node. */
+function copyButton(node) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "copy quiet";
+  button.textContent = "Copy";
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(node.textContent);
+      button.textContent = "Copied";
+    } catch {
+      // Browsers allow it on pages of this machine and over TLS only.
+      button.textContent = "Not allowed";
+    }
+  });
+  return button;
 }
 
 function renderProse(text) {
@@ -306,6 +324,7 @@ class Chat {
     this.#messages = [];
     $("messages").replaceChildren();
     $("empty").hidden = false;
+    this.#showState();
   }
 
   stop() {
@@ -313,9 +332,21 @@ class Chat {
   }
 
   async send(text) {
-    const messages = this.#messages;
-    messages.push({ role: "user", content: text });
+    this.#messages.push({ role: "user", content: text });
     new MessageView("user").add(text);
+    await this.#answer(text);
+  }
+
+  /** Replace the last answer by another one. */
+  async regenerate() {
+    if (this.isRunning || this.#messages.at(-1)?.role !== "assistant") return;
+    this.#messages.pop();
+    $("messages").lastElementChild.remove();
+    await this.#answer(this.#messages.at(-1).content);
+  }
+
+  async #answer(text) {
+    const messages = this.#messages;
     const view = new MessageView("assistant");
     $("scroll").scrollTop = $("scroll").scrollHeight;
     const running = new AbortController();
@@ -351,6 +382,7 @@ class Chat {
 
   async #receive(messages, view, signal) {
     const startedMs = performance.now();
+    let firstMs = 0;
     const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: headers({ "content-type": "application/json" }),
@@ -366,27 +398,41 @@ class Chat {
       if (event.error) throw new Error(String(event.error.message));
       usage = event.usage ?? usage;
       for (const choice of event.choices ?? []) {
+        if (choice.delta?.reasoning || choice.delta?.content) firstMs ||= performance.now();
         if (choice.delta?.reasoning) view.addReasoning(choice.delta.reasoning);
         if (choice.delta?.content) view.add(choice.delta.content);
         reason = choice.finish_reason ?? reason;
       }
     }
     if (reason === null) throw new Error("The connection closed before the response was complete.");
-    const seconds = (performance.now() - startedMs) / 1000;
+    const endedMs = performance.now();
     const tokens = usage ? `${usage.completion_tokens} tokens in ` : "";
+    const parts = [`${tokens}${formatSeconds((endedMs - startedMs) / 1000)}`];
+    if (firstMs) parts.push(`first after ${formatSeconds((firstMs - startedMs) / 1000)}`);
+    if (usage?.completion_tokens > 1 && endedMs > firstMs && firstMs) {
+      const rate = ((usage.completion_tokens - 1) * 1000) / (endedMs - firstMs);
+      parts.push(`${formatNumber(rate)} tokens/s`);
+    }
     const cut = reason === "length" ? "; cut off at the token limit" : "";
-    view.note(`${tokens}${formatSeconds(seconds)}${cut}`);
+    view.note(`${parts.join(", ")}${cut}`);
   }
 
   #body(messages) {
     const system = $("system").value.trim();
-    const temperature = Number.parseFloat($("temperature").value);
-    const maxTokens = Number.parseInt($("max-tokens").value, 10);
+    const stop = $("stop-text").value;
     return {
       model: this.#stats.model || undefined,
       messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-      temperature: Number.isFinite(temperature) ? temperature : undefined,
-      max_completion_tokens: Number.isFinite(maxTokens) ? maxTokens : undefined,
+      temperature: numberIn("temperature"),
+      top_p: numberIn("top-p"),
+      top_k: numberIn("top-k"),
+      min_p: numberIn("min-p"),
+      repetition_penalty: numberIn("repetition-penalty"),
+      presence_penalty: numberIn("presence-penalty"),
+      frequency_penalty: numberIn("frequency-penalty"),
+      seed: numberIn("seed"),
+      stop: stop || undefined,
+      max_completion_tokens: numberIn("max-tokens"),
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -395,7 +441,14 @@ class Chat {
   #showState() {
     $("send").hidden = this.isRunning;
     $("stop").hidden = !this.isRunning;
+    $("again").hidden = this.isRunning || this.#messages.at(-1)?.role !== "assistant";
   }
+}
+
+/** Return the number in a field; undefined leaves it to the server. */
+function numberIn(id) {
+  const number = Number.parseFloat($(id).value);
+  return Number.isFinite(number) ? number : undefined;
 }
 
 function announce(text) {
@@ -436,6 +489,7 @@ function main() {
     chat.stop();
     $("text").focus();
   });
+  $("again").addEventListener("click", () => chat.regenerate());
   $("new-chat").addEventListener("click", () => {
     chat.clear();
     $("text").focus();
