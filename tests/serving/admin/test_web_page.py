@@ -123,6 +123,54 @@ def test_another_answer_takes_the_place_of_the_last(
 
 
 @with_chromium
+def test_conversations_are_kept_in_the_browser(
+    page: Browser, server: Server, engine: FakeEngine
+) -> None:
+    page.evaluate("document.getElementById('max-tokens').value = 2")
+    page.evaluate("document.getElementById('key').value = 'secret'")
+    page.evaluate("localStorage.clear()")
+    for text in (f"one {ATTACK}", "two"):
+        say(page, text)
+        page.wait_for(IS_DONE)
+        page.click("#new-chat")
+    stored = page.evaluate("localStorage.getItem('pagedray.chats')")
+    assert "one" in stored
+    assert "secret" not in stored
+    page.open(server.url)
+    page.wait_for("document.getElementById('status').textContent === 'Ready'")
+    page.click("#history-button")
+    titles = page.evaluate(
+        "[...document.querySelectorAll('#chats button')].map((one) => one.textContent)"
+    )
+    assert titles == ["two", f"one {ATTACK}"]
+    page.click("#chats li:last-child button")
+    page.wait_for("document.querySelectorAll('.message').length === 2")
+    page.evaluate("document.getElementById('max-tokens').value = 2")
+    say(page, "three")
+    page.wait_for(IS_DONE)
+    prompt = server.tokenizer.decode(engine.log.submitted[-1].prompt_token_ids)
+    assert prompt.index("one") < prompt.index("three")
+    page.click("#history-button")
+    page.click("#forget")
+    assert page.evaluate("document.querySelectorAll('#chats button').length") == 0
+    assert page.console == []
+
+
+@with_chromium
+def test_the_last_message_can_be_edited(page: Browser, engine: FakeEngine) -> None:
+    page.evaluate("document.getElementById('max-tokens').value = 2")
+    say(page, "first words")
+    page.wait_for(IS_DONE)
+    page.click("#edit")
+    assert page.evaluate("document.getElementById('text').value") == "first words"
+    assert page.evaluate("document.querySelectorAll('.message').length") == 0
+    page.press("Enter")
+    page.wait_for(IS_DONE)
+    first, second = engine.log.submitted
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+@with_chromium
 def test_settings_are_sent_and_empty_ones_are_not(page: Browser, engine: FakeEngine) -> None:
     values = {"top-p": 0.5, "top-k": 7, "seed": 3, "presence-penalty": 0.5, "max-tokens": 2}
     for name, value in values.items():
@@ -148,6 +196,7 @@ def test_code_has_a_button_that_copies_it(
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     say(page, "hello")
     page.wait_for(IS_DONE)
+    page.wait_for("document.querySelector('.message .copy') !== null")
     page.click(".message .copy")
     page.wait_for("document.querySelector('.copy').textContent === 'Copied'")
     assert page.evaluate("window.copied") == "x = 1"

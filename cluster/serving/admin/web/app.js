@@ -6,6 +6,9 @@ const POLL_MS = 1000;
 const TIMEOUT_MS = 5000;
 const NUM_POINTS = 120;
 const MAX_CALLS = 20;
+const CHATS_KEY = "pagedray.chats";
+const MAX_CHATS = 20;
+const MAX_STORED_LENGTH = 500_000;
 const $ = (id) => document.getElementById(id);
 
 /** Return the headers of a request; the API key is kept in its input field only. */
@@ -306,13 +309,67 @@ async function* eventsOf(body) {
   }
 }
 
+/** Conversations in the storage of this browser, the latest first; keys are never among them. */
+class History {
+  get chats() {
+    try {
+      const chats = JSON.parse(localStorage.getItem(CHATS_KEY)) ?? [];
+      return Array.isArray(chats) ? chats : [];
+    } catch {
+      // The browser allows no storage, or something else is stored there.
+      return [];
+    }
+  }
+
+  save(id, messages) {
+    const chats = this.chats.filter((chat) => chat.id !== id).slice(0, MAX_CHATS - 1);
+    chats.unshift({ id, messages });
+    while (chats.length && JSON.stringify(chats).length > MAX_STORED_LENGTH) chats.pop();
+    this.#store(chats);
+  }
+
+  clear() {
+    this.#store([]);
+  }
+
+  /** Show the list; `open` is called with the conversation that the user chooses. */
+  show(open) {
+    const chats = this.chats;
+    const rows = chats.map((chat) => {
+      const row = document.createElement("li");
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "quiet";
+      button.textContent = String(chat.messages?.[0]?.content ?? "").slice(0, 80);
+      button.addEventListener("click", () => open(chat));
+      row.append(button);
+      return row;
+    });
+    $("chats").replaceChildren(...rows);
+    $("no-chats").hidden = rows.length > 0;
+    $("forget").hidden = rows.length === 0;
+  }
+
+  #store(chats) {
+    try {
+      localStorage.setItem(CHATS_KEY, JSON.stringify(chats));
+    } catch {
+      // The conversation stays on the page.
+    }
+  }
+}
+
 class Chat {
   #messages = [];
   #running = null;
   #stats;
+  #history;
+  #id = newId();
+  #canRedo = false;
 
-  constructor(stats) {
+  constructor(stats, history) {
     this.#stats = stats;
+    this.#history = history;
   }
 
   get isRunning() {
@@ -321,6 +378,8 @@ class Chat {
 
   clear() {
     this.stop();
+    this.#id = newId();
+    this.#canRedo = false;
     this.#messages = [];
     $("messages").replaceChildren();
     $("empty").hidden = false;
@@ -331,6 +390,32 @@ class Chat {
     this.#running?.abort();
   }
 
+  /** Continue a conversation of the history. */
+  open(chat) {
+    this.clear();
+    this.#id = chat.id;
+    this.#messages = chat.messages;
+    this.#canRedo = true;
+    for (const message of chat.messages) {
+      const view = new MessageView(message.role);
+      if (message.reasoning) view.addReasoning(message.reasoning);
+      view.add(message.content);
+    }
+    this.#showState();
+  }
+
+  /** Take back the last message and its answer; return its text. */
+  takeBack() {
+    this.#messages.pop();
+    const { content } = this.#messages.pop();
+    this.#canRedo = false;
+    $("messages").lastElementChild.remove();
+    $("messages").lastElementChild.remove();
+    $("empty").hidden = this.#messages.length > 0;
+    this.#showState();
+    return content;
+  }
+
   async send(text) {
     this.#messages.push({ role: "user", content: text });
     new MessageView("user").add(text);
@@ -339,7 +424,6 @@ class Chat {
 
   /** Replace the last answer by another one. */
   async regenerate() {
-    if (this.isRunning || this.#messages.at(-1)?.role !== "assistant") return;
     this.#messages.pop();
     $("messages").lastElementChild.remove();
     await this.#answer(this.#messages.at(-1).content);
@@ -369,12 +453,16 @@ class Chat {
       if (view.text || view.reasoning) {
         const reasoning = view.reasoning ? { reasoning: view.reasoning } : {};
         messages.push({ role: "assistant", content: view.text, ...reasoning });
+        // The user may have begun another conversation.
+        if (messages === this.#messages) this.#history.save(this.#id, messages);
       } else {
         // A request that failed without output leaves the conversation and can be sent again.
         messages.pop();
         if (!$("text").value) $("text").value = text;
         fitComposer();
       }
+      // A message that failed is shown, but it is no part of the conversation.
+      if (messages === this.#messages) this.#canRedo = Boolean(view.text || view.reasoning);
       if (this.#running === running) this.#running = null;
       this.#showState();
     }
@@ -441,8 +529,12 @@ class Chat {
   #showState() {
     $("send").hidden = this.isRunning;
     $("stop").hidden = !this.isRunning;
-    $("again").hidden = this.isRunning || this.#messages.at(-1)?.role !== "assistant";
+    $("actions").hidden = this.isRunning || !this.#canRedo;
   }
+}
+
+function newId() {
+  return `${Date.now()}-${Math.random()}`;
 }
 
 /** Return the number in a field; undefined leaves it to the server. */
@@ -465,7 +557,8 @@ function fitComposer() {
 
 function main() {
   const stats = new Stats();
-  const chat = new Chat(stats);
+  const history = new History();
+  const chat = new Chat(stats, history);
 
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -490,6 +583,26 @@ function main() {
     $("text").focus();
   });
   $("again").addEventListener("click", () => chat.regenerate());
+  $("edit").addEventListener("click", () => {
+    $("text").value = chat.takeBack();
+    fitComposer();
+    $("text").focus();
+  });
+  const showHistory = (isShown) => {
+    $("history").hidden = !isShown;
+    $("history-button").setAttribute("aria-expanded", String(isShown));
+    if (!isShown) return;
+    history.show((found) => {
+      chat.open(found);
+      showHistory(false);
+      $("text").focus();
+    });
+  };
+  $("history-button").addEventListener("click", () => showHistory($("history").hidden));
+  $("forget").addEventListener("click", () => {
+    history.clear();
+    showHistory(true);
+  });
   $("new-chat").addEventListener("click", () => {
     chat.clear();
     $("text").focus();
