@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagedray.errors import StartupError
-from pagedray.weight_format import Quantization
+from pagedray.weight_format import CacheScales, Quantization
 
 __all__ = [
     "Activation",
@@ -293,6 +293,10 @@ class ModelConfig:
     """The dtype of weights and activations."""
     quantization: Quantization | None = None
     """How weights are stored that are not of this dtype, or None."""
+    kv_cache_dtype: str = "auto"
+    """The element type of the KV cache; "auto" is `dtype`."""
+    cache_scales: tuple[CacheScales, ...] = ()
+    """The scales of each layer for an fp8 cache, or none."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -304,6 +308,12 @@ class ModelConfig:
                 f"sliding_windows has {len(self.sliding_windows)} entries "
                 f"for {self.num_layers} layers."
             )
+
+    def cache_scale_names(self, layer_index: int) -> tuple[str, str]:
+        """Return the names of the tensors of a layer's `cache_scales`, if there are any."""
+        attention, _, _ = self.names.attention_output.rpartition(".")
+        prefix = f"{self.names.decoder_layer.format(layer_index)}.{attention}"
+        return f"{prefix}.k_scale", f"{prefix}.v_scale"
 
     @property
     def has_dense_layers(self) -> bool:

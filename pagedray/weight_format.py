@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MXFP4_BLOCK_SIZE",
+    "CacheScales",
     "FormatRule",
     "Fp8Format",
     "Int4Format",
@@ -88,6 +89,14 @@ WeightFormat = Fp8Format | Int4Format | Int8Format
 
 
 @dataclass(frozen=True, slots=True)
+class CacheScales:
+    """The factors of a layer's keys and values in an fp8 cache, when they are read."""
+
+    keys: float
+    values: float
+
+
+@dataclass(frozen=True, slots=True)
 class FormatRule:
     """Which layers have a format."""
 
@@ -106,6 +115,8 @@ class Quantization:
     """The first that matches a layer counts."""
     has_head: bool = False
     """Whether the rules are of the output head too, which is plain otherwise."""
+    has_cache_scales: bool = False
+    """Whether each layer's attention has scales for keys and values in an fp8 cache."""
     ignored: tuple[re.Pattern[str], ...] = ()
     """Of the names of layers that are not quantized."""
     prefixes: tuple[tuple[str, str], ...] = ()

@@ -45,6 +45,8 @@ def save_compressed(
     weights: dict[str, Any],
     inputs: dict[str, Any] | None,
     ignore: tuple[str, ...] = ("lm_head",),
+    *,
+    kv_cache_scheme: dict[str, Any] | None = None,
 ) -> None:
     """Write the checkpoint as compressed-tensors does, by the arguments of its schemes.
 
@@ -67,12 +69,16 @@ def save_compressed(
         weights=QuantizationArgs(**weights),
         input_activations=None if inputs is None else QuantizationArgs(**inputs),
     )
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=list(ignore),
+        kv_cache_scheme=None if kv_cache_scheme is None else QuantizationArgs(**kv_cache_scheme),
+    )
     apply_quantization_config(model, config)
     # Any: the library adds attributes.
     modules: Iterator[Any] = model.modules()
     for module in modules:
-        if getattr(module, "quantization_scheme", None) is None:
+        if getattr(module, "quantization_scheme", None) is None or not hasattr(module, "weight"):
             continue
         groups = _groups(module.weight.data, weights)
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)

@@ -26,6 +26,7 @@ from workers.runner.kv_cache import KVCache, block_bytes
 from workers.runner.model_runner import ModelRunner, PendingTokens
 from workers.runner.piece_graphs import PieceGraphs, piece_sizes
 from workers.sampler import Sampler
+from workers.weights.cache_format import with_cache_format
 from workers.weights.load_weights import load_weights
 from workers.weights.stored_experts import with_stored_experts
 from workers.weights.stored_head import with_stored_head
@@ -61,13 +62,13 @@ class DecoderWorker(Worker):
         self, config: EngineConfig, group: ParallelGroup, device: torch.device | None = None
     ) -> None:
         config = with_stored_experts(with_stored_head(config))
+        config = with_cache_format(config)
         super().__init__(config, group, device)
         self._spec = attention_spec(
             config.model,
             group,
             block_size=config.cache.block_size,
             device=self._device,
-            kv_cache_dtype=config.cache.kv_cache_dtype,
             max_seq_len=config.max_model_len,
         )
         self._backend = self._select_backend(self._spec)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagedray import LLM
+from pagedray import LLM, SamplingParams
 from pagedray.weight_format import Int4Format
 from tests.checkpoints import VOCAB_SIZE, greedy_continuations, save_word_tokenizer
 from tests.greedy import LONGEST, NUM_TOKENS, Truth, check_all_at_once, check_logprobs, generated
@@ -84,3 +84,15 @@ def test_two_ranks_change_nothing(truth: Truth, ray_cluster: None) -> None:
     ) as llm:
         assert generated(llm, truth.prompts) == truth.continuations
         check_logprobs(llm, truth)
+
+
+def test_a_cache_in_fp8_changes_logprobs_by_its_rounding(truth: Truth) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+    with local_llm(truth.folder, dtype="float32", kv_cache_dtype="fp8_e4m3") as llm:
+        generations = llm.generate(truth.prompts, params, use_tqdm=False)
+    for generation, expected in zip(generations, truth.logprobs, strict=True):
+        (output,) = generation.outputs
+        assert len(output.token_ids) == 4
+        assert output.logprobs is not None
+        first = output.logprobs[0][output.token_ids[0]].logprob
+        assert first == pytest.approx(float(expected[0]), abs=0.5)

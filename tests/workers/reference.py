@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from attention.abstract import AttentionBatch
 from attention.cpu.torch_sdpa import TorchSDPABackend
+from attention.params import storage_dtype
 from pagedray.config import EngineConfig
 from tests.multimodal import TEXT_TYPES, multimodal_config, transformers_class
 from tests.workers.reference_cases import CASES
@@ -123,7 +124,7 @@ def run(
             num_kv_heads=spec.layers[0].num_kv_heads,
             head_size=config.head_size,
         ),
-        dtype=model.dtype,
+        dtype=storage_dtype(spec.cache_dtype),
     )
     table = np.array([[5, 2, 7, 1, 3, 8]], dtype=np.int32)
     ids, first = token_ids(), 0

@@ -42,7 +42,11 @@ def attention_params(
         soft_cap=config.attention_soft_cap,
         alibi_slopes=config.alibi_slopes,
         has_sinks=config.has_sinks,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
+    if config.cache_scales:
+        scales = config.cache_scales[layer_index]
+        params = replace(params, k_scale=scales.keys, v_scale=scales.values)
     return params.shard(group.rank, group.size)
 
 
@@ -52,13 +56,11 @@ def attention_spec(
     *,
     block_size: int,
     device: torch.device,
-    kv_cache_dtype: str = "auto",
     max_seq_len: int | None = None,
 ) -> AttentionSpec:
     """Return what the attention backend must support on this rank."""
-    layers = (attention_params(config, i, group) for i in range(config.num_layers))
     return AttentionSpec(
-        layers=tuple(replace(layer, kv_cache_dtype=kv_cache_dtype) for layer in layers),
+        layers=tuple(attention_params(config, i, group) for i in range(config.num_layers)),
         dtype=getattr(torch, config.dtype),
         device=device,
         block_size=block_size,
@@ -106,6 +108,10 @@ class DecoderSelfAttention(CompositeLayer):
         if config.has_sinks:
             self._sinks = torch.empty(params.num_heads, dtype=torch.float32, device=device)
         self._sinks_name = f"{prefix}.{config.names.sinks}"
+        quantization = config.quantization
+        self._scale_names: tuple[str, ...] = ()
+        if quantization is not None and quantization.has_cache_scales:
+            self._scale_names = config.cache_scale_names(layer_index)
         self._group = group
         self._attention = Attention(
             params, layer_index=layer_index, backend=backend, sinks=self._sinks
@@ -157,6 +163,11 @@ class DecoderSelfAttention(CompositeLayer):
                 part=(part_of(num_heads, self._group),),
                 target=self._sinks,
             )
+
+        for name in self._scale_names:
+            # They are read before, since attention is planned with them.
+            scale = torch.empty(1)
+            yield WeightShard(name=name, shape=(1,), part=(slice(None),), target=scale, dummy=1.0)
 
     def finalize(self) -> None:
         if self._neighbours is not None:

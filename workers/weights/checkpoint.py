@@ -137,6 +137,15 @@ class Checkpoint:
         pairs = zip(self.chunks(name), self.chunks(other), strict=True)
         return len(one.shape) > 0 and all(torch.equal(left, right) for left, right in pairs)
 
+    @property
+    def folder(self) -> Path:
+        """The folder that it was opened for."""
+        return self._folder
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entries[self._stored_name(name)].shape
+
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
         return self._entries[self._stored_name(name)].path

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagedray.weight_format import WeightFormat
     from workers.models.config_json.config_file import ConfigFile
 
-__all__ = ["block_shape", "compressed_tensors_rules"]
+__all__ = ["block_shape", "compressed_tensors_rules", "has_cache_scales"]
 
 _REGEX = "re:"
 _MAX_BLOCK = 2**16
@@ -31,8 +31,6 @@ def compressed_tensors_rules(
     """Return which layers have which format, and which have none. Raises CheckpointError."""
     section.note_read("format", "global_compression_ratio", "quantization_status", "run_compressed")
     section.choice("quantization_status", ("compressed",), "compressed")
-    if "kv_cache_scheme" in section:
-        raise section.refusal("kv_cache_scheme", "is not supported; use --kv-cache-dtype fp8_e4m3")
     sparsity = section.section("sparsity_config")
     sparsity.choice("format", ("dense",), "dense")
     for key in sparsity.given_keys():
@@ -46,6 +44,23 @@ def compressed_tensors_rules(
     if not rules:
         raise section.refusal("config_groups", "must name the targets of at least one group")
     return tuple(rules), tuple(_patterns(section, "ignore"))
+
+
+def has_cache_scales(section: ConfigFile) -> bool:
+    """Return whether the checkpoint has scales for keys and values in fp8. Raises CheckpointError.
+
+    They are numbers, one for the keys and one for the values of a layer.
+    """
+    if section.value("kv_cache_scheme") is None:
+        return False
+    scheme = section.section("kv_cache_scheme")
+    scheme.note_read(*_RECORDS)
+    scheme.choice("type", ("float",))
+    scheme.integer("num_bits", least=8, most=8)
+    scheme.choice("strategy", ("tensor",))
+    scheme.refuse_unless("symmetric", True)
+    scheme.refuse_unless("dynamic", False)
+    return True
 
 
 def block_shape(section: ConfigFile, key: str) -> tuple[int, int]:

@@ -7,7 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedray.weight_format import FormatRule, Fp8Format, Quantization
-from workers.models.config_json.compressed_tensors import block_shape, compressed_tensors_rules
+from workers.models.config_json.compressed_tensors import (
+    block_shape,
+    compressed_tensors_rules,
+    has_cache_scales,
+)
 from workers.models.config_json.int4_methods import awq_format, gptq_format
 from workers.models.config_json.name_pattern import PatternError, name_pattern
 
@@ -47,7 +51,13 @@ def with_quantization(
 
 def _compressed_tensors(section: ConfigFile) -> Quantization:
     rules, ignored = compressed_tensors_rules(section)
-    return Quantization(method="compressed-tensors", rules=rules, has_head=True, ignored=ignored)
+    return Quantization(
+        method="compressed-tensors",
+        rules=rules,
+        has_head=True,
+        has_cache_scales=has_cache_scales(section),
+        ignored=ignored,
+    )
 
 
 def _fp8(section: ConfigFile) -> Quantization:

@@ -48,6 +48,7 @@ COMPRESSED: dict[str, Any] = {
 
 
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 NO_INPUTS = {"input_activations": None}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
@@ -177,6 +178,11 @@ def test_integers_are_read(
     assert found.format_of(["model.layers.0.mlp.up_proj"]) == format
 
 
+def test_scales_of_the_cache_are_announced(tmp_path: Path) -> None:
+    assert not quantization_of(tmp_path, COMPRESSED).has_cache_scales
+    assert quantization_of(tmp_path, COMPRESSED | {"kv_cache_scheme": CACHE}).has_cache_scales
+
+
 def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> None:
     for section, has_head in ((GPTQ, False), (GPTQ | {"lm_head": True}, True), (COMPRESSED, True)):
         assert quantization_of(tmp_path, section).has_head == has_head
@@ -196,7 +202,15 @@ def test_output_head_has_a_format_if_the_checkpoint_says_so(tmp_path: Path) -> N
         (QWEN_FP8 | {"weight_block_size": [0, 128]}, "weight_block_size must be a list of two"),
         (QWEN_FP8 | {"modules_to_not_convert": ["("]}, "modules_to_not_convert has '(', which is"),
         (QWEN_FP8 | {"scale_fmt": "ue8m0"}, "quantization_config.scale_fmt is not a field"),
-        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type is missing"),
+        (
+            COMPRESSED | {"kv_cache_scheme": CACHE | {"strategy": "attn_head"}},
+            "kv_cache_scheme.strategy must be one of tensor",
+        ),
+        (
+            COMPRESSED | {"kv_cache_scheme": CACHE | {"dynamic": True}},
+            "kv_cache_scheme.dynamic must be false",
+        ),
         (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status must be one of"),
         (COMPRESSED | {"sparsity_config": {"format": "24"}}, "sparsity_config.format must be"),
         (COMPRESSED | {"transform_config": {"x": 1}}, "transform_config is not a field"),
