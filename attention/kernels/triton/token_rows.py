@@ -120,6 +120,7 @@ def _norm_heads(
     eps: tl.tensor,
     num_heads: tl.constexpr,
     head_size: tl.constexpr,
+    is_dependent: tl.constexpr,
     head_tile: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
@@ -128,6 +129,7 @@ def _norm_heads(
     Launched by `norm_heads`; grid `(num_tokens, tiles of heads)`. Pointers: heads, out
     `[num_tokens, num_heads, head_size]`; weight `[num_heads, head_size]`.
     """
+    wait_for_inputs(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
     elements = tl.arange(0, tile)
@@ -162,6 +164,7 @@ def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
             head_tile=_HEADS_PER_PROGRAM,
             tile=next_power_of_two(head_size),
             num_warps=4,
+            **dependent_launch(heads.device),
         )
     return out
 

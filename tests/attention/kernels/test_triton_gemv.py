@@ -54,8 +54,8 @@ def row(in_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
-    # On GPUs, products of narrow weights are added in float16 before float32.
-    tolerance = max(TOLERANCES[dtype], 2e-3 if DEVICE == "cuda" else 0.0)
+    # On GPUs, products of narrow weights are added in float16 before float32, and sums may cancel.
+    tolerance = max(TOLERANCES[dtype], 1e-2 if DEVICE == "cuda" else 0.0)
     norm = float(expected.norm())
     assert float((actual.double() - expected).norm()) <= tolerance * max(norm, 1e-30)
 
