@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+SCALE = "model.layers.2.mlp.down_proj.weight_scale"
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 256}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     target = tmp_path / "model"
@@ -51,6 +56,21 @@ def reshape_tensor(folder: Path) -> None:
 def add_tensor(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({**load_file(path), "model.layers.0.lora.weight": torch.ones(2, 2)}, path)
+
+
+def store_fp8(folder: Path, scale: float | None) -> None:
+    """Store the layers in fp8, one of them with this scale, or without one."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.ones(1)
+    if scale is None:
+        del tensors[SCALE]
+    else:
+        tensors[SCALE] = torch.tensor([scale])
+    save_file(tensors, path)
+    edit_config(folder, quantization_config={"quant_method": "fp8"})
 
 
 def lie_about_offsets(folder: Path) -> None:
@@ -119,6 +139,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no scales": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
         ("dtype", "supported are F8_E4M3"),
+    ),
+    "a missing scale": (lambda folder: store_fp8(folder, None), (f"tensor {SCALE} is missing",)),
+    "a scale that is NaN": (
+        lambda folder: store_fp8(folder, math.nan),
+        (f"tensor {SCALE} has 1 value that is NaN or infinite",),
+    ),
+    "unknown number of bits": (
+        lambda folder: edit_config(folder, quantization_config=GPTQ | {"bits": 3}),
+        ("quantization_config.bits must be an integer from 4 to 4, not 3",),
+    ),
+    "unknown size of groups": (
+        lambda folder: edit_config(folder, quantization_config=GPTQ | {"group_size": 100}),
+        ("quantization_config.group_size must be one of -1, 32, 64, 128, 256, not 100",),
     ),
     "code of the checkpoint": (
         lambda folder: edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"}),
@@ -202,6 +235,44 @@ def test_impossible_option_is_named(
         "generate", str(TINY_LLAMA), "x", "--device=cpu", "--executor=local", *arguments
     )
     assert code == 2
+    assert_one_line(capsys.readouterr().err, *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        (
+            {"quantization_config": GPTQ, "intermediate_size": 768},
+            (),
+            ("model.layers.0.mlp.down_proj has 768 inputs in groups of 256, which 2 ranks",),
+        ),
+        (
+            {"quantization_config": GPTQ | {"desc_act": True}},
+            (),
+            ("model.layers.0.self_attn.o_proj", "desc_act", "use one rank"),
+        ),
+        (
+            MIXTRAL | {"num_local_experts": 3},
+            ("--enable-expert-parallel",),
+            ("3 experts", "2 ranks"),
+        ),
+        (
+            MIXTRAL | {"num_local_experts": 4, "intermediate_size": 511},
+            (),
+            ("511 columns of each expert", "2 ranks"),
+        ),
+    ],
+)
+def test_what_ranks_would_cut_is_named(
+    changes: dict[str, Any],  # Any: JSON values
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    edit_config(folder, **changes)
+    ranks = ("--executor=ray", "--tensor-parallel-size=2")
+    assert exit_code("generate", str(folder), "x", "--device=cpu", *ranks, *arguments) == 2
     assert_one_line(capsys.readouterr().err, *words)
 
 
