@@ -2,6 +2,9 @@
 
 A row's experts share nothing with those of other rows, so that there is nothing to put in order,
 and the second product adds the experts of a row up. See `gemm/row_product.py` for the products.
+
+Microseconds of a decode step of gpt-oss-20b on an H200, one sequence, with tiles of tensor cores
+and with these kernels: 3295 and 1997 (`python -m bench.account --shape gpt-oss-20b --case 1`).
 """
 
 from __future__ import annotations
