@@ -8,6 +8,10 @@ from pathlib import Path
 __all__ = ["PROGRAMS", "Program"]
 
 _ROOT = Path(__file__).parents[2]
+_TORCH = next(
+    line for line in (_ROOT / "constraints.txt").read_text().splitlines() if line[:7] == "torch=="
+)
+"""A version that is pinned may resolve to a smaller build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ PROGRAMS = (
     Program("langchain_chat", ("langchain-openai",)),
     # It imports mcp for calls with tools, but does not require it.
     Program("litellm_calls", ("litellm", "mcp")),
+    Program("open_webui", (_TORCH, "open-webui")),
     Program("openai_agents", ("openai-agents",)),
     Program("openai_chat", ("openai",)),
     Program("openai_responses", ("openai",)),
@@ -97,5 +102,55 @@ PROGRAMS = (
         ),
         # The library imports an engine; with later versions of FastAPI its ingress answers 400.
         without_needs=("vllm==0.33.0", "fastapi==0.121.3", "starlette==0.49.3"),
+    ),
+    Program(
+        "vllm_bench",
+        (
+            # What vLLM imports for its benchmark.
+            _TORCH,
+            "aiohttp",
+            "blake3",
+            "cachetools",
+            "cbor2",
+            "cloudpickle",
+            "compressed-tensors",
+            "depyf",
+            "diskcache",
+            "einops",
+            "fastapi",
+            "gguf",
+            "httpx",
+            "ijson",
+            "lark",
+            "llguidance",
+            "mcp",
+            "mistral-common",
+            "model-hosting-container-standards",
+            "msgspec",
+            "openai",
+            "openai-harmony",
+            "opentelemetry-api",
+            "orjson",
+            "outlines-core",
+            "partial-json-parser",
+            "pillow",
+            "prometheus-client",
+            "psutil",
+            "py-cpuinfo",
+            "pyarrow",
+            "pybase64",
+            "python-json-logger",
+            "python-multipart",
+            "pyzmq",
+            "regex",
+            "sentencepiece",
+            "setproctitle",
+            "tiktoken",
+            "transformers",
+            "uvloop",
+            "watchfiles",
+            "xgrammar",
+        ),
+        without_needs=("vllm==0.33.0",),
     ),
 )
