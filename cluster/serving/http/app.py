@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cluster.serving.calls.open_calls import OpenCall
     from cluster.serving.http.allowed_hosts import AllowedHosts
     from cluster.serving.inputs import Operation
+    from cluster.serving.intake.read_turns import ReadTurns
     from cluster.serving.servicer import Servicer
 
 __all__ = ["HttpApp"]
@@ -88,9 +89,10 @@ class HttpApp:
         """How long a connection may take to accept what is sent."""
         return self._servicer.reader_limits.write_timeout_s
 
-    def has_streams(self) -> bool:
-        """Return whether anyone waits for tokens."""
-        return self._servicer.num_open_calls > 0
+    @property
+    def read_turns(self) -> ReadTurns:
+        """Decides when what was received on connections is handled."""
+        return self._servicer.intake.read_turns
 
     def count_stalled(self) -> None:
         """Count a client that did not read."""
@@ -120,7 +122,8 @@ class HttpApp:
         shares, client = self._servicer.intake.loop_shares, self._client_of(request)
         is_public = endpoint is not None and endpoint.access is Access.PUBLIC
         # A health check on a connection of its own never waits.
-        if not (is_public and request.scope.get(IS_FIRST_KEY, True)):
+        may_wait = not (is_public and request.scope.get(IS_FIRST_KEY, True))
+        if may_wait:
             most = _MAX_WAITING_BODIES if _has_body(request) else MAX_WAITING
             if shares.num_waiting(client) >= most:
                 shares.charge(client, _OTHER_S)
@@ -130,7 +133,10 @@ class HttpApp:
             await shares.wait_turn(client)
         timer = LoopTimer()
         response = await timer.run(self._respond(request))
-        shares.charge(client, _charged_s(endpoint, response, timer.used_s))
+        charged_s = _charged_s(endpoint, response, timer.used_s)
+        shares.charge(client, charged_s)
+        if may_wait:
+            self.read_turns.exclude(min(charged_s, timer.used_s))
         return response
 
     def _client_of(self, request: Request) -> str:

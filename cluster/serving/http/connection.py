@@ -20,12 +20,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.serving.connections.client_host import client_host
 from cluster.serving.http.errors import error_body
-from cluster.serving.http.read_turns import ReadTurns
 from cluster.serving.telemetry.line_limit import LineLimit
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+    from cluster.serving.intake.read_turns import ReadTurns
 
 __all__ = [
     "FREE_CHUNKS",
@@ -53,6 +54,7 @@ IS_FIRST_KEY = "pagedray.is_first"
 _MAX_HELD_BYTES = 2**24
 """Of all connections; while they hold more, only short heads are received."""
 _SHORT_HEAD_BYTES = 2**12
+_SHORT_CHECK_BYTES = 2**10
 _RECEIVED_BYTES = 2**16
 """Bytes of a body that are taken from the system before the application counts them."""
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -141,7 +143,11 @@ class HttpConnection(HttpToolsProtocol):
             self._unhandled = data
             self.transport.pause_reading()
             host = client_host(self.client[0]) if self.client else ""
-            self.read_turns.wait(host, self._handle_waiting, len(data))
+            # A health check on a connection of its own does not wait for other requests.
+            may_check = self.cycle is None and data.startswith(b"GET ")
+            is_short = len(data) <= _SHORT_CHECK_BYTES
+            line = f"checks of {host}" if may_check and is_short else host
+            self.read_turns.wait(line, self._handle_waiting, len(data))
 
     def _handle_waiting(self) -> None:
         data, self._unhandled = self._unhandled, b""
@@ -387,13 +393,13 @@ def connection_kind(
     *,
     note_refusal: Callable[[], None],
     note_stall: Callable[[], None],
-    has_streams: Callable[[], bool],
+    read_turns: ReadTurns,
 ) -> type[HttpConnection]:
     """Return a connection class for uvicorn, which passes no arguments of ours.
 
     `note_refusal` is called for requests rejected before they reach the application, `note_stall`
-    for clients that are disconnected because they do not read. `has_streams` returns whether anyone
-    waits for tokens.
+    for clients that are disconnected because they do not read. `read_turns` decides when what was
+    received is handled.
     """
     members = {
         "read_timeout_s": read_timeout_s,
@@ -401,7 +407,7 @@ def connection_kind(
         "note_refusal": staticmethod(note_refusal),
         "note_stall": staticmethod(note_stall),
         "invalid_lines": LineLimit(),
-        "read_turns": ReadTurns(has_streams=has_streams),
+        "read_turns": read_turns,
         "held": _HeldBytes(),
     }
     return type("HttpConnection", (HttpConnection,), members)

@@ -59,7 +59,7 @@ class HttpServer:
             self._app.write_timeout_s,
             note_refusal=self._app.count_unreadable,
             note_stall=self._app.count_stalled,
-            has_streams=self._app.has_streams,
+            read_turns=self._app.read_turns,
         )
         config = uvicorn.Config(
             self._app,

@@ -8,6 +8,7 @@ from cluster.serving.intake.limits import IntakeLimits, request_size
 from cluster.serving.intake.loop_shares import LoopShares
 from cluster.serving.intake.parsing import Parsing
 from cluster.serving.intake.read_deadlines import ReadDeadlines
+from cluster.serving.intake.read_turns import ReadTurns
 from cluster.serving.intake.reception import Reception
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from pagedray.config import EngineConfig
 
 __all__ = ["Intake"]
+
+_SHARE_BESIDE_RANKS = 0.3
+"""Of the event loop's time for reading requests, where ranks may compute on its core."""
 
 
 class Intake:
@@ -39,3 +43,7 @@ class Intake:
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self.parsing = Parsing(has_streams=has_streams)
         self.loop_shares = LoopShares(has_streams=has_streams)
+        is_beside_ranks = config.parallel.device == "cpu"
+        self.read_turns = ReadTurns(
+            has_streams=has_streams, share=_SHARE_BESIDE_RANKS if is_beside_ranks else 1.0
+        )

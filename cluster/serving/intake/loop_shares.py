@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import suppress
 from types import coroutine
 from typing import TYPE_CHECKING, TypeVar
@@ -43,19 +44,18 @@ class TooManyWaitError(OverloadedError):
 
 
 class _Account:
-    """The time of one client, as a token bucket."""
+    """The time of one client, as a token bucket, and its requests that wait."""
 
-    __slots__ = ("_balance_s", "_changed_s", "mean_s", "next_s", "num_waiting")
+    __slots__ = ("_balance_s", "_changed_s", "mean_s", "timer", "waiting")
 
     def __init__(self, now_s: float) -> None:
         self._balance_s = _BURST_S
         self._changed_s = now_s
         self.mean_s = _FIRST_MEAN_S
         """What its requests take, on average."""
-        self.next_s = now_s
-        """When the request after those that wait may be handled."""
-        self.num_waiting = 0
-        """Requests that wait."""
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.timer: asyncio.TimerHandle | None = None
+        """Gives the first of them its turn."""
 
     def balance_s(self, now_s: float) -> float:
         return min(self._balance_s + _SHARE * (now_s - self._changed_s), _BURST_S)
@@ -67,7 +67,7 @@ class _Account:
         self.mean_s += _SMOOTHING * (seconds - self.mean_s)
 
     def is_new(self, now_s: float) -> bool:
-        return not self.num_waiting and self.balance_s(now_s) >= _BURST_S
+        return not self.waiting and self.balance_s(now_s) >= _BURST_S
 
 
 class LoopShares:
@@ -83,49 +83,40 @@ class LoopShares:
         self._has_streams = has_streams
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._has_ended = asyncio.Event()
+        self._has_ended = False
 
     def num_waiting(self, client: str) -> int:
         """Return how many requests of a client wait."""
         account = self._accounts.get(client)
-        return 0 if account is None else account.num_waiting
+        return 0 if account is None else len(account.waiting)
 
     def wait_s(self, client: str) -> float:
-        """Return how long the next request of a client has to wait."""
+        """Return how long a client has to wait until one of its requests may be handled."""
         account = self._accounts.get(client)
-        if account is None or not self._delays:
-            return 0.0
-        now_s = self._clock()
-        wait_s = max(0.0, -account.balance_s(now_s) / _SHARE)
-        if account.num_waiting:
-            wait_s = max(wait_s, account.next_s - now_s)
-        return min(wait_s, _MAX_WAIT_S)
+        return 0.0 if account is None else self._wait_s(account)
 
     async def wait_turn(self, client: str) -> None:
-        """Wait before a request of a client is handled."""
-        wait_s = self.wait_s(client)
-        if not wait_s:
+        """Wait before a request of a client is handled, behind those that wait already."""
+        account = self._accounts.get(client)
+        if account is None or not (account.waiting or self._wait_s(account)):
             return
-        account = self._accounts[client]
-        account.num_waiting += 1
-        account.next_s = self._clock() + wait_s + account.mean_s / _SHARE
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        account.waiting.append(given)
+        if account.timer is None:
+            self._set_timer(account, self._wait_s(account))
         try:
-            while wait_s > 0.0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._has_ended.wait()
-                # Those before it may have taken longer than others.
-                wait_s = -account.balance_s(self._clock()) / _SHARE if self._delays else 0.0
+            await given
         finally:
-            account.num_waiting -= 1
+            if given.cancelled():
+                with suppress(ValueError):
+                    account.waiting.remove(given)
 
     def end_waits(self) -> None:
         """Stop delaying requests, because the server stops."""
-        self._has_ended.set()
-
-    @property
-    def _delays(self) -> bool:
-        return self._has_streams() and not self._has_ended.is_set()
+        self._has_ended = True
+        for account in self._accounts.values():
+            if account.waiting:
+                self._give_turn(account)
 
     def charge(self, client: str, seconds: float) -> None:
         """Note that a request of a client has taken time on the event loop."""
@@ -138,6 +129,34 @@ class LoopShares:
                 self._drop_new(now_s)
             account = self._accounts[client] = _Account(now_s)
         account.charge(seconds, now_s)
+
+    @property
+    def _delays(self) -> bool:
+        return not self._has_ended and self._has_streams()
+
+    def _wait_s(self, account: _Account) -> float:
+        if not self._delays:
+            return 0.0
+        return min(max(0.0, -account.balance_s(self._clock()) / _SHARE), _MAX_WAIT_S)
+
+    def _set_timer(self, account: _Account, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        account.timer = loop.call_later(wait_s, self._give_turn, account)
+
+    def _give_turn(self, account: _Account) -> None:
+        """Let the first request go on that waits, or all if none is delayed any longer."""
+        account.timer = None
+        wait_s = self._wait_s(account)
+        while account.waiting and not wait_s:
+            given = account.waiting.popleft()
+            # A request that was just cancelled has not removed itself yet.
+            if not given.done():
+                given.set_result(None)
+                if self._delays:
+                    # The time that it takes is not known yet.
+                    wait_s = account.mean_s / _SHARE
+        if account.waiting:
+            self._set_timer(account, wait_s)
 
     def _drop_new(self, now_s: float) -> None:
         self._accounts = {

@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cluster.serving.http.connection import MAX_HEAD_BYTES, connection_kind
+from cluster.serving.intake.read_turns import ReadTurns
 from tests.hostile.fuzz.target import Target
 
 if TYPE_CHECKING:
@@ -89,7 +90,11 @@ _WAITING = [False]
 _CONFIG = uvicorn.Config(
     _app,
     http=connection_kind(
-        5.0, 5.0, note_refusal=_ignore, note_stall=_ignore, has_streams=_waits_for_tokens
+        5.0,
+        5.0,
+        note_refusal=_ignore,
+        note_stall=_ignore,
+        read_turns=ReadTurns(has_streams=_waits_for_tokens),
     ),
     lifespan="off",
     ws="none",
