@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.gemm.row_product import e2m1_numbers
+from attention.kernels.triton.gemm.narrow_products import e2m1_numbers
 
 __all__ = ["add_product", "rows_and_columns", "tile_inputs", "zero_sums"]
 

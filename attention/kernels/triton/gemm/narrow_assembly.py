@@ -1,0 +1,109 @@
+"""PTX that multiplies four words of weights of 8 or 4 bits by pairs of inputs in float16.
+
+Operands are numbered as `tl.inline_asm_elementwise` has them: outputs, words, inputs.
+"""
+
+from __future__ import annotations
+
+__all__ = ["fp8_products", "int4_products", "mxfp4_products"]
+
+_NUM_WORDS = 4
+
+
+def fp8_products() -> str:
+    """Return the code for words of float8_e4m3fn and eight words of adjacent inputs.
+
+    The output is the sum of all 16 products.
+    """
+    lines = [
+        ".reg .b16 low, high;",
+        ".reg .b32 p, first, second;",
+        ".reg .f32 x, y;",
+    ]
+    for word in range(_NUM_WORDS):
+        lines.append(f"mov.b32 {{low, high}}, ${1 + word};")
+        for half, sums, operand in (("low", "first", 0), ("high", "second", 1)):
+            inputs = f"${1 + _NUM_WORDS + 2 * word + operand}"
+            lines.append(f"cvt.rn.f16x2.e4m3x2 p, {half};")
+            lines.append(_add(sums, "p", inputs, is_first=word == 0))
+    return _block([*lines, *_sum("$0", "first", "second", spare="first")])
+
+
+def int4_products() -> str:
+    """Return the code for words of eight integers of 4 bits, and their zeros.
+
+    Inputs are four words each for the lower numbers of bytes 0 and 2, of bytes 1 and 3, and for the
+    upper ones of both. Behind them is 1024 plus the zero of the lower numbers, and -64 less that of
+    the upper ones. Outputs are the sums of products of the lower and of the upper numbers.
+
+    A number becomes 1024 and more in float16, whose last bits it is, or 16 times as far from it.
+    """
+    lines = [
+        ".reg .b32 t, p, sixteenth, a, b, c, d;",
+        ".reg .b16 low, high;",
+        ".reg .f32 x, y;",
+        "mov.b32 sixteenth, 0x2C002C00;",
+    ]
+    lower_zero = "sub.rn.f16x2 p, p, $22;"
+    upper_zero = "fma.rn.f16x2 p, p, sixteenth, $23;"
+    for word in range(_NUM_WORDS):
+        lines.append(f"shr.u32 t, ${2 + word}, 8;")
+        for index, sums in enumerate("abcd"):
+            source = "t" if index % 2 else f"${2 + word}"
+            mask = "0x000F000F" if index < 2 else "0x00F000F0"
+            lines.append(f"lop3.b32 p, {source}, {mask}, 0x64006400, 0xEA;")
+            lines.append(lower_zero if index < 2 else upper_zero)
+            lines.append(_add(sums, "p", _nibble_inputs(word, index), is_first=word == 0))
+    return _block([*lines, *_sum("$0", "a", "b"), *_sum("$1", "c", "d")])
+
+
+def mxfp4_products() -> str:
+    """Return the code for words of eight numbers in e2m1; otherwise that of `int4_products`.
+
+    There are no zeros. Exponent and digit become the last bits of the exponent and the first digit
+    of float16, which divides by 2**14, the difference of the exponents' biases.
+    """
+    lines = [
+        ".reg .b32 t, p, q, a, b, c, d;",
+        ".reg .b16 low, high;",
+        ".reg .f32 x, y;",
+    ]
+    for word in range(_NUM_WORDS):
+        for index, (sums, shift) in enumerate(zip("abcd", (12, 4, 8, 0), strict=True)):
+            source = f"${2 + word}"
+            if shift:
+                lines.append(f"shl.b32 t, {source}, {shift};")
+                source = "t"
+            lines += [
+                f"shr.u32 q, {source}, 3;",
+                "and.b32 q, q, 0x0E000E00;",
+                f"lop3.b32 p, {source}, 0x80008000, q, 0xEA;",
+                _add(sums, "p", _nibble_inputs(word, index), is_first=word == 0),
+            ]
+    return _block([*lines, *_sum("$0", "a", "b"), *_sum("$1", "c", "d")])
+
+
+def _nibble_inputs(word: int, index: int) -> str:
+    """Return the operand of the inputs of a word, for one of its four pairs of numbers."""
+    return f"${2 + _NUM_WORDS * (1 + index) + word}"
+
+
+def _add(sums: str, numbers: str, inputs: str, *, is_first: bool) -> str:
+    if is_first:
+        return f"mul.rn.f16x2 {sums}, {numbers}, {inputs};"
+    return f"fma.rn.f16x2 {sums}, {numbers}, {inputs}, {sums};"
+
+
+def _sum(output: str, first: str, second: str, spare: str = "p") -> list[str]:
+    """Return what adds two pairs up, in float32 at the end."""
+    return [
+        f"add.rn.f16x2 {spare}, {first}, {second};",
+        f"mov.b32 {{low, high}}, {spare};",
+        "cvt.f32.f16 x, low;",
+        "cvt.f32.f16 y, high;",
+        f"add.f32 {output}, x, y;",
+    ]
+
+
+def _block(lines: list[str]) -> str:
+    return "\n".join(["{", *lines, "}"])
