@@ -107,9 +107,12 @@ def _gate_up_rows(
     wait_for_inputs(is_dependent)
     pair = tl.program_id(1)
     expert = (tl.load(experts + pair) - first_expert).to(tl.int64)
-    if (expert < 0) | (expert >= num_experts):
-        return
     columns = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    out = inner + pair.to(tl.int64) * inner_size + columns
+    if (expert < 0) | (expert >= num_experts):
+        # The next kernel reads them, too.
+        tl.store(out, tl.zeros_like(columns).to(inner.dtype.element_ty), mask=columns < inner_size)
+        return
     read = tl.minimum(columns, inner_size - 1)
     matrix = gate_up + expert * (2 * inner_size * row_size)
     scales += expert * (hidden_size // half * 2 * inner_size)
@@ -152,7 +155,7 @@ def _gate_up_rows(
         gate += tl.load(biases + read).to(tl.float32)
         up += tl.load(biases + inner_size + read).to(tl.float32)
     tl.store(
-        inner + pair.to(tl.int64) * inner_size + columns,
+        out,
         gated(gate, up, is_clamped, alpha, limit).to(inner.dtype.element_ty),
         mask=columns < inner_size,
     )
