@@ -63,6 +63,8 @@ class Mxfp4Experts(StackedExperts):
         )
         self._gate_up_numbers = _packed(self._gate_up)
         self._down_numbers = _packed(self._down)
+        # What the kernels do not read would stay in memory.
+        self._gate_up = self._down = Mxfp4Matrix.empty(0, 0, device=self._gate_up.blocks.device)
 
 
 class DequantizedExperts(ExpertProduct):

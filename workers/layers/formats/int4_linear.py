@@ -19,7 +19,8 @@ __all__ = ["GpuInt4Linear"]
 class GpuInt4Linear(QuantizedLinear):
     """Up to 64 rows are multiplied by numbers that are unpacked in registers, one by a GEMV.
 
-    For more, the weight is dequantized in each step.
+    For more, the weight is dequantized in each step. The GEMV multiplies in float16, whose digits
+    do not suffice for a row in float32.
     """
 
     def __init__(self, stored: Int4Weight, bias: torch.Tensor | None, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class GpuInt4Linear(QuantizedLinear):
         int4 = self._int4
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
-        if len(x) == 1 and self._gemv_tuning is not None:
+        if len(x) == 1 and x.element_size() == 2 and self._gemv_tuning is not None:
             return gemv(x, self._packed, self.bias, self._gemv_tuning, scales=self._words)
         if len(x) <= MAX_ROWS:
             return int4_gemm(x, self._packed, self._words, self.bias)
@@ -53,8 +54,8 @@ class GpuInt4Linear(QuantizedLinear):
             return super().gated(x)
         if int4.input_order is not None:
             x = x.index_select(1, int4.input_order)
-        if len(x) == 1 and self._gated_gemv_tuning is not None:
-            tuning = self._gated_gemv_tuning
+        tuning = self._gated_gemv_tuning
+        if len(x) == 1 and x.element_size() == 2 and tuning is not None:
             return gemv_gated(x, self._packed, "silu", tuning, scales=self._words)
         return int4_gated(x, self._packed, self._words, "silu")
 

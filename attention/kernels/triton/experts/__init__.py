@@ -6,10 +6,9 @@ from attention.kernels.triton.experts.gemm import (
     ExpertTuning,
     default_expert_tuning,
     expert_sums,
-    mxfp4_row_bytes,
-    packed_mxfp4,
 )
 from attention.kernels.triton.experts.groups import grouped_pairs
+from attention.kernels.triton.experts.mxfp4 import mxfp4_row_bytes, packed_mxfp4
 from attention.kernels.triton.experts.router import choose_experts
 
 __all__ = [

@@ -16,13 +16,14 @@ import triton.language as tl
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
 from attention.kernels.triton.experts.groups import grouped_pairs
+from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF, mxfp4_row_bytes
 from attention.kernels.triton.experts.product import (
     add_product,
     rows_and_columns,
     tile_inputs,
     zero_sums,
 )
-from attention.kernels.triton.experts.rows import MXFP4_HALF, row_expert_sums
+from attention.kernels.triton.experts.rows import row_expert_sums
 from attention.kernels.triton.tiles import dot_type
 from attention.kernels.triton.tuning import next_power_of_two
 
@@ -32,8 +33,6 @@ __all__ = [
     "ExpertTuning",
     "default_expert_tuning",
     "expert_sums",
-    "mxfp4_row_bytes",
-    "packed_mxfp4",
 ]
 
 MAX_ROW_PAIRS = 64
@@ -120,9 +119,9 @@ def expert_sums(
     are `[num_experts, 2 * inner_size]` and `[num_experts, hidden_size]`. `clamp` is the alpha and
     the limit of a `ClampedGate`; without it, gate and up projection are joined by SiLU.
 
-    With scales, weights are in mxfp4, as `packed_mxfp4` returns them. Scales are the exponents of
-    blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]` and `[num_experts,
-    inner_size / 32, hidden_size]`; on GPUs x is in bfloat16.
+    With scales, weights are in mxfp4, as `packed_mxfp4` of `mxfp4.py` returns them. Scales are the
+    exponents of blocks of 32 inputs, uint8 `[num_experts, hidden_size / 32, 2 * inner_size]` and
+    `[num_experts, inner_size / 32, hidden_size]`; on GPUs x is in bfloat16.
     """
     num_rows, hidden_size = x.shape
     num_chosen = experts.shape[1]
@@ -226,24 +225,6 @@ def expert_sums(
         **dependent_launch(x.device),
     )
     return out
-
-
-def mxfp4_row_bytes(in_size: int) -> int:
-    """Return the bytes of a column's weights in mxfp4."""
-    return -(-in_size // (2 * MXFP4_HALF)) * MXFP4_HALF
-
-
-def packed_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Return weights as the kernels read them, uint8 `[out_size, mxfp4_row_bytes(in_size)]`.
-
-    `blocks` is uint8 `[out_size, in_size / 32, 16]`; of a byte, the lower 4 bits are the first
-    number. The result has a number of one block and one of the next block in a byte.
-    """
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    if numbers.shape[1] % 2:
-        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, 1))
-    low, high = numbers.view(len(numbers), -1, 2, MXFP4_HALF).unbind(2)
-    return (low | high << 4).flatten(1)
 
 
 @triton.jit

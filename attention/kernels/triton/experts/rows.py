@@ -15,12 +15,11 @@ import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
 from attention.kernels.triton.experts.gate import gated
+from attention.kernels.triton.experts.mxfp4 import MXFP4_HALF
 from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
 
-__all__ = ["MXFP4_HALF", "row_expert_sums"]
+__all__ = ["row_expert_sums"]
 
-MXFP4_HALF = 32
-"""How far apart the inputs of both numbers of a byte are: a block, which has one scale."""
 _TILE_COLUMNS = 4
 _TILE_BYTES = 2048
 _NUM_WARPS = 4
