@@ -13,6 +13,9 @@ __all__ = ["PatternError", "name_pattern"]
 _MAX_LENGTH = 500
 _MAX_REPETITIONS = 4
 _MAX_OPTIONS = 4
+_DIGITS = (r"\d", "[0-9]")
+_MAX_DIGIT_REPETITIONS = 16
+"""More are allowed of digits, of which names have few in a row."""
 _TOKENS = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!])|\(\??|[*+?]\??|\{\d*,?\d*\}\??|.",
     re.DOTALL,
@@ -36,15 +39,17 @@ def name_pattern(text: str, form: str = "{}") -> re.Pattern[str]:
 
 def _check_repetitions(text: str) -> None:
     """Raise PatternError for repetitions of what may match in several ways, and for many."""
-    num_repetitions = num_options = 0
+    num_repetitions = num_digit_repetitions = num_options = 0
     # Whether each open group has several ways to match, and the one that was just closed.
     groups = [False]
     has_ways = False
+    before = ""
     for token in _TOKENS.findall(text):
         is_repetition = token[0] in "*+" or (token[0] == "{" and len(token) > 1)
         if is_repetition and has_ways:
             raise PatternError("repeats a group with a repetition or with alternatives")
-        num_repetitions += is_repetition
+        num_repetitions += is_repetition and before not in _DIGITS
+        num_digit_repetitions += is_repetition and before in _DIGITS
         num_options += token[0] == "?"
         has_ways = False
         if token == "(?":
@@ -56,7 +61,10 @@ def _check_repetitions(text: str) -> None:
             groups[-1] = groups[-1] or has_ways
         elif is_repetition or token[0] in "?|":
             groups[-1] = True
+        before = token
     if num_repetitions > _MAX_REPETITIONS or num_options > _MAX_OPTIONS:
         raise PatternError(
             f"has more than {_MAX_REPETITIONS} repetitions or {_MAX_OPTIONS} optional parts"
         )
+    if num_digit_repetitions > _MAX_DIGIT_REPETITIONS:
+        raise PatternError(f"has more than {_MAX_DIGIT_REPETITIONS} repetitions of digits")

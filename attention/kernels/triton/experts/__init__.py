@@ -3,13 +3,12 @@
 from attention.kernels.triton.experts.gemm import (
     MAX_MXFP4_ROW_PAIRS,
     MAX_ROW_PAIRS,
-    ExpertTuning,
-    default_expert_tuning,
     expert_sums,
 )
 from attention.kernels.triton.experts.groups import grouped_pairs
 from attention.kernels.triton.experts.mxfp4 import mxfp4_row_bytes, packed_mxfp4
 from attention.kernels.triton.experts.router import choose_experts
+from attention.kernels.triton.experts.tuning import ExpertTuning, default_expert_tuning
 
 __all__ = [
     "MAX_MXFP4_ROW_PAIRS",

@@ -17,6 +17,7 @@ NAME = "model.layers.12.self_attn.q_proj"
     [
         *(r".*lm_head", r".*\.mlp\.gate$", r"model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj$"),
         *(r"^model\.layers\.[0-3]\..*", r".*layers\.(\d+)\.self_attn\..*", r"^(?!.*mtp).*$"),
+        *(r".*\.layers\.\d+\.mlp\.experts\.\d+\..*_proj.*", r".*layers\.[0-9]+\..*q.*p.*"),
         *(r"(?:.*\.)?[qkv]_proj", r"visual.*", r".*[*+?{]+", r"\(a\)\*", r"a{2,3}b{1}", r"[]*]+"),
     ],
 )
@@ -31,7 +32,7 @@ def test_patterns_of_checkpoints_match_as_in_python(text: str) -> None:
     [
         *("(a+)+$", "([a-z_.0-9]*)*!", "(a|a)*b", "(?:(?:.*))+x", "(a?){60}a{60}", "((.|_)+)x{2}"),
         *(".*.*.*.*.*x", "a?" * 30, "(?P<x>a)", "(?(1)a|b)", "(?i)a", "(", "a{99999999999}"),
-        *("*", "x" * 501, "[^.]+" * 5),
+        *("*", "x" * 501, "[^.]+" * 5, r"\d*" * 17),
     ],
 )
 def test_what_may_take_long_is_refused(text: str) -> None:
