@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -216,13 +217,19 @@ def _in_channels(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             results.setdefault(messages[place].tool_call_id, []).append(messages[place])
             place += 1
         thoughts = "\n".join(text for text in (message.reasoning, message.content) if text)
+        num_left = Counter(call.id for call in message.tool_calls)
         for call in message.tool_calls:
             written.append(
                 replace(message, content="", tool_calls=(call,), reasoning=thoughts or None)
             )
-            written += results.pop(call.id, ())
+            found = results.get(call.id, [])
+            num_left[call.id] -= 1
+            # Of calls with the same id each takes a result, and the last one all that remain.
+            num_taken = 1 if num_left[call.id] else len(found)
+            written += found[:num_taken]
+            del found[:num_taken]
             thoughts = ""
-        written += (one for one in messages[first:place] if one.tool_call_id in results)
+        written += (one for one in messages[first:place] if one.tool_call_id not in num_left)
     return written
 
 

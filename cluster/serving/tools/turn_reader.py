@@ -53,6 +53,8 @@ class TurnReader(ABC):
         self._buffer = ""
         self._held_space = ""
         self._has_content = False
+        self._is_cut_off = False
+        """Whether the turn ended, but not because the model ended it."""
         self._delta = TurnDelta()
 
     def read_piece(self, text: str) -> TurnDelta:
@@ -60,8 +62,9 @@ class TurnReader(ABC):
         self._buffer += text
         return self._read(is_end=False)
 
-    def flush(self) -> TurnDelta:
-        """Return the rest of the turn."""
+    def flush(self, *, is_cut_off: bool = False) -> TurnDelta:
+        """Return the rest of the turn, which `is_cut_off` unless the model ended it."""
+        self._is_cut_off = is_cut_off
         return self._read(is_end=True)
 
     def _read(self, *, is_end: bool) -> TurnDelta:

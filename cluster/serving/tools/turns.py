@@ -8,6 +8,7 @@ from cluster.serving.reasoning.reasoning_reader import ReasoningReader
 from cluster.serving.tools.channel_reader import ChannelReader
 from cluster.serving.tools.turn_reader import TurnDelta
 from pagedray.reasoning import ReasoningPlace, ReasoningTracker
+from pagedray.request import FinishReason
 
 if TYPE_CHECKING:
     from cluster.serving.text.text_stream import SequenceOutput
@@ -105,7 +106,7 @@ class Turn:
             read = self._calls.read_piece(text)
             read.reasoning += reasoning
             if is_last:
-                rest = self._calls.flush()
+                rest = self._calls.flush(is_cut_off=output.finish_reason is not FinishReason.STOP)
                 read.content += rest.content
                 read.calls += rest.calls
                 read.reasoning += rest.reasoning

@@ -153,6 +153,27 @@ def test_template_reads_one_call_at_a_time(channel_server: Server, client: opena
     )
 
 
+def test_calls_of_one_id_have_a_result_each(channel_server: Server, client: openai.OpenAI) -> None:
+    say(channel_server, ANSWER)
+    calls = [
+        {"id": "same", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in ("one", "two")
+    ]
+    turn: Any = {"role": "assistant", "content": None, "tool_calls": calls}
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": "same", "content": f"of {name}"} for name in ("one", "two")
+    ]
+    client.chat.completions.create(model="tiny", messages=[*ASK, turn, *results])
+    (request,) = channel_server.engine.log.submitted
+    prompt = channel_server.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith(
+        "<|start|>assistant to=one<|channel|>commentary json<|message|>{}<|call|>"
+        "<|start|>tool<|message|>of one<|end|>"
+        "<|start|>assistant to=two<|channel|>commentary json<|message|>{}<|call|>"
+        "<|start|>tool<|message|>of two<|end|><|start|>assistant"
+    )
+
+
 def test_structures_follow_the_header_of_an_answer(
     channel_server: Server, client: openai.OpenAI
 ) -> None:

@@ -14,7 +14,7 @@ from cluster.serving.tools.channel_reader import ChannelReader, ChannelTexts
 from cluster.serving.tools.tool import Tool
 from cluster.serving.tools.tool_choice import ToolChoice, ToolUse
 from cluster.serving.tools.turns import Turns
-from pagedray.reasoning import Reasoning
+from pagedray.reasoning import Reasoning, ReasoningPlace, ReasoningTracker
 from pagedray.request import FinishReason
 
 TRANSCRIPTS: list[dict[str, Any]] = json.loads(  # Any: JSON
@@ -97,6 +97,27 @@ CASES = [
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", ("Hm.", "", [])),
     ("<|channel|>commentary to=functions.add<|message|>{\"a", ("", "", [["add", '{"a']])),
     ("<|channel|>" + "x" * 600, ("", "<|channel|>" + "x" * 600, [])),
+    ("to=functions.add<|channel|>comm", ("", "", [])),
+    ("<|channel|>final<|message|>Hi.<|end|>\n<|sta", ("", "Hi.", [])),
+    # Marks in texts, and what follows one without a header.
+    ("<|channel|>final<|message|>The token <|end|> closes a message.",
+     ("", "The token <|end|> closes a message.", [])),
+    ("<|channel|>final<|message|><|start|> opens it, <|end|> and <|return|> close it.",
+     ("", "<|start|> opens it, <|end|> and <|return|> close it.", [])),
+    ("<|channel|>final<|message|>Not <|end|><|start|>this is no header, is it?",
+     ("", "Not <|end|><|start|>this is no header, is it?", [])),
+    ("<|start|> opens a message.", ("", "<|start|> opens a message.", [])),
+    ("<|channel|>analysis<|message|>Hm.<|end|>The answer is 4.", ("Hm.", "The answer is 4.", [])),
+    ("<|channel|>commentary to=functions.add<|message|>{}<|call|>Now.",
+     ("", "Now.", [["add", "{}"]])),
+    ("<|channel|>commentary to=functions.add<|message|>{\"a\": \"'<|end|>' <|start|>\"}<|call|>",
+     ("", "", [["add", "{\"a\": \"'<|end|>' <|start|>\"}"]])),
+    ("to=be, or not to=be", ("", "to=be, or not to=be", [])),
+    ("Hm.<|end|>to=functions.add<|message|>{}",
+     ("", "Hm.<|end|>to=functions.add<|message|>{}", [])),
+    # Blanks before a mark, as many as where a grammar waits for it, and more.
+    (" " * 16 + "<|channel|>final<|message|>Hi.", ("", "Hi.", [])),
+    (" " * 17 + "<|channel|>final", ("", " " * 17 + "<|channel|>final", [])),
 ]  # fmt: skip
 
 
@@ -106,7 +127,31 @@ def test_other_turns(text: str, found: tuple[str, str, list[list[str]]]) -> None
     assert read(ChannelReader(SCHEMAS), list(text)) == found
 
 
-def turn_of(choice: ToolChoice, text: str) -> tuple[str, str, list[list[str]], int]:
+@pytest.mark.parametrize("inside", ["<|start|>", "<|call|>", "<|return|>"])
+def test_reasoning_ends_where_grammars_begin(inside: str) -> None:
+    text = f"<|channel|>analysis<|message|>Hm. {inside}assistant<|channel|>final<|message|>Free."
+    tracker = ReasoningTracker(MARKS)
+    for character in text:
+        tracker.add_token(ord(character), character.encode())
+    assert tracker.place is ReasoningPlace.INSIDE
+    thoughts = text.removeprefix(MARKS.begin)
+    assert read(ChannelReader(SCHEMAS), list(text)) == (thoughts, "", [])
+    answer = "<|end|><|start|>assistant<|channel|>final<|message|>{}"
+    assert read(ChannelReader(SCHEMAS), list(text + answer)) == (thoughts, "{}", [])
+
+
+def test_calls_without_arguments_need_no_mark() -> None:
+    text = "<|channel|>commentary to=functions.add<|message|>"
+    assert turn_of(ToolChoice(), text)[:3] == ("", "", [["add", "{}"]])
+    for reason in (FinishReason.LENGTH, FinishReason.ABORT):
+        assert turn_of(ToolChoice(), text, reason)[:3] == ("", "", [])
+    cut = text.removesuffix("<|message|>")
+    assert turn_of(ToolChoice(), cut)[:3] == ("", "", [])
+
+
+def turn_of(
+    choice: ToolChoice, text: str, reason: FinishReason = FinishReason.STOP
+) -> tuple[str, str, list[list[str]], int]:
     """Return reasoning, content, calls and the number of reasoning tokens of a turn."""
     use = ToolUse(TOOLS, choice, tool_format="openai")
     turns = Turns(use, MARKS, CharacterTokens())  # type: ignore[arg-type]  # its only method
@@ -116,7 +161,7 @@ def turn_of(choice: ToolChoice, text: str) -> tuple[str, str, list[list[str]], i
             index=0,
             text=text,
             token_ids=tuple(map(ord, text)),
-            finish_reason=FinishReason.STOP,
+            finish_reason=reason,
         )
     )
     calls: list[list[str]] = []
