@@ -17,6 +17,7 @@ from cluster.llm_beams import BeamSearches, first_logprobs
 from cluster.llm_prompts import read_conversations, read_prompts
 from cluster.llm_requests import RequestMaker
 from cluster.sampling_params import RequestOutputKind, SamplingParams
+from cluster.serving.beam_step import check_beams_fit
 from cluster.serving.engine_client import EngineClient
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.text.tokenizer import Tokenizer
@@ -77,6 +78,7 @@ class AsyncLLM:
             self._tokenizer = Tokenizer.from_folder(config.model.folder, pools=False)
             self._validator = Validator(config, self._tokenizer, text_pool=TextPool())
             self._requests = RequestMaker(self._validator, config, seed)
+            self._queue_limits = config.scheduler
             self._sink = _Sink()
             engine = open_engine(config, self._sink, report)
         finally:
@@ -154,6 +156,7 @@ class AsyncLLM:
             )
         client = self._sink.client_of(asyncio.get_running_loop(), self._engine)
         start = await self._validated(prompts[0], params.sampling)
+        check_beams_fit([start], params.beam_width, self._queue_limits, param="beam_width")
         searches = BeamSearches([start], params)
         while requests := searches.step_requests():
             searches.take_step(await self._likeliest(client, requests))

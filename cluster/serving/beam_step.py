@@ -1,4 +1,4 @@
-"""The request that computes the next tokens of a beam."""
+"""The requests that compute the next tokens of beams."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pagedray.errors import InvalidRequestError
 from pagedray.request import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.serving.beam_search import Beam
+    from pagedray.config import SchedulerConfig
     from pagedray.request import Request
 
-__all__ = ["beam_step"]
+__all__ = ["beam_step", "check_beams_fit"]
 
 
 def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:
@@ -31,3 +35,32 @@ def beam_step(request: Request, beam: Beam, num_logprobs: int) -> Request:
         ),
         generated_token_ids=(),
     )
+
+
+def check_beams_fit(
+    requests: Sequence[Request], width: int, limits: SchedulerConfig, *, param: str
+) -> None:
+    """Raise InvalidRequestError if the longest step of searches exceeds an empty queue.
+
+    The requests of a step are submitted together; otherwise they would wait without end. `param`
+    is what the width is called.
+    """
+    num_beams = width * len(requests)
+    if num_beams == 1:
+        # A single request always has room.
+        return
+    if num_beams > limits.max_queued_requests:
+        raise InvalidRequestError(
+            f"A beam search with {param} {width} for {len(requests)} prompts has {num_beams} "
+            f"beams, which exceeds max_queued_requests, {limits.max_queued_requests}.",
+            param=param,
+        )
+    num_tokens = width * sum(
+        len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests
+    )
+    if num_tokens > limits.max_queued_tokens:
+        raise InvalidRequestError(
+            f"A beam search with {param} {width} has up to {num_tokens} tokens, max_tokens "
+            f"included, which exceeds max_queued_tokens, {limits.max_queued_tokens}.",
+            param=param,
+        )

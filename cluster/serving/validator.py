@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from cluster.serving.bad_words import BadWordReader
+from cluster.serving.beam_step import check_beams_fit
 from cluster.serving.inputs import (
     MAX_CLIENT_ID_LENGTH,
     MAX_SALT_LENGTH,
@@ -95,6 +96,7 @@ class Validator:
         self._model_name = config.model.name
         self._vocab_size = config.model.vocab_size
         self._context = config.max_model_len
+        self._queue_limits = config.scheduler
         self._sampling_defaults = dict(config.sampling_defaults)
         self._structures = StructureCompiler(
             lambda: vocabulary_of(
@@ -126,6 +128,8 @@ class Validator:
             requests.append(_continued(request, given.continuation, prompt_index))
             # Let other calls run between the prompts of a long list.
             await asyncio.sleep(0)
+        if given.beam_length_penalty is not None:
+            check_beams_fit(requests, sampling.n, self._queue_limits, param="n")
         if sampling.structure is None:
             return tuple(requests)
         # Last, because it is the most expensive.

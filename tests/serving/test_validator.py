@@ -12,6 +12,7 @@ from cluster.serving.inputs import ChatPrompt, EmbeddingInput, GenerationInput
 from cluster.serving.text.chat_template import ChatMessage
 from cluster.serving.text.text_pool import TextPool
 from cluster.serving.validator import Validator
+from pagedray.config import SchedulerConfig
 from pagedray.errors import ContextLengthError, InvalidRequestError, RequestError
 from pagedray.request import Structure
 from tests.serving.conftest import engine_config
@@ -123,3 +124,34 @@ async def test_prompt_logprobs_are_bounded(tokenizer: Tokenizer) -> None:
     given = GenerationInput(prompts=((5,) * 13_000,), sampling={"prompt_logprobs": 20})
     with pytest.raises(InvalidRequestError, match=r"requests 273000 log-prob.* at most 262144"):
         await validator.validate(given)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        # Two prompts of 3 tokens have three beams of up to 4 more tokens each: 42.
+        (SchedulerConfig(max_queued_tokens=41), "n 3 has up to 42 tokens.* max_queued_tokens, 41"),
+        (SchedulerConfig(max_queued_requests=5), "has 6 beams.* max_queued_requests, 5"),
+        (SchedulerConfig(max_queued_tokens=42, max_queued_requests=6), None),
+    ],
+)
+async def test_beams_that_no_queue_has_room_for_are_refused(
+    tokenizer: Tokenizer, limits: SchedulerConfig, text: str | None
+) -> None:
+    validator = Validator(replace(engine_config(16), scheduler=limits), tokenizer)
+    given = GenerationInput(
+        prompts=((2, 3, 4), (2, 3, 4)),
+        sampling={"n": 3, "max_tokens": 4},
+        beam_length_penalty=1.0,
+    )
+    if text is None:
+        assert len(await validator.validate(given)) == 2
+    else:
+        with pytest.raises(InvalidRequestError, match=text) as caught:
+            await validator.validate(given)
+        assert caught.value.param == "n"
+    # Sampled sequences share a request.
+    assert len(await validator.validate(replace(given, beam_length_penalty=None))) == 2
+    one_beam = replace(given, prompts=((2,) * 15,), sampling={"n": 1, "max_tokens": 1})
+    assert len(await validator.validate(one_beam)) == 1
+    validator.close()

@@ -230,6 +230,26 @@ def test_mistakes_are_refused(engine: AsyncLLM, runner: asyncio.Runner) -> None:
         AsyncLLM(TINY_LLAMA, quantisation=None)  # type: ignore[call-arg]  # a mistake
 
 
+def test_beams_that_no_queue_has_room_for_are_refused() -> None:
+    engine = AsyncLLM(
+        TINY_LLAMA, device="cpu", executor="local", max_queued_tokens=64, show_progress=False
+    )
+
+    async def run(width: int) -> BeamSearchOutput:
+        async with asyncio.timeout(30):
+            return await engine.beam_search(
+                [5] * 20, BeamSearchParams(beam_width=width, max_tokens=12)
+            )
+
+    async def runs() -> None:
+        with pytest.raises(InvalidRequestError, match="beam_width 3 has up to 96 tokens"):
+            await run(3)
+        assert len((await run(2)).sequences) == 2
+
+    asyncio.run(runs())
+    engine.shutdown()
+
+
 def test_shutdown_ends_what_runs() -> None:
     engine = AsyncLLM(TINY_LLAMA, device="cpu", executor="local", show_progress=False)
 
