@@ -12,7 +12,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
 from cluster.serving.beam_step import beam_step
 from pagedray.batch import TokenLogprobs
-from pagedray.errors import InvalidRequestError
+from pagedray.errors import EngineError, InvalidRequestError
 from pagedray.request import MAX_LOGPROBS, FinishReason
 
 if TYPE_CHECKING:
@@ -146,9 +146,14 @@ class BeamSearches:
 
 
 def first_logprobs(generation: Generation) -> TokenLogprobs:
-    """Return the likeliest tokens at the first position of a result without sampling."""
+    """Return the likeliest tokens at the first position of a result without sampling.
+
+    Raises EngineError if the engine ended it without a token.
+    """
     (output,) = generation.outputs
-    assert output.logprobs is not None
+    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR) or not output.logprobs:
+        reason = "no event" if output.finish_reason is None else output.finish_reason.value
+        raise EngineError(f"A step of the beam search ended without a token: {reason}.")
     found = output.logprobs[0]
     values = [one.logprob for one in found.values()]
     return TokenLogprobs(values[0], list(found), values)

@@ -9,8 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cluster.generation import Completion, Generation, Logprob
+from cluster.llm_beams import first_logprobs
 from cluster.serving.beam_search import Beam, BeamSearch, EarlyStopping
 from pagedray.batch import TokenLogprobs
+from pagedray.errors import EngineError
+from pagedray.request import FinishReason
 
 PROMPT = [1, 2, 6]
 MAX_TOKENS = 9
@@ -91,3 +95,32 @@ def searched(
     while search.running:
         search.advance([likeliest(model, beam, search.num_logprobs) for beam in search.running])
     return search
+
+
+@pytest.mark.parametrize(
+    ("reason", "has_token"),
+    [
+        (None, False),
+        (FinishReason.ABORT, False),
+        (FinishReason.ERROR, False),
+        (FinishReason.ERROR, True),
+        (FinishReason.LENGTH, True),
+    ],
+)
+def test_a_step_that_the_engine_ended_is_an_engine_error(
+    reason: FinishReason | None, has_token: bool
+) -> None:
+    found = {5: Logprob(-0.1, 1, "a"), 6: Logprob(-2.0, 2, "b")}
+    output = Completion(
+        index=0,
+        text="",
+        token_ids=(5,) if has_token else (),
+        finish_reason=reason,
+        logprobs=(found,) if has_token else (),
+    )
+    step = Generation(request_id="a", prompt=None, prompt_token_ids=(1,), outputs=(output,))
+    if reason is FinishReason.LENGTH:
+        assert first_logprobs(step) == TokenLogprobs(-0.1, [5, 6], [-0.1, -2.0])
+    else:
+        with pytest.raises(EngineError, match=reason.value if reason else "no event"):
+            first_logprobs(step)
