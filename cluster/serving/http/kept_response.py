@@ -84,7 +84,7 @@ def kept_if_large(response: Response, buffers: OutputBuffers, tenant: str) -> Re
 
 
 def pieces_of(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield what is sent at once, the last of which may be empty."""
+    """Yield what is sent at once; nothing is empty."""
     pending: list[bytes] = []
     num_bytes = 0
     for part in parts:
@@ -94,4 +94,5 @@ def pieces_of(parts: Sequence[bytes]) -> Iterator[bytes]:
             if num_bytes >= _PIECE_BYTES:
                 yield b"".join(pending)
                 pending, num_bytes = [], 0
-    yield b"".join(pending)
+    if pending:
+        yield b"".join(pending)

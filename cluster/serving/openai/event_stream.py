@@ -96,12 +96,15 @@ class EventStream(Response):
 
 async def _send_parts(parts: tuple[bytes, ...], send: Send) -> None:
     """Send large events as the client reads them."""
+    pause_s: float | None = None
     for piece in pieces_of(parts):
+        if pause_s is not None:
+            # While its client reads fast, sending waits for nothing, but others have tokens to
+            # send.
+            await asyncio.sleep(pause_s)
         began_s = time.perf_counter()
         await send({"type": "http.response.body", "body": piece, "more_body": True})
-        # While its client reads fast, sending waits for nothing, but others have tokens to send.
-        taken_s = time.perf_counter() - began_s
-        await asyncio.sleep(min(_PAUSE_RATIO * taken_s, _MAX_PAUSE_S))
+        pause_s = min(_PAUSE_RATIO * (time.perf_counter() - began_s), _MAX_PAUSE_S)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:

@@ -112,6 +112,7 @@ class ResponsesResponse(EventResponse):
 
     def _written(self, output: GenerationOutput) -> bytes | tuple[bytes, ...]:
         events: list[bytes] = []
+        is_repeating = not self._number
         if not self._number:
             started = self._parts({"status": "in_progress", "output": [], "usage": None})
             self._write_response("created", started, events)
@@ -124,8 +125,10 @@ class ResponsesResponse(EventResponse):
                 self._end_items(_status(sequence), events)
                 ended = self._whole(sequence, output.usage)
                 self._write_response(_status(sequence), ended, events)
+                is_repeating = True
         # A part is what the response repeats, which takes long to copy.
-        return tuple(events) if len(self._repeated) > _LARGE_BYTES else b"".join(events)
+        is_large = is_repeating and len(self._repeated) > _LARGE_BYTES
+        return tuple(events) if is_large else b"".join(events)
 
     def _add(self, delta: TurnDelta, events: list[bytes] | None) -> None:
         """Add what the turn gained to the items, and its events."""

@@ -39,3 +39,44 @@ async def test_large_events_are_sent_in_pieces_that_their_client_has_read() -> N
     await EventStream("r", events(), close=lambda: None)({}, receive, send)
     assert b"".join(sent) == b"".join(parts) + b"data: [DONE]\n\n"
     assert most_unread <= 2**17
+
+
+async def _passes_of(events: list[bytes | tuple[bytes, ...]]) -> list[int]:
+    """Return the pass of the event loop in which each body is sent, the first being 0."""
+    num_passes = 0
+    passes: list[int] = []
+
+    async def count() -> None:
+        nonlocal num_passes
+        while True:
+            await asyncio.sleep(0)
+            num_passes += 1
+
+    async def given() -> AsyncGenerator[bytes | tuple[bytes, ...]]:
+        for event in events:
+            yield event
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            passes.append(num_passes)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    counting = asyncio.create_task(count())
+    await EventStream("r", given(), close=lambda: None)({}, receive, send)
+    counting.cancel()
+    return [one - passes[0] for one in passes]
+
+
+async def test_other_tasks_run_between_the_pieces_of_a_large_event() -> None:
+    passes = await _passes_of([(b"x" * 200_000,), b"y"])
+    assert len(passes) == 5
+    assert passes[:4] == sorted(set(passes[:4]))
+    # Nothing waits behind the last piece.
+    assert passes[4] == passes[3]
+
+
+async def test_nothing_waits_behind_small_events() -> None:
+    assert await _passes_of([b"a", (b"b", b"c"), b"d", (b"e" * 2**16,), b"f"]) == [0] * 5
