@@ -136,7 +136,8 @@ class HttpApp:
         charged_s = _charged_s(endpoint, response, timer.used_s)
         shares.charge(client, charged_s)
         if may_wait:
-            self.read_turns.exclude(min(charged_s, timer.used_s))
+            # What it used earlier was in other passes.
+            self.read_turns.exclude(min(charged_s, timer.last_s))
         return response
 
     def _client_of(self, request: Request) -> str:

@@ -169,6 +169,8 @@ class LoopTimer:
 
     def __init__(self) -> None:
         self.used_s = 0.0
+        self.last_s = 0.0
+        """What the work has used since it last waited."""
 
     @coroutine
     def run(self, work: Awaitable[Result]) -> Generator[object, None, Result]:
@@ -183,7 +185,8 @@ class LoopTimer:
                 result: Result = end.value
                 return result
             finally:
-                self.used_s += time.perf_counter() - started_s
+                self.last_s = time.perf_counter() - started_s
+                self.used_s += self.last_s
             try:
                 yield awaited
                 error = None

@@ -71,7 +71,7 @@ class ReadTurns:
         self._num_waiting_bytes += num_bytes
 
     def exclude(self, seconds: float) -> None:
-        """Do not count work that was just done, because it has a limit of its own."""
+        """Do not count work of this pass that was just done: it has a limit of its own."""
         self._excluded_s += seconds
 
     def _note_begin(self) -> None:
@@ -97,6 +97,14 @@ class ReadTurns:
     def _begin_pass(self) -> None:
         self._note_begin()
         self._num_left = _PER_PASS
+        try:
+            self._handle_waiting()
+        finally:
+            self._is_counting = bool(self._waiting) or self._num_left < _PER_PASS
+            if self._is_counting:
+                asyncio.get_running_loop().call_soon(self._end_pass)
+
+    def _handle_waiting(self) -> None:
         while self._waiting and self._num_left:
             self._num_left -= 1
             line = next(iter(self._waiting))
@@ -107,6 +115,3 @@ class ReadTurns:
                 self._waiting[line] = reads
             self._num_waiting_bytes -= num_bytes
             handle()
-        self._is_counting = bool(self._waiting) or self._num_left < _PER_PASS
-        if self._is_counting:
-            asyncio.get_running_loop().call_soon(self._end_pass)

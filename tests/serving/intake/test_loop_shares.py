@@ -145,6 +145,16 @@ async def test_only_the_time_on_the_event_loop_is_measured() -> None:
     assert 0.01 <= timer.used_s < 0.5
 
 
+async def test_the_last_time_is_that_since_work_last_waited() -> None:
+    async def work() -> None:
+        time.sleep(0.05)
+        await asyncio.sleep(0)
+
+    timer = LoopTimer()
+    await timer.run(work())
+    assert timer.last_s < 0.05 <= timer.used_s
+
+
 async def test_the_times_of_failed_and_later_work_add_up() -> None:
     async def work(seconds: float) -> None:
         time.sleep(seconds)

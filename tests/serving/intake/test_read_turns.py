@@ -45,6 +45,31 @@ async def test_nothing_waits_without_streams_or_if_much_waits() -> None:
     assert busy.take()
 
 
+async def test_reads_go_on_after_one_has_failed() -> None:
+    turns = ReadTurns(has_streams=lambda: True)
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: failures.append(context["exception"])
+    )
+    while turns.take():
+        pass
+    handled: list[int] = []
+    error = ValueError("a defect")
+
+    def fail() -> None:
+        raise error
+
+    turns.wait("a", fail, 10)
+    turns.wait("a", lambda: handled.append(1), 10)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert failures == [error]
+    assert handled == [1]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert turns.take()
+
+
 def _use_cpu(seconds: float) -> None:
     end_s = time.thread_time() + seconds
     while time.thread_time() < end_s:
