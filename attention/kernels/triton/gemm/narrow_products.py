@@ -104,9 +104,9 @@ def multiply_fp8(
     words: tl.tensor, x: tl.tensor, starts: tl.tensor, size: tl.constexpr, unpacks: tl.constexpr
 ) -> tl.tensor:
     """Return products of words `[columns, vectors, 4]` with 16 inputs from each start."""
-    lower = row_inputs(x, starts, size, 8)
-    upper = row_inputs(x, starts + 8, size, 8)
     if unpacks:
+        lower = row_inputs(x, starts, size, 8)
+        upper = row_inputs(x, starts + 8, size, 8)
         factors, inverses = _power_below(tl.maximum(_most(lower), _most(upper)), 0)
         x0, x1, x2, x3 = _adjacent(lower, factors)
         x4, x5, x6, x7 = _adjacent(upper, factors)
@@ -134,30 +134,22 @@ def multiply_fp8(
         )
         products *= inverses[None, :]
     else:
-        products = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
-        for index in tl.static_range(16):
-            word = tl.sum(_only(words, index // 4), axis=2)
-            byte = ((word >> (8 * (index % 4))) & 255).to(tl.uint8)
-            number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            products += number * _input(lower, upper, index)[None, :]
+        numbers = _bytes_of(words).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        products = _sums_of(numbers, row_inputs(x, starts, size, 16))
     return products
 
 
 @triton.jit
-def _only(x: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """Return a tensor with zeros but for one index of its last axis, for the interpreter."""
-    places = tl.arange(0, x.shape[len(x.shape) - 1])
-    if len(x.shape) == 3:  # noqa: SIM108  # Triton's compiler takes statements.
-        is_it = (places == index)[None, None, :]
-    else:
-        is_it = (places == index)[None, :]
-    return tl.where(is_it, x, tl.zeros_like(x))
+def _bytes_of(words: tl.tensor) -> tl.tensor:
+    """Return the bytes of words as integers, in one axis more, for the interpreter."""
+    return (words[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 255
 
 
 @triton.jit
-def _input(lower: tl.tensor, upper: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """Return one of 16 inputs of each vector, for the interpreter."""
-    return tl.sum(_only(lower, index) if index < 8 else _only(upper, index - 8), axis=1)
+def _sums_of(numbers: tl.tensor, inputs: tl.tensor) -> tl.tensor:
+    """Return products of numbers of 16 bytes with inputs `[vectors, 16]`, for the interpreter."""
+    inputs = tl.reshape(inputs, [inputs.shape[0], 4, 4])
+    return tl.sum(tl.sum(numbers * inputs[None, :, :, :], axis=3), axis=2)
 
 
 @triton.jit
@@ -177,11 +169,11 @@ def multiply_nibbles(
     The lower ones are multiplied by 16 inputs from each start, the upper ones by those that are
     `half` behind. The zeros of "int4" are integers `[columns, vectors]`.
     """
-    low_a = row_inputs(x, starts, size, 8)
-    low_b = row_inputs(x, starts + 8, size, 8)
-    high_a = row_inputs(x, starts + half, size, 8)
-    high_b = row_inputs(x, starts + half + 8, size, 8)
     if unpacks:
+        low_a = row_inputs(x, starts, size, 8)
+        low_b = row_inputs(x, starts + 8, size, 8)
+        high_a = row_inputs(x, starts + half, size, 8)
+        high_b = row_inputs(x, starts + half + 8, size, 8)
         up: tl.constexpr = _MXFP4_EXPONENT if kind == "mxfp4" else 0
         most = tl.maximum(
             tl.maximum(_most(low_a), _most(low_b)), tl.maximum(_most(high_a), _most(high_b))
@@ -257,17 +249,14 @@ def multiply_nibbles(
         low_sums *= inverses[None, :]
         high_sums *= inverses[None, :]
     else:
-        low_sums = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
-        high_sums = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
-        for index in tl.static_range(16):
-            word = tl.sum(_only(words, index // 4), axis=2) >> (8 * (index % 4))
-            if kind == "int4":
-                low = ((word & 15) - low_zero).to(tl.float32)
-                high = (((word >> 4) & 15) - high_zero).to(tl.float32)
-            else:
-                low, high = e2m1_numbers(word & 15), e2m1_numbers((word >> 4) & 15)
-            low_sums += low * _input(low_a, low_b, index)[None, :]
-            high_sums += high * _input(high_a, high_b, index)[None, :]
+        numbers = _bytes_of(words)
+        if kind == "int4":
+            low = ((numbers & 15) - low_zero[:, :, None, None]).to(tl.float32)
+            high = ((numbers >> 4) - high_zero[:, :, None, None]).to(tl.float32)
+        else:
+            low, high = e2m1_numbers(numbers & 15), e2m1_numbers(numbers >> 4)
+        low_sums = _sums_of(low, row_inputs(x, starts, size, 16))
+        high_sums = _sums_of(high, row_inputs(x, starts + half, size, 16))
     return low_sums, high_sums
 
 
