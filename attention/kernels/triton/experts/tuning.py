@@ -38,9 +38,8 @@ def default_expert_tuning(
     """Return the tuning for as many pairs of each expert as are to be expected.
 
     Microseconds of a layer of Qwen3-30B-A3B (128 experts of 768, 8 chosen) in bfloat16 on an H200,
-    beside the time in which memory can be read that holds the chosen experts: 1 row 26 and 18, 16
-    rows 190 and 187, 256 rows 304 and 288, 512 rows 317 and 288, 8192 rows 1528 and 288 (405
-    TFLOP/s).
+    beside the time in which memory can be read that holds the chosen experts: 16 rows 190 and 187,
+    256 rows 304 and 288, 512 rows 317 and 288, 8192 rows 1528 and 288 (405 TFLOP/s).
     """
     if dtype == torch.float32 and not is_mxfp4:
         return ExpertTuning(
