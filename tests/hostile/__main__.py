@@ -7,23 +7,21 @@ after it. Exits with 1 if anything did not hold.
 from __future__ import annotations
 
 import argparse
-import asyncio
+import itertools
 import sys
+import time
+import traceback
 from typing import TYPE_CHECKING
 
 from tests.hostile.attacks.catalog import ATTACKS
-from tests.hostile.hostile_server import HostileServer, ServerOptions
-from tests.hostile.outcome import TABLE_HEAD
+from tests.hostile.outcome import TABLE_HEAD, Outcome
 from tests.hostile.repeated_trial import RepeatedTrial
-from tests.hostile.trial import Trial, attacker_process
+from tests.hostile.series import Series, Timing
 from tests.load.measured_server import pin_load
 from tests.load.report import Report
 
 if TYPE_CHECKING:
-    from tests.hostile.attack import Attack
-    from tests.hostile.outcome import Outcome
-
-_WARM_UP_S = 1.0
+    from collections.abc import Sequence
 
 
 def main() -> int:
@@ -32,8 +30,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"(all) {', '.join(names)}")
     parser.add_argument("--seconds", type=float, help="of each attack (its own)")
-    parser.add_argument("--before-s", type=float, default=5.0, help="(%(default)s)")
-    parser.add_argument("--after-s", type=float, default=10.0, help="(%(default)s)")
+    parser.add_argument("--before-s", type=float, default=3.0, help="(%(default)s)")
+    parser.add_argument("--after-s", type=float, default=4.0, help="(%(default)s)")
     parser.add_argument(
         "--repeats",
         type=int,
@@ -49,35 +47,36 @@ def main() -> int:
         parser.error(f"unknown attacks: {', '.join(sorted(unknown))}; choose from {names}")
     report = Report("tests.hostile")
     pin_load()
-    rows, has_held = [], True
-    for name in options.attacks or names:
-        attack = ATTACKS[name]()
-        trial = RepeatedTrial(tuple(_outcome(attack, options) for _ in range(options.repeats)))
-        report.add(name, trial.figures())
-        rows.append(trial.row())
-        has_held = has_held and not trial.not_held()
+    chosen = options.attacks or names
+    timing = Timing(seconds=options.seconds, before_s=options.before_s, after_s=options.after_s)
+    attacks = [ATTACKS[name]() for name in chosen for _ in range(options.repeats)]
+    outcomes = Series(attacks, timing, has_rank_processes=options.executor == "ray").run()
+    rows, has_held, started_s = [], True, time.monotonic()
+    for number, name in enumerate(chosen, 1):
+        row, held = _add_trial(report, name, list(itertools.islice(outcomes, options.repeats)))
+        rows.append(row)
+        has_held = has_held and held
+        # What was measured survives whatever happens to the others.
+        report.write(options.output)
+        minutes = (time.monotonic() - started_s) / 60
+        left = minutes / number * (len(chosen) - number)
+        print(f"{number} of {len(chosen)}, about {left:.1f} minutes left", file=sys.stderr)
+        print(row, file=sys.stderr, flush=True)
     print("\n".join([TABLE_HEAD, *rows]))
-    report.write(options.output)
     return 0 if has_held else 1
 
 
-def _outcome(attack: Attack, options: argparse.Namespace) -> Outcome:
-    """Return how a new server fares under an attack."""
-    has_rank_processes = options.executor == "ray"
-    with (
-        HostileServer(ServerOptions.of(attack), has_rank_processes=has_rank_processes) as server,
-        attacker_process() as attacker,
-    ):
-        trial = Trial(server, attacker)
-        asyncio.run(trial.warm_up(_WARM_UP_S))
-        return asyncio.run(
-            trial.run(
-                attack,
-                seconds=options.seconds or attack.full_s,
-                before_s=options.before_s,
-                after_s=options.after_s,
-            )
-        )
+def _add_trial(
+    report: Report, name: str, outcomes: Sequence[Outcome | Exception]
+) -> tuple[str, bool]:
+    """Report an attack's trials; return their row and whether everything held."""
+    errors = [one for one in outcomes if isinstance(one, Exception)]
+    if errors:
+        traceback.print_exception(errors[0])
+        return f"{name:28} failed: {errors[0]!r:.200}", False
+    trial = RepeatedTrial(tuple(one for one in outcomes if isinstance(one, Outcome)))
+    report.add(name, trial.figures())
+    return trial.row(), not trial.not_held()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Attack(ABC):
     """The limit of open files of the server; None is that of this process."""
     fast_s: ClassVar[float] = 0.5
     """How long it runs in `make test`."""
-    full_s: ClassVar[float] = 8.0
+    full_s: ClassVar[float] = 5.0
     """How long it runs in `make test-hostile`."""
     max_growth_mib: ClassVar[float] = 64.0
     """The server's memory beyond that before the attack."""

@@ -16,7 +16,7 @@ from tests.hostile.memory_watch import MemoryWatch
 from tests.hostile.outcome import Outcome, Period
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.hostile.attack import Attack, Findings
     from tests.hostile.hostile_server import HostileServer
@@ -52,9 +52,18 @@ class Trial:
         await self._observe(asyncio.create_task(asyncio.sleep(seconds)))
 
     async def run(
-        self, attack: Attack, *, seconds: float, before_s: float, after_s: float
+        self,
+        attack: Attack,
+        *,
+        seconds: float,
+        before_s: float,
+        after_s: float,
+        note_attacked: Callable[[], None] | None = None,
     ) -> Outcome:
-        """Attack for `seconds`, after `before_s` and before `after_s` without it."""
+        """Attack for `seconds`, after `before_s` and before `after_s` without it.
+
+        `note_attacked` is called when all times are measured and only memory is still watched.
+        """
         measured = self._server.measured
         before = await self._observe(asyncio.create_task(asyncio.sleep(before_s)))
         old_log = measured.log()
@@ -63,6 +72,8 @@ class Trial:
         watching = asyncio.create_task(memory.watch())
         attacking = asyncio.create_task(self._attack(attack, seconds))
         beside = await self._observe(attacking)
+        if note_attacked is not None:
+            note_attacked()
         await asyncio.sleep(after_s)
         log = measured.log()[len(old_log) :]
         watching.cancel()
