@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from bench.virtual_time import StepCost, VirtualCall, VirtualReplica, distinct_prompt
+from bench.virtual_time import BLOCK_S, STEP_S, TOKEN_S, make_replica
+from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 
 if TYPE_CHECKING:
     from pagedray.config import Preemption
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 BUDGET = 2048
-FULL_STEP_S = StepCost().step_s + BUDGET * StepCost().token_s
+FULL_STEP_S = STEP_S + BUDGET * TOKEN_S
 """Duration of a step that uses its whole budget."""
 NUM_ROWS = 64
 
@@ -78,7 +79,7 @@ class _PreemptionShape:
     num_own_tokens: int
     num_output_tokens: int
     n: int = 1
-    block_s: float = 45e-6
+    block_s: float = BLOCK_S
 
 
 _WORKLOADS: dict[Workload, _PreemptionShape] = {
@@ -102,7 +103,7 @@ def wait_behind_large(*, num_newcomers: int) -> tuple[VirtualCall, list[VirtualC
 
     The other half is held for 2 000 steps. Newcomers arrive every 10 ms.
     """
-    replica = VirtualReplica(num_blocks=1000, max_model_len=16_000)
+    replica = make_replica(num_blocks=1000, max_model_len=16_000)
     replica.submit(distinct_prompt(0, 7984), num_output_tokens=2000, tenant="first")
     large = replica.submit(
         distinct_prompt(1, 12_000), num_output_tokens=10, tenant="large", arrival_s=0.3
@@ -129,7 +130,7 @@ def throughput_of_pool(part: float, *, has_limit: bool, preemption: Preemption =
     shapes = [(rng.randint(20, 100), rng.randint(300, 2000)) for _ in range(192)]
     # What 64 rows held at most with a pool of any size.
     num_blocks = 3705
-    replica = VirtualReplica(
+    replica = make_replica(
         num_blocks=int(part * num_blocks),
         num_cpu_blocks=num_blocks,
         max_num_seqs=NUM_ROWS,
@@ -152,14 +153,14 @@ def throughput_of_preemption(workload: Workload, preemption: Preemption) -> floa
     rng = random.Random(2)
     shape = _WORKLOADS[workload]
     shared = distinct_prompt(10**6, shape.num_shared_tokens)
-    replica = VirtualReplica(
+    replica = make_replica(
         num_blocks=shape.num_blocks,
         num_cpu_blocks=60_000,
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=BUDGET,
         max_model_len=shape.num_blocks * 8,
         preemption=preemption,
-        cost=StepCost(block_s=shape.block_s),
+        block_s=shape.block_s,
     )
     for number in range(128 // shape.n):
         own = rng.randint(1, 2 * shape.num_own_tokens)
@@ -180,7 +181,7 @@ def first_token_times(flood: Flood, *, duration_s: float) -> list[float]:
     It sends prompts of 100 tokens, two in a second on average, from second 2 on.
     """
     shape, rng = _SHAPES[flood], random.Random(3)
-    replica = VirtualReplica(
+    replica = make_replica(
         num_blocks=shape.num_blocks,
         num_cpu_blocks=8000,
         max_num_seqs=NUM_ROWS,

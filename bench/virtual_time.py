@@ -1,225 +1,46 @@
-"""A scheduler in virtual time: the ranks are a model of how long steps take.
+"""The replica on which `bench/virtual_cases.py` runs its workloads.
 
 A step takes 12 ms, 30 us for each token and 45 us for each block that is copied between the pools.
-Plans run one step ahead, as the controller's do. Equal calls give equal runs.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
-from pagedray.batch import StepOutput
-from pagedray.config import SchedulerConfig
-from pagedray.request import Request, SamplingParams
+from cluster.simulation.step_cost import StepCost
+from cluster.simulation.virtual_replica import VirtualReplica
+from pagedray.config import CacheSize, SchedulerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pagedray.batch import StepPlan
     from pagedray.config import Preemption
 
-__all__ = ["StepCost", "VirtualCall", "VirtualReplica", "distinct_prompt"]
+__all__ = ["BLOCK_S", "STEP_S", "TOKEN_S", "make_replica"]
 
-EOS = 2
-BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """How long a step takes, in seconds."""
-
-    step_s: float = 12e-3
-    token_s: float = 30e-6
-    context_s: float = 0.0
-    """For each pair of a computed token and a token that it attends to."""
-    block_s: float = 45e-6
-    """For each block that is copied between the pools."""
+STEP_S = 12e-3
+TOKEN_S = 30e-6
+BLOCK_S = 45e-6
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class VirtualCall:
-    """A request and what became of it."""
-
-    request: Request
-    arrival_s: float
-    num_output_tokens: int
-    """Tokens after which each sequence ends."""
-    arrival_step: int = -1
-    """Steps that had ended when it arrived."""
-    start_step: int = -1
-    """Steps that ended before the one that first ran it."""
-    first_token_step: int = -1
-    first_token_s: float | None = None
-    end_s: float | None = None
-    num_tokens: int = 0
-    """Tokens generated so far."""
-    num_open: int = field(default=1)
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first token."""
-        assert self.first_token_s is not None
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def num_steps_to_first_token(self) -> int:
-        """Steps that ended from its arrival to its first token."""
-        return self.first_token_step - self.arrival_step
-
-
-class VirtualReplica:
-    """Runs requests through a scheduler."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        num_cpu_blocks: int = 0,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int = 32768,
-        preemption: Preemption = "auto",
-        cost: StepCost | None = None,
-    ) -> None:
-        self.scheduler = Scheduler(
-            config=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_queued_requests=10**6,
-                max_queued_tokens=10**9,
-                preemption=preemption,
-            ),
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            max_model_len=max_model_len,
-            enable_prefix_cache=True,
-            hash_key=b"the bench's key",
-        )
-        self._cost = cost or StepCost()
-        self.now_s = 0.0
-        self.num_steps = 0
-        """Steps that have ended."""
-        self.calls: dict[str, VirtualCall] = {}
-        self.num_generated_tokens = 0
-        self._arrivals: list[tuple[float, int, VirtualCall]] = []
-        self._rows: dict[int, tuple[VirtualCall, int]] = {}
-        """By row, its call and the length at which it ends."""
-        self._in_flight: deque[tuple[StepPlan, float, list[int]]] = deque()
-        """Plans, when they were sent, and the tokens that they sample."""
-        self._step_ended_s = 0.0
-        self._numbers = itertools.count()
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        *,
-        num_output_tokens: int,
-        arrival_s: float = 0.0,
-        tenant: str = "",
-        priority: int = 0,
-        n: int = 1,
-        has_limit: bool = True,
-    ) -> VirtualCall:
-        """Have a request arrive, whose sequences end with a stop token unless it `has_limit`."""
-        number = next(self._numbers)
-        request = Request(
-            id=f"{number:032x}",
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(
-                max_tokens=num_output_tokens if has_limit else 10**9,
-                ignore_eos=has_limit,
-                temperature=0.0,
-                n=n,
-            ),
-            seed=number,
-            eos_token_ids=(EOS,),
-            tenant=tenant,
-            priority=priority,
-        )
-        call = VirtualCall(
-            request=request, arrival_s=arrival_s, num_output_tokens=num_output_tokens, num_open=n
-        )
-        self.calls[request.id] = call
-        heapq.heappush(self._arrivals, (arrival_s, number, call))
-        return call
-
-    def run(self, *, until_s: float = float("inf"), num_steps: int = 10**9) -> None:
-        """Run until every request has ended, or until a time or a number of steps."""
-        last_step = self.num_steps + num_steps
-        while self.now_s < until_s and self.num_steps < last_step:
-            self._admit_arrivals()
-            if self.scheduler.has_work:
-                self._turn()
-            elif self._arrivals:
-                self.now_s = self._arrivals[0][0]
-            else:
-                return
-
-    def _admit_arrivals(self) -> None:
-        while self._arrivals and self._arrivals[0][0] <= self.now_s:
-            call = heapq.heappop(self._arrivals)[2]
-            call.arrival_step = self.num_steps
-            self.scheduler.add_request(call.request)
-
-    def _turn(self) -> None:
-        """Make a plan, and end the oldest step if there is no other or no room for more."""
-        plan = self.scheduler.schedule(self.now_s)
-        if plan is not None:
-            self._in_flight.append((plan, self.now_s, self._sample(plan)))
-        if plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
-            self._end_step()
-
-    def _sample(self, plan: StepPlan) -> list[int]:
-        for start in plan.starts:
-            call = self.calls[f"{start.seed:032x}"]
-            if call.start_step < 0:
-                call.start_step = self.num_steps + len(self._in_flight)
-            self._rows[start.row] = call, start.num_prompt_tokens + call.num_output_tokens
-        return [
-            EOS if one.first_position + one.num_tokens + 1 == self._rows[one.row][1] else 7
-            for one in plan.sequences
-            if one.is_sampled
-        ]
-
-    def _end_step(self) -> None:
-        assert self._in_flight, "the scheduler waits for nothing"
-        plan, sent_s, token_ids = self._in_flight.popleft()
-        forward_s, swap_s = self._durations(plan)
-        self.now_s = self._step_ended_s = max(sent_s, self._step_ended_s) + forward_s + swap_s
-        self.num_steps += 1
-        events = self.scheduler.update(
-            StepOutput(plan.step, token_ids, forward_s=forward_s, swap_s=swap_s)
-        )
-        self.scheduler.acknowledge(plan.step)
-        for event in events:
-            call = self.calls[event.request_id]
-            call.num_tokens += len(event.token_ids)
-            self.num_generated_tokens += len(event.token_ids)
-            if call.first_token_s is None:
-                call.first_token_s, call.first_token_step = self.now_s, self.num_steps
-            if event.finish_reason is not None:
-                call.num_open -= 1
-                if not call.num_open:
-                    call.end_s = self.now_s
-
-    def _durations(self, plan: StepPlan) -> tuple[float, float]:
-        """Return the durations of a step and of its copies."""
-        cost = self._cost
-        forward_s = cost.step_s + plan.num_tokens * cost.token_s
-        if cost.context_s:
-            forward_s += cost.context_s * sum(
-                one.num_tokens * one.first_position + one.num_tokens * (one.num_tokens + 1) // 2
-                for one in plan.sequences
-            )
-        return forward_s, (len(plan.swap_outs) + len(plan.swap_ins)) * cost.block_s
-
-
-def distinct_prompt(number: int, num_tokens: int) -> list[int]:
-    """Return a prompt that shares no block with those of other numbers."""
-    return [1000 + number] * num_tokens
+def make_replica(
+    *,
+    num_blocks: int,
+    num_cpu_blocks: int = 0,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 2048,
+    max_model_len: int = 32768,
+    preemption: Preemption = "auto",
+    block_s: float = BLOCK_S,
+) -> VirtualReplica:
+    """Return a replica with a queue that never fills."""
+    return VirtualReplica(
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_queued_requests=10**6,
+            max_queued_tokens=10**9,
+            preemption=preemption,
+        ),
+        CacheSize(num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_bytes=0),
+        StepCost.linear(step_s=STEP_S, token_s=TOKEN_S, block_s=block_s),
+        max_model_len=max_model_len,
+    )

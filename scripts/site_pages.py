@@ -28,7 +28,7 @@ __all__ = ["on_files", "site_pages"]
 _PROTOS = Path(__file__).parents[1] / "protos"
 _LIBRARY_PROTOS = Path(grpc_tools.__file__).parent / "_proto"
 _PROTO = "pagedray/v1/pagedray.proto"
-_COMMANDS = ("serve", "generate", "chat", "bench", "top", "keys")
+_COMMANDS = ("serve", "generate", "chat", "bench", "simulate", "top", "keys")
 # Fields of descriptors, by which places in a file are named.
 _MESSAGES, _ENUMS, _SERVICES, _MEMBERS, _FIELDS, _VALUES = 4, 5, 6, 2, 2, 2
 _TYPES = ("", "double", "float", "int64", "uint64", "int32", "", "", "bool", "string", "", "")

@@ -1,4 +1,4 @@
-"""The command `pagedray`: serve, generate, chat, keys, top, bench, completion."""
+"""The command `pagedray`: serve, generate, chat, keys, top, bench, simulate, completion."""
 
 from __future__ import annotations
 
@@ -171,6 +171,12 @@ def _bench(parsed: argparse.Namespace) -> int:
     return bench_serve(parsed)
 
 
+def _simulate(parsed: argparse.Namespace) -> int:
+    from cluster.cli.simulate.command import simulate
+
+    return simulate(parsed)
+
+
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
@@ -185,5 +191,6 @@ _COMMANDS = {
     "keys": _new_key,
     "top": _top,
     "bench": _bench,
+    "simulate": _simulate,
     "completion": _completion,
 }

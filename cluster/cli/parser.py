@@ -10,6 +10,7 @@ from cluster.cli.bench.flags import add_bench_flags
 from cluster.cli.client_flags import add_client_flags
 from cluster.cli.flag_values import count, names, seconds
 from cluster.cli.flags import add_engine_flags, add_sampling_flags
+from cluster.cli.simulate.flags import add_simulate_flags
 from cluster.cli.vllm_flags import add_vllm_flags
 from cluster.engine.options import REMOTE_CODE_REFUSAL
 from cluster.serving.intake.limits import IntakeLimits
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_top(commands)
     _add_bench(commands)
+    _add_simulate(commands)
     _add_completion(commands)
     return parser
 
@@ -331,6 +333,11 @@ def _add_bench(commands: _Commands) -> None:
         "serve", help=what, description=what, usage="pagedray bench serve [flags]"
     )
     add_bench_flags(serve)
+
+
+def _add_simulate(commands: _Commands) -> None:
+    what = "Predict throughput, latencies and memory of replicas under a load, without a GPU."
+    add_simulate_flags(commands.add_parser("simulate", help=what, description=what))
 
 
 def _add_completion(commands: _Commands) -> None:

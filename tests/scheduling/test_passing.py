@@ -5,8 +5,9 @@ import random
 import pytest
 
 from bench.virtual_cases import wait_behind_large
-from bench.virtual_time import VirtualCall, VirtualReplica, distinct_prompt
+from bench.virtual_time import make_replica
 from cluster.scheduling.passing import GRACE_STEPS
+from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
 from pagedray.config import Preemption
 
 BOUND = GRACE_STEPS + 10
@@ -25,7 +26,7 @@ def run_beside_newcomers(seed: int, *, newcomers: bool, preemption: Preemption) 
     """Return a large request that arrives among some others, perhaps with many behind it."""
     rng = random.Random(seed)
     num_blocks = rng.randint(100, 300)
-    replica = VirtualReplica(
+    replica = make_replica(
         num_blocks=num_blocks,
         num_cpu_blocks=rng.choice((0, 400)),
         max_num_seqs=rng.choice((8, 32)),
@@ -55,7 +56,7 @@ def run_beside_newcomers(seed: int, *, newcomers: bool, preemption: Preemption) 
             arrival_s=0.5 + (number - 100) / 100,
         )
     replica.run()
-    assert all(call.end_s is not None for call in replica.calls.values())
+    assert not replica.has_work
     return large
 
 

@@ -1,0 +1,88 @@
+"""What `pagedray simulate` predicts for runs that were measured on an H200.
+
+    python -m bench.simulation --output bench/results/simulation.json
+
+The costs of steps are those of `LLAMA_8B_H200`; workloads and measured figures are those of
+`bench/engine.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.engine import WORKLOADS, Workload
+from cluster.simulation.step_cost import LLAMA_8B_H200
+from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
+from pagedray.config import CacheSize, SchedulerConfig
+
+__all__ = ["measured_figure", "simulated_figure"]
+
+_RESULTS = Path(__file__).parent / "results" / "engine_hybrid.json"
+_MIXED = 10_989.0
+"""Of one GPU, in the table "Prompts that join a running batch" of docs/benchmarks.md."""
+
+
+def main() -> int:
+    """Print measured and simulated figures."""
+    parser = argparse.ArgumentParser(description="Predictions beside measured runs.")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| workload | measured | simulated | ratio |")
+    print("| --- | ---: | ---: | ---: |")
+    for workload in WORKLOADS["llama-8b"]:
+        measured, simulated = measured_figure(workload), simulated_figure(workload)
+        name = f"{workload.name}, {workload.num_requests}"
+        print(f"| {name} | {measured:,.2f} | {simulated:,.2f} | {simulated / measured:.3f} |")
+        rows.append({"workload": name, "measured": measured, "simulated": simulated})
+    if options.output:
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def measured_figure(workload: Workload) -> float:
+    """Return what one H200 reached: milliseconds per token, or tokens per second."""
+    if workload.name == "mixed":
+        return _MIXED
+    rows = json.loads(_RESULTS.read_text())["rows"]
+    return next(
+        float(row["figure"])
+        for row in rows
+        if row["workload"]["name"] == workload.name
+        and row["workload"]["num_requests"] == workload.num_requests
+    )
+
+
+def simulated_figure(workload: Workload) -> float:
+    """Return the same in virtual time, with the configuration of `bench/engine.py`."""
+    replica = VirtualReplica(
+        SchedulerConfig(
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_queued_requests=workload.num_requests,
+            max_queued_tokens=10**9,
+        ),
+        CacheSize(num_blocks=50_000, num_cpu_blocks=512, block_bytes=0),
+        LLAMA_8B_H200,
+        max_model_len=8192,
+        enable_prefix_cache=False,
+    )
+    for number, (num_prompt_tokens, num_new_tokens) in enumerate(workload.lengths()):
+        replica.submit(distinct_prompt(number, num_prompt_tokens), num_output_tokens=num_new_tokens)
+    replica.run()
+    return workload.figure(replica.now_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

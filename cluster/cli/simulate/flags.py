@@ -1,0 +1,125 @@
+"""The flags of `pagedray simulate`; those of requests have the names of `pagedray bench serve`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from cluster.cli.flag_values import count, number
+from pagedray.config import Preemption, SchedulerConfig
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["COSTS", "add_simulate_flags"]
+
+COSTS = ("llama-8b-h200",)
+"""Names of built-in costs of steps."""
+_MOST_TOKENS = 10_000_000
+_CONFIG = SchedulerConfig()
+
+
+def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them in groups."""
+    _add_requests(parser.add_argument_group("requests"))
+    _add_replicas(parser.add_argument_group("replicas"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Requests in JSON lines, in place of random ones: arrival_s, num_prompt_tokens and "
+        "num_output_tokens, and optionally tenant, prefix and num_prefix_tokens.",
+    )
+    group.add_argument(
+        "--request-rate",
+        type=number(1e-6, math.inf),
+        default=math.inf,
+        metavar="R",
+        help="Requests per second, at random intervals; inf sends all at once.",
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=number(0.0, 1.0),
+        default=0.0,
+        metavar="R",
+        help="Lengths are uniform from 1 - R to 1 + R times the length.",
+    )
+    for flag, low, high, default, what in (
+        ("--num-prompts", 1, 10**7, 1000, "Number of requests."),
+        ("--random-input-len", 1, _MOST_TOKENS, 1024, "Tokens of a prompt."),
+        ("--random-output-len", 1, _MOST_TOKENS, 128, "Tokens to generate."),
+        ("--random-prefix-len", 0, _MOST_TOKENS, 0, "Further tokens that prompts begin with."),
+        ("--num-prefixes", 1, 10**6, 1, "Different ones of these, drawn at random."),
+        ("--num-tenants", 1, 10**6, 1, "Tenants, which share no prefixes, drawn at random."),
+        ("--seed", 0, 2**63 - 1, 0, "Of lengths, intervals, prefixes and tenants."),
+    ):
+        _add_count(group, flag, low, high, default, what)
+
+
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cost",
+        default=COSTS[0],
+        metavar="NAME_OR_FILE",
+        help=f"How long steps take: {', '.join(COSTS)}, or a JSON file (docs/simulation.md).",
+    )
+    group.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        default=_CONFIG.preemption,
+        help="How a sequence is preempted when blocks run out.",
+    )
+    group.add_argument(
+        "--no-prefix-cache", action="store_true", help="Compute equal prefixes again."
+    )
+    for flag, low, high, default, what in (
+        ("--num-replicas", 1, 1000, 1, "Replicas behind the router of Ray Serve."),
+        ("--num-blocks", 2, 10**8, 50_000, "Blocks of the KV cache of a replica."),
+        ("--num-cpu-blocks", 0, 10**8, 512, "Blocks in CPU memory for preempted sequences."),
+        ("--block-size", 1, 256, 16, "Tokens per block."),
+        ("--max-num-seqs", 1, 10**5, _CONFIG.max_num_seqs, "Most sequences in a step."),
+        (
+            "--max-num-batched-tokens",
+            1,
+            _MOST_TOKENS,
+            _CONFIG.max_num_batched_tokens,
+            "Most tokens in a step.",
+        ),
+        ("--max-model-len", 2, _MOST_TOKENS, 131_072, "Most tokens of prompt and output."),
+        (
+            "--max-queued-requests",
+            1,
+            10**7,
+            _CONFIG.max_queued_requests,
+            "Most waiting requests of a replica; it refuses others.",
+        ),
+        (
+            "--max-queued-tokens",
+            1,
+            10**12,
+            _CONFIG.max_queued_tokens,
+            "Most waiting prompt tokens of a replica.",
+        ),
+    ):
+        _add_count(group, flag, low, high, default, what)
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Write an SVG file of sequences, cache and throughput over time.",
+    )
+    group.add_argument("--json", action="store_true", help="Print one JSON object, not a table.")
+
+
+def _add_count(
+    group: argparse._ArgumentGroup, flag: str, low: int, high: int, default: int, what: str
+) -> None:
+    group.add_argument(flag, type=count(low, high), default=default, metavar="N", help=what)

@@ -1,0 +1,109 @@
+"""How long a step takes, for simulations."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagedray.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagedray.batch import StepPlan
+
+__all__ = ["LLAMA_8B_H200", "StepCost", "read_step_cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """A model of the duration of a step."""
+
+    points: tuple[tuple[int, float], ...]
+    """Numbers of tokens in a step, and the seconds that it takes without what they attend to.
+
+    In between and beyond, the time is linear.
+    """
+    context_s: float = 0.0
+    """For each token that a sequence with a single token in the step attends to."""
+    pair_s: float = 0.0
+    """For each pair of a token and one that it attends to, in a sequence of several tokens."""
+    block_s: float = 0.0
+    """For each block that is copied between the pools."""
+
+    def __post_init__(self) -> None:
+        numbers = [number for number, _ in self.points]
+        if len(numbers) < 2 or numbers != sorted(set(numbers)) or numbers[0] < 0:
+            raise ValueError("points must have at least two different numbers of tokens, sorted")
+        values = [*(value for _, value in self.points), self.context_s, self.pair_s, self.block_s]
+        if not all(math.isfinite(value) and value >= 0.0 for value in values):
+            raise ValueError("times must be finite and not negative")
+        if self.tokens_s(10**6) <= 0.0 or self.tokens_s(1) <= 0.0:
+            raise ValueError("a step must take time")
+
+    @classmethod
+    def linear(
+        cls, *, step_s: float, token_s: float, pair_s: float = 0.0, block_s: float = 0.0
+    ) -> StepCost:
+        """Return a fixed time for a step, and one for each token, pair and copied block."""
+        return cls(
+            points=((0, step_s), (1, step_s + token_s)),
+            context_s=pair_s,
+            pair_s=pair_s,
+            block_s=block_s,
+        )
+
+    def tokens_s(self, num_tokens: int) -> float:
+        """Return how long a step of so many tokens takes, without what they attend to."""
+        points = self.points
+        index = bisect_left(points, (num_tokens, -1.0), 1, len(points) - 1)
+        (low, low_s), (high, high_s) = points[index - 1], points[index]
+        return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
+
+    def forward_s(self, plan: StepPlan) -> float:
+        """Return how long the step of a plan takes, without copies between the pools."""
+        seconds = self.tokens_s(plan.num_tokens)
+        if self.context_s:
+            num_attended = sum(
+                one.first_position + 1 for one in plan.sequences if one.num_tokens == 1
+            )
+            seconds += self.context_s * num_attended
+        if self.pair_s:
+            seconds += self.pair_s * sum(
+                one.num_tokens * one.first_position + one.num_tokens * (one.num_tokens + 1) // 2
+                for one in plan.sequences
+                if one.num_tokens > 1
+            )
+        return seconds
+
+    def swap_s(self, plan: StepPlan) -> float:
+        """Return how long the copies of a plan take."""
+        return (len(plan.swap_outs) + len(plan.swap_ins)) * self.block_s
+
+
+LLAMA_8B_H200 = StepCost(
+    points=((1, 4.76e-3), (8, 4.88e-3), (64, 4.94e-3), (256, 7.05e-3), (8192, 179.5e-3)),
+    context_s=36.5e-9,
+    pair_s=1.03e-9,
+    block_s=45e-6,
+)
+"""A Llama of 8B parameters in bfloat16 on one NVIDIA H200, fitted to single steps.
+
+docs/benchmarks.md says to which figures, and how it predicts whole runs.
+"""
+
+
+def read_step_cost(path: Path) -> StepCost:
+    """Return the cost in a JSON file, whose fields are those of `StepCost`. Raises StartupError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StepCost)
+    except OSError as error:
+        raise StartupError(
+            f"Cannot read the costs of steps in {path}: {error.strerror}."
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path} is not a JSON file of the costs of steps: {error}.") from error

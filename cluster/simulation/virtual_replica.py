@@ -1,0 +1,221 @@
+"""A scheduler in virtual time: the ranks are a model of how long steps take.
+
+Plans run one step ahead, as the controller's do. Equal calls give equal runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.scheduling.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
+from pagedray.batch import StepOutput
+from pagedray.errors import RequestError
+from pagedray.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.simulation.step_cost import StepCost
+    from pagedray.batch import StepPlan
+    from pagedray.config import CacheSize, SchedulerConfig
+
+__all__ = ["VirtualCall", "VirtualReplica", "distinct_prompt"]
+
+EOS = 2
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VirtualCall:
+    """A request and what became of it."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Tokens after which each sequence ends."""
+    arrival_step: int = -1
+    """Steps that had ended when it arrived."""
+    start_step: int = -1
+    """Steps that ended before the one that first ran it."""
+    first_token_step: int = -1
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
+    """When its tokens came, of all its sequences."""
+    end_s: float | None = None
+    error: str = ""
+    """Why it was refused; empty if it was not."""
+    num_open: int = field(default=1)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token came."""
+        return self.token_times_s[0] if self.token_times_s else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_times_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        assert self.first_token_s is not None
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def num_steps_to_first_token(self) -> int:
+        """Steps that ended from its arrival to its first token."""
+        return self.first_token_step - self.arrival_step
+
+
+class VirtualReplica:
+    """Runs requests through a scheduler."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_size: CacheSize,
+        cost: StepCost,
+        *,
+        max_model_len: int,
+        block_size: int = 16,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        self.scheduler = Scheduler(
+            config=config,
+            block_size=block_size,
+            num_blocks=cache_size.num_blocks,
+            num_cpu_blocks=cache_size.num_cpu_blocks,
+            max_model_len=max_model_len,
+            enable_prefix_cache=enable_prefix_cache,
+            hash_key=b"the key of simulations",
+        )
+        self.block_size = block_size
+        self._cost = cost
+        self.now_s = 0.0
+        self.num_steps = 0
+        """Steps that have ended."""
+        self.num_generated_tokens = 0
+        self._arrivals: list[tuple[float, int, VirtualCall, Request]] = []
+        self._calls: dict[str, VirtualCall] = {}
+        """Those that have not ended."""
+        self._rows: dict[int, tuple[VirtualCall, int]] = {}
+        """By row, its call and the length at which it ends."""
+        self._in_flight: deque[tuple[StepPlan, float, list[int]]] = deque()
+        """Plans, when they were sent, and the tokens that they sample."""
+        self._step_ended_s = 0.0
+        self._numbers = itertools.count()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        num_output_tokens: int,
+        arrival_s: float = 0.0,
+        tenant: str = "",
+        priority: int = 0,
+        n: int = 1,
+        has_limit: bool = True,
+    ) -> VirtualCall:
+        """Have a request arrive, whose sequences end with a stop token unless it `has_limit`."""
+        number = next(self._numbers)
+        request = Request(
+            id=f"{number:032x}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(
+                max_tokens=num_output_tokens if has_limit else 10**9,
+                ignore_eos=has_limit,
+                temperature=0.0,
+                n=n,
+            ),
+            seed=number,
+            eos_token_ids=(EOS,),
+            tenant=tenant,
+            priority=priority,
+        )
+        call = VirtualCall(
+            arrival_s=arrival_s,
+            num_prompt_tokens=len(prompt),
+            num_output_tokens=num_output_tokens,
+            num_open=n,
+        )
+        heapq.heappush(self._arrivals, (arrival_s, number, call, request))
+        return call
+
+    def run(self, *, until_s: float = float("inf"), num_steps: int = 10**9) -> None:
+        """Run until every request has ended, or until a time or a number of steps."""
+        last_step = self.num_steps + num_steps
+        while self.now_s < until_s and self.num_steps < last_step:
+            self._admit_arrivals()
+            if self.scheduler.has_work:
+                self._turn()
+            elif self._arrivals:
+                self.now_s = self._arrivals[0][0]
+            else:
+                return
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._arrivals) or self.scheduler.has_work
+
+    def _admit_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self.now_s:
+            _, _, call, request = heapq.heappop(self._arrivals)
+            call.arrival_step = self.num_steps
+            try:
+                self.scheduler.add_request(request)
+            except RequestError as error:
+                call.error = str(error)
+                continue
+            self._calls[request.id] = call
+
+    def _turn(self) -> None:
+        """Make a plan, and end the oldest step if there is no other or no room for more."""
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is not None:
+            self._in_flight.append((plan, self.now_s, self._sample(plan)))
+        if plan is None or len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
+            self._end_step()
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        for start in plan.starts:
+            call = self._calls[f"{start.seed:032x}"]
+            if call.start_step < 0:
+                call.start_step = self.num_steps + len(self._in_flight)
+            self._rows[start.row] = call, start.num_prompt_tokens + call.num_output_tokens
+        return [
+            EOS if one.first_position + one.num_tokens + 1 == self._rows[one.row][1] else 7
+            for one in plan.sequences
+            if one.is_sampled
+        ]
+
+    def _end_step(self) -> None:
+        assert self._in_flight, "the scheduler waits for nothing"
+        plan, sent_s, token_ids = self._in_flight.popleft()
+        forward_s, swap_s = self._cost.forward_s(plan), self._cost.swap_s(plan)
+        self.now_s = self._step_ended_s = max(sent_s, self._step_ended_s) + forward_s + swap_s
+        self.num_steps += 1
+        events = self.scheduler.update(
+            StepOutput(plan.step, token_ids, forward_s=forward_s, swap_s=swap_s)
+        )
+        self.scheduler.acknowledge(plan.step)
+        for event in events:
+            call = self._calls[event.request_id]
+            self.num_generated_tokens += len(event.token_ids)
+            if not call.token_times_s:
+                call.first_token_step = self.num_steps
+            call.token_times_s.extend(self.now_s for _ in event.token_ids)
+            if event.finish_reason is not None:
+                call.num_open -= 1
+                if not call.num_open:
+                    call.end_s = self.now_s
+                    del self._calls[event.request_id]
+
+
+def distinct_prompt(number: int, num_tokens: int) -> list[int]:
+    """Return a prompt that shares no block with those of other numbers."""
+    return [1000 + number] * num_tokens

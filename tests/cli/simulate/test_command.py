@@ -1,0 +1,108 @@
+"""`pagedray simulate`: figures, plots and bad input."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.engine import WORKLOADS
+from bench.simulation import measured_figure, simulated_figure
+from cluster.cli.commands import main
+from cluster.simulation.step_cost import LLAMA_8B_H200, StepCost
+
+COST = '{"points": [[0, 0.01], [1, 0.01]]}'
+REQUEST = '{"arrival_s": 0, "num_prompt_tokens": 4, "num_output_tokens": 3}\n'
+
+
+def test_predictions_are_near_what_an_h200_measured() -> None:
+    for workload in WORKLOADS["llama-8b"]:
+        assert simulated_figure(workload) == pytest.approx(measured_figure(workload), rel=0.15)
+
+
+def test_a_trace_gives_the_times_that_follow_from_the_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost, trace, plot = tmp_path / "cost.json", tmp_path / "trace.jsonl", tmp_path / "plot.svg"
+    cost.write_text(COST)
+    trace.write_text(REQUEST + "\n" + REQUEST.replace("0,", "1,", 1))
+    flags = ["--cost", str(cost), "--trace", str(trace), "--plot", str(plot), "--json"]
+    assert main(["simulate", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    # A step of 10 ms gives each token; the second request arrives after 1 s.
+    assert report["p50_ttft_ms"] == pytest.approx(10.0)
+    assert report["p99_e2el_ms"] == pytest.approx(30.0)
+    assert report["duration"] == pytest.approx(1.03)
+    assert report["total_output_tokens"] == 6
+    titles = [one.text for one in ElementTree.parse(plot).iter() if one.get("font-weight")]
+    assert len(titles) == 4
+
+
+def test_replicas_share_the_load_and_keep_prefixes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts=200", "--request-rate=100", "--random-input-len=20", "--json"]
+    flags += ["--random-prefix-len=512", "--num-prefixes=10", "--num-tenants=2"]
+    rates = []
+    for num_replicas in (1, 4):
+        assert main(["simulate", *flags, f"--num-replicas={num_replicas}"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        rates.append(report["prefix_cache_hit_rate"])
+        assert report["completed"] == 200
+    # 20 prompts find no prefix of their tenant; if each replica had all prefixes, 80 would not.
+    assert rates[0] == pytest.approx(180 / 200 * 512 / 532, rel=0.01)
+    assert rates[1] > 1.2 * 120 / 200 * 512 / 532
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{}", "`arrival_s`"),
+        ("nonsense", "malformed"),
+        ('"\\xff', "malformed"),
+        (REQUEST.replace("4", "0"), "num_prompt_tokens must be"),
+        (REQUEST.replace("4", '"4"'), "Expected `int`"),
+        (REQUEST.replace("0,", "1e99,", 1), "arrival_s must be"),
+        (REQUEST.replace("}", ', "prompt": "hello"}'), "unknown field `prompt`"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(
+    line: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f"{REQUEST}\n{line}")
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"Line 3 of {trace} is no request: " in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"points": []}', '{"points": [[0, 0], [1, 0]]}', '{"points": [[2, 1], [1, 2]]}'],
+)
+def test_bad_costs_are_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(text)
+    assert main(["simulate", "--cost", str(cost)]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "is not a JSON file of the costs of steps" in message
+
+
+def test_what_the_queue_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts=20", "--max-queued-requests=5", "--max-num-seqs=1"]
+    assert main(["simulate", *flags]) == 1
+    assert "15 of 20 requests were refused" in capsys.readouterr().err
+
+
+def test_times_between_and_beyond_points_are_linear() -> None:
+    cost = StepCost(points=((1, 1.0), (3, 2.0), (5, 6.0)))
+    assert [cost.tokens_s(number) for number in (1, 2, 3, 4, 5, 6)] == [
+        1.0,
+        1.5,
+        2.0,
+        4.0,
+        6.0,
+        8.0,
+    ]
+    assert LLAMA_8B_H200.tokens_s(8192) == pytest.approx(179.5e-3)
