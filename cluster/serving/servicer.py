@@ -137,6 +137,7 @@ class Servicer:
             config,
             IntakeLimits() if intake_limits is None else intake_limits,
             has_streams=lambda: len(self._calls) > 0,
+            has_others=self._calls.has_others,
             note_freed=trimmer.note_freed,
         )
         self.buffers = OutputBuffers(

@@ -54,6 +54,8 @@ _MAX_WAITING_BODIES = 256
 """Requests of a client that wait, up to 64 KiB of whose bodies are received each."""
 _OTHER_S = 0.0002
 """What it takes to receive a request and to send the response."""
+_CONNECTION_S = 0.0003
+"""What it takes to accept a connection and to close it."""
 _FREE_CALL_S = 0.001
 """What most calls take until they are in the engine's queue."""
 # The client has disconnected and receives nothing.
@@ -119,7 +121,8 @@ class HttpApp:
     async def _respond_in_turn(self, request: Request) -> Response:
         """Return the response once it is its client's turn."""
         endpoint = self._table.find(_path_of(request.scope))[0].get(request.method)
-        shares, client = self._servicer.intake.loop_shares, self._client_of(request)
+        shares = self._servicer.intake.loop_shares
+        client, tenant = self._client_of(request)
         is_public = endpoint is not None and endpoint.access is Access.PUBLIC
         # A health check on a connection of its own never waits.
         may_wait = not (is_public and request.scope.get(IS_FIRST_KEY, True))
@@ -128,26 +131,34 @@ class HttpApp:
             if shares.num_waiting(client) >= most:
                 shares.charge(client, _OTHER_S)
                 return _refusal(
-                    TooManyWaitError(), self._error_shape(request), {"connection": "close"}
+                    TooManyWaitError(shares.wait_s(client)),
+                    self._error_shape(request),
+                    {"connection": "close"},
                 )
             await shares.wait_turn(client)
         timer = LoopTimer()
         response = await timer.run(self._respond(request))
-        charged_s = _charged_s(endpoint, response, timer.used_s)
+        is_first = request.scope.get(IS_FIRST_KEY, False)
+        used_s = timer.used_s + (_CONNECTION_S if is_first else 0.0)
+        charged_s = _charged_s(endpoint, response, used_s)
         shares.charge(client, charged_s)
+        shares.charge_call(client, tenant, _OTHER_S + used_s - charged_s)
         if may_wait:
             # What it used earlier was in other passes.
             self.read_turns.exclude(min(charged_s, timer.last_s))
         return response
 
-    def _client_of(self, request: Request) -> str:
-        """Return whose requests take turns: those of a tenant, or of a host without a valid key."""
+    def _client_of(self, request: Request) -> tuple[str, str]:
+        """Return whose requests take turns, and their tenant.
+
+        These are the requests of a tenant, or of a host without a valid key.
+        """
         if self._servicer.authenticator.requires_keys:
             with suppress(AuthenticationError):
-                given = _credential(request)
-                return f"tenant {self._servicer.authenticate(given).name}"
+                tenant = self._servicer.authenticate(_credential(request)).name
+                return f"tenant {tenant}", tenant
         address = request.scope.get("client")
-        return client_host(address[0]) if address else ""
+        return client_host(address[0]) if address else "", ANONYMOUS.name
 
     async def _respond(self, request: Request) -> Response:
         try:
@@ -266,7 +277,8 @@ def _charged_s(endpoint: Endpoint | None, response: Response, used_s: float) -> 
     if endpoint is None or endpoint.operation is None:
         return _OTHER_S + used_s
     if response.status_code == OverloadedError.http_status:
-        # An overloaded server rejects at once; clients that it has room for are not delayed.
+        # An overloaded server rejects at once; clients that it has room for are not delayed
+        # unless others wait (`LoopShares.charge_call`).
         return 0.0
     if response.status_code >= 400:
         return _OTHER_S + used_s

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Intake"]
 
+_CLIENT_SHARE = 0.25
+"""Of the event loop's time for what a client sends, as `LoopShares` charges it."""
+_CLIENT_SHARE_BESIDE_RANKS = 0.15
+"""The same where ranks may compute on its core, which computes for these requests, too."""
 _SHARE_BESIDE_RANKS = 0.3
 """Of the event loop's time for reading requests, where ranks may compute on its core."""
 
@@ -31,9 +35,11 @@ class Intake:
         limits: IntakeLimits,
         *,
         has_streams: Callable[[], bool],
+        has_others: Callable[[str], bool],
         note_freed: Callable[[int], None],
     ) -> None:
-        """`has_streams` returns whether anyone waits for tokens.
+        """`has_streams` returns whether anyone waits for tokens, `has_others` whether a tenant
+        other than the given one does.
 
         `note_freed` is called with the bytes of each request that is not needed any longer.
         """
@@ -42,8 +48,12 @@ class Intake:
         self.reception = Reception(limits.received, wait_s=limits.wait_s, note_freed=note_freed)
         self.deadlines = ReadDeadlines(limits.read_timeout_s)
         self.parsing = Parsing(has_streams=has_streams)
-        self.loop_shares = LoopShares(has_streams=has_streams)
         is_beside_ranks = config.parallel.device == "cpu"
+        self.loop_shares = LoopShares(
+            has_streams=has_streams,
+            do_others_wait=has_others if is_beside_ranks else None,
+            share=_CLIENT_SHARE_BESIDE_RANKS if is_beside_ranks else _CLIENT_SHARE,
+        )
         self.read_turns = ReadTurns(
             has_streams=has_streams, share=_SHARE_BESIDE_RANKS if is_beside_ranks else 1.0
         )

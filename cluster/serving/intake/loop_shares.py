@@ -1,7 +1,8 @@
 """How much of the event loop one client may take with requests that are answered at once.
 
 Rejected requests, short texts to tokenize and calls of many sequences that are cancelled again cost
-a client little, and the event loop up to milliseconds. The engine's queue does not limit them.
+a client little, and the event loop up to milliseconds. The engine's queue does not limit them. Of
+calls it limits how many wait, but not how many begin in a second.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = ["MAX_WAITING", "LoopShares", "LoopTimer", "TooManyWaitError"]
 MAX_WAITING = 1024
 """Requests of a client that may wait."""
 
-_SHARE = 0.25
-"""Of the event loop's time that one client may take while anyone waits for tokens."""
 _BURST_S = 0.02
 _MAX_WAIT_S = 10.0
+_MIN_RETRY_S = 1.0
+_CALL_S = 0.002
+"""What most calls take until they are in the engine's queue, and at most what one is charged."""
 _FIRST_MEAN_S = 0.0003
 """What requests take before the first one has."""
 _SMOOTHING = 0.2
@@ -39,16 +41,21 @@ Result = TypeVar("Result")
 class TooManyWaitError(OverloadedError):
     """Too many requests of one client wait for their turn."""
 
-    def __init__(self) -> None:
-        super().__init__("Too many requests of this client are waiting to be handled.")
+    def __init__(self, wait_s: float) -> None:
+        """The client may have its next turn in `wait_s`."""
+        super().__init__(
+            "Too many requests of this client are waiting to be handled.",
+            retry_after_s=max(wait_s, _MIN_RETRY_S),
+        )
 
 
 class _Account:
     """The time of one client, as a token bucket, and its requests that wait."""
 
-    __slots__ = ("_balance_s", "_changed_s", "mean_s", "timer", "waiting")
+    __slots__ = ("_balance_s", "_changed_s", "_share", "mean_s", "timer", "waiting")
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, share: float) -> None:
+        self._share = share
         self._balance_s = _BURST_S
         self._changed_s = now_s
         self.mean_s = _FIRST_MEAN_S
@@ -58,11 +65,11 @@ class _Account:
         """Gives the first of them its turn."""
 
     def balance_s(self, now_s: float) -> float:
-        return min(self._balance_s + _SHARE * (now_s - self._changed_s), _BURST_S)
+        return min(self._balance_s + self._share * (now_s - self._changed_s), _BURST_S)
 
     def charge(self, seconds: float, now_s: float) -> None:
         # The debt is bounded, so that a client recovers.
-        self._balance_s = max(self.balance_s(now_s) - seconds, -_SHARE * _MAX_WAIT_S)
+        self._balance_s = max(self.balance_s(now_s) - seconds, -self._share * _MAX_WAIT_S)
         self._changed_s = now_s
         self.mean_s += _SMOOTHING * (seconds - self.mean_s)
 
@@ -77,10 +84,22 @@ class LoopShares:
     """
 
     def __init__(
-        self, *, has_streams: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        has_streams: Callable[[], bool],
+        do_others_wait: Callable[[str], bool] | None = None,
+        share: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_streams` returns whether any client waits for tokens; otherwise none is delayed."""
+        """`has_streams` returns whether any client waits for tokens; otherwise none is delayed.
+
+        `do_others_wait` returns whether one of another tenant does. Meanwhile a tenant's calls are
+        charged; None charges none. Of the event loop's time, one client may take `share` while
+        anyone waits for tokens.
+        """
         self._has_streams = has_streams
+        self._do_others_wait = do_others_wait
+        self._share = share
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._has_ended = False
@@ -127,8 +146,16 @@ class LoopShares:
         if account is None:
             if len(self._accounts) >= _MAX_ACCOUNTS:
                 self._drop_new(now_s)
-            account = self._accounts[client] = _Account(now_s)
+            account = self._accounts[client] = _Account(now_s, self._share)
         account.charge(seconds, now_s)
+
+    def charge_call(self, client: str, tenant: str, seconds: float) -> None:
+        """Note what else a call has taken that entered the engine's queue or found no room there.
+
+        While other tenants wait for tokens, the tenant is charged for it.
+        """
+        if self._do_others_wait is not None and self._do_others_wait(tenant):
+            self.charge(client, min(seconds, _CALL_S))
 
     @property
     def _delays(self) -> bool:
@@ -137,7 +164,7 @@ class LoopShares:
     def _wait_s(self, account: _Account) -> float:
         if not self._delays:
             return 0.0
-        return min(max(0.0, -account.balance_s(self._clock()) / _SHARE), _MAX_WAIT_S)
+        return min(max(0.0, -account.balance_s(self._clock()) / self._share), _MAX_WAIT_S)
 
     def _set_timer(self, account: _Account, wait_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +181,7 @@ class LoopShares:
                 given.set_result(None)
                 if self._delays:
                     # The time that it takes is not known yet.
-                    wait_s = account.mean_s / _SHARE
+                    wait_s = account.mean_s / self._share
         if account.waiting:
             self._set_timer(account, wait_s)
 

@@ -145,7 +145,7 @@ def _handler(
 ) -> Callable[[object, Context], Awaitable[None]]:
     async def handle(_requests: object, context: Context) -> None:
         try:
-            client = await _wait_turn(context, servicer)
+            client, tenant = await _wait_turn(context, servicer)
             timer = LoopTimer()
             is_complete = False
             try:
@@ -153,11 +153,14 @@ def _handler(
                 is_complete = True
             finally:
                 # An overloaded server rejects at once; clients that it has room for are not
-                # delayed.
+                # delayed unless others wait.
                 is_free = is_complete or context.code() in _OVERLOADED
-                if not (is_free and uses_engine):
+                shares = servicer.intake.loop_shares
+                if is_free and uses_engine:
+                    shares.charge_call(client, tenant, _OTHER_S + timer.used_s)
+                else:
                     used_s = min(timer.used_s, _CALL_S) if uses_engine else timer.used_s
-                    servicer.intake.loop_shares.charge(client, _OTHER_S + used_s)
+                    shares.charge(client, _OTHER_S + used_s)
         except grpc.aio.AbortError as abort:
             drop_frames(abort)
             raise
@@ -169,22 +172,27 @@ def _handler(
     return handle
 
 
-async def _wait_turn(context: Context, servicer: Servicer) -> str:
-    """Wait for the turn of a call's client, and return the client."""
-    shares, client = servicer.intake.loop_shares, _client_of(context, servicer)
+async def _wait_turn(context: Context, servicer: Servicer) -> tuple[str, str]:
+    """Wait for the turn of a call's client, and return the client and the tenant."""
+    shares = servicer.intake.loop_shares
+    client, tenant = _client_of(context, servicer)
     if shares.num_waiting(client) >= MAX_WAITING:
-        await abort_call(context, TooManyWaitError())
+        await abort_call(context, TooManyWaitError(shares.wait_s(client)))
     await shares.wait_turn(client)
-    return client
+    return client, tenant
 
 
-def _client_of(context: Context, servicer: Servicer) -> str:
-    """Return whose calls take turns: those of a tenant, or of a host without a valid key."""
+def _client_of(context: Context, servicer: Servicer) -> tuple[str, str]:
+    """Return whose calls take turns, and their tenant.
+
+    These are the calls of a tenant, or of a host without a valid key.
+    """
     if servicer.authenticator.requires_keys:
         with suppress(AuthenticationError):
             given = metadata_of(context.invocation_metadata()).get(AUTHORIZATION)
-            return f"tenant {servicer.authenticate(given).name}"
-    return host_of(context)
+            tenant = servicer.authenticate(given).name
+            return f"tenant {tenant}", tenant
+    return host_of(context), ANONYMOUS.name
 
 
 async def _abort_stalled(

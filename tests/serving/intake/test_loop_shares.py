@@ -18,10 +18,12 @@ from pagedray.errors import OverloadedError
 from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.fakes import wait_for
+from tests.load.tenant_keys import write_keys
 from tests.serving.conftest import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from cluster.serving.text.tokenizer import Tokenizer
 
@@ -91,6 +93,24 @@ def test_accounts_of_clients_that_went_away_are_dropped(shares: LoopShares, cloc
         shares.charge(f"host {number}", 0.0003)
         clock.now_s += 1.0
     assert len(shares._accounts) <= 1024
+
+
+def test_calls_are_charged_while_another_tenant_waits(clock: Clock) -> None:
+    shares = LoopShares(
+        has_streams=lambda: True, do_others_wait=lambda tenant: tenant == "busy", clock=clock
+    )
+    for _ in range(100):
+        shares.charge_call("tenant alone", "alone", 0.001)
+        shares.charge_call("tenant busy", "busy", 0.001)
+    assert shares.wait_s("tenant alone") == 0.0
+    assert shares.wait_s("tenant busy") == pytest.approx((0.1 - 0.02) / 0.25)
+
+
+def test_answers_that_took_long_to_generate_are_charged_as_calls(clock: Clock) -> None:
+    shares = LoopShares(has_streams=lambda: True, do_others_wait=lambda _tenant: True, clock=clock)
+    for _ in range(20):
+        shares.charge_call("tenant a", "a", 3.0)
+    assert shares.wait_s("tenant a") == pytest.approx((0.04 - 0.02) / 0.25)
 
 
 async def test_waiting_requests_come_one_after_another() -> None:
@@ -208,11 +228,13 @@ def connect(server: Server) -> socket.socket:
 
 
 @contextmanager
-def open_stream(server: Server) -> Iterator[None]:
+def open_stream(server: Server, key: str = "") -> Iterator[None]:
     """Have someone wait for tokens."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     server.engine.step_s = 0.01
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20):
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=20):
         wait_for(lambda: server.engine.num_sequences)
         yield
 
@@ -268,6 +290,36 @@ def test_rejections_of_an_overloaded_server_are_not_charged(tokenizer: Tokenizer
         with pytest.raises(grpc.RpcError):
             list(stub.Generate(pb.GenerateRequest(text=""), timeout=20))
         wait_for(lambda: "127.0.0.1" in shares._accounts)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_valid_calls_are_charged_while_another_tenant_streams(
+    tokenizer: Tokenizer, tmp_path: Path, protocol: str
+) -> None:
+    keys = write_keys(tmp_path / "keys.toml", "ann", "ben")
+
+    def call(name: str) -> None:
+        headers = {"authorization": f"Bearer {keys[name]}"}
+        if protocol == "http":
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+            url = f"{server.url}/v1/completions"
+            assert httpx.post(url, json=body, headers=headers, timeout=20).status_code == 200
+        else:
+            message = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=1))
+            list(stub.Generate(message, metadata=tuple(headers.items()), timeout=20))
+
+    with (
+        Server(tokenizer, key_file=tmp_path / "keys.toml") as server,
+        grpc.insecure_channel(server.grpc_target) as channel,
+    ):
+        stub = pagedray_pb2_grpc.GenerationServiceStub(channel)
+        shares = server.frontends.servicer.intake.loop_shares
+        call("ben")
+        time.sleep(0.05)
+        assert not shares._accounts
+        with open_stream(server, keys["ann"]):
+            call("ben")
+            wait_for(lambda: "tenant ben" in shares._accounts)
 
 
 def test_bodies_of_requests_that_wait_are_bounded(tokenizer: Tokenizer) -> None:
