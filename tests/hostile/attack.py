@@ -53,6 +53,11 @@ class Attack(ABC):
     max_failed_checks: ClassVar[int] = 0
     """Health checks of honest clients that may fail."""
 
+    engine_request: ClassVar[tuple[str, int, bool] | None] = None
+    """For attacks that are valid work of the model alone: the prompt, the number of tokens, and
+    whether it is streamed by as many as the engine has rows for. Times between tokens are then
+    compared with those beside the same work without frontends."""
+
     @abstractmethod
     def run(self, target: Target, seconds: float) -> Findings:
         """Attack for about `seconds` with blocking calls; close all connections."""

@@ -14,9 +14,10 @@ from pagedray.v1 import pagedray_pb2_grpc
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["HonestTenant", "Streamed"]
+__all__ = ["NUM_TOKENS", "PROMPT", "HonestTenant", "Streamed"]
 
-_NUM_TOKENS = 48
+PROMPT = "def read(path):"
+NUM_TOKENS = 48
 _TIMEOUT_S = 60.0
 
 
@@ -52,8 +53,8 @@ class HonestTenant:
         return found
 
     async def _stream(self, stub: Any, found: Streamed) -> None:  # Any: see `stream_until`
-        sampling = pb.SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True, temperature=0.0)
-        request = pb.GenerateRequest(text="def read(path):", sampling=sampling)
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
+        request = pb.GenerateRequest(text=PROMPT, sampling=sampling)
         token_ids: list[int] = []
         last_s = time.perf_counter()
         found.num_requests += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.hostile.attack import Attack, Findings
+from tests.hostile.engine_load import EngineGaps
 from tests.hostile.health_probe import Probed
 from tests.hostile.honest_tenant import Streamed
 from tests.load.report import times_ms
@@ -53,6 +54,8 @@ class Outcome:
     num_log_lines: int
     """Written during the attack and after it."""
     num_tracebacks: int
+    engine: EngineGaps | None = None
+    """The same work in process, for attacks that are valid work of the model."""
 
     def damage(self) -> list[str]:
         """Return what did not hold, except times and memory afterwards, as sentences."""
@@ -87,14 +90,31 @@ class Outcome:
 
     def delays(self) -> list[str]:
         """Return a sentence if the time between tokens did not hold."""
+        before, beside = self.before.gap_p99_ms(), self.beside.gap_p99_ms()
         if self.gap_ratio() <= _MAX_GAP_RATIO:
             return []
-        before, beside = self.before.gap_p99_ms(), self.beside.gap_p99_ms()
-        return [f"The time between tokens rose from {before} to {beside} ms (p99)."]
+        text = f"The time between tokens rose from {before} to {beside} ms (p99)."
+        if self.engine is None:
+            return [text]
+        # What other tenants' valid work takes of the model is theirs.
+        alone, loaded = (
+            times_ms(gaps_s).get("p99_ms", 0.0)
+            for gaps_s in (self.engine.before_s, self.engine.beside_s)
+        )
+        if self.gap_ratio() <= _MAX_GAP_RATIO * loaded / alone:
+            return []
+        return [f"{text} In process it rose from {alone} to {loaded} ms."]
 
     def figures(self) -> dict[str, object]:
         """Return everything for the report."""
+        engine = {}
+        if self.engine is not None:
+            engine = {
+                "engine_gaps_before": times_ms(self.engine.before_s),
+                "engine_gaps_beside": times_ms(self.engine.beside_s),
+            }
         return {
+            **engine,
             "server": self.server_command,
             "attack": dict(self.findings.figures),
             "gaps_before": times_ms(self.before.streamed.gaps_s),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tests.hostile.engine_load import EngineLoad
 from tests.hostile.hostile_server import HostileServer, ServerOptions
 from tests.hostile.trial import Trial, attacker_process
 
@@ -82,14 +83,28 @@ class Series:
 
         try:
             with started.result().stack:
-                return self._attack(attack, started.result(), start_next)
+                outcome = self._attack(attack, started.result(), start_next)
+            self._await_start()
+            return self._beside_engine(outcome)
         except Exception as error:
             return error
         finally:
             start_next()
-            if self._next is not None:
-                # Its start would be measured as a part of the next trial.
-                self._next.exception()
+            self._await_start()
+
+    def _await_start(self) -> None:
+        """Wait for the next server, whose start would be measured otherwise."""
+        if self._next is not None:
+            self._next.exception()
+
+    def _beside_engine(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with the times beside the same work in process, if it is valid work."""
+        timing = self._timing
+        seconds = timing.seconds or outcome.attack.full_s
+        load = EngineLoad.of(outcome.attack, outcome.findings, seconds)
+        if load is None:
+            return outcome
+        return replace(outcome, engine=load.measure(timing.before_s, seconds))
 
     def _attack(
         self, attack: Attack, started: _Started, note_attacked: Callable[[], None]

@@ -8,7 +8,9 @@ from tests.hostile.http_flood import HttpFlood
 
 __all__ = ["ValidCalls"]
 
-_BODY = {"model": "tiny-llama", "prompt": "def read(path):", "max_tokens": 1}
+_PROMPT = "def read(path):"
+_NUM_TOKENS = 1
+_BODY = {"model": "tiny-llama", "prompt": _PROMPT, "max_tokens": _NUM_TOKENS}
 
 
 class ValidCalls(HttpFlood):
@@ -17,6 +19,7 @@ class ValidCalls(HttpFlood):
     name = "200 valid calls at once"
     num_connections = 200
     allowed = frozenset(("200", "429"))
+    engine_request = (_PROMPT, _NUM_TOKENS, False)
 
     def request(self, key: str | None) -> bytes:
         """Return a completion request."""

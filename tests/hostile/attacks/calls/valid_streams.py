@@ -8,10 +8,12 @@ from tests.hostile.http_flood import HttpFlood
 
 __all__ = ["ValidStreams"]
 
+_PROMPT = "def read(path):"
+_NUM_TOKENS = 64
 _BODY = {
     "model": "tiny-llama",
-    "prompt": "def read(path):",
-    "max_tokens": 64,
+    "prompt": _PROMPT,
+    "max_tokens": _NUM_TOKENS,
     "ignore_eos": True,
     "stream": True,
 }
@@ -23,6 +25,7 @@ class ValidStreams(HttpFlood):
     name = "200 valid streams at once"
     num_connections = 200
     allowed = frozenset(("200", "429"))
+    engine_request = (_PROMPT, _NUM_TOKENS, True)
 
     def request(self, key: str | None) -> bytes:
         """Return a completion request."""
