@@ -6,7 +6,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
-.PHONY: setup demo test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
+SEEDS ?= 10000
+
+.PHONY: setup demo simulate test test-slow test-clients test-hostile chaos docs release check protos freeze-protos clean
 
 setup: $(STAMP)
 
@@ -36,6 +38,10 @@ test: check
 # What takes long and rarely fails: more models over ranks, more faults, Ray Serve with replicas.
 test-slow: setup
 	@scripts/test -m slow
+
+# The engine in virtual time among faults, a run for each seed; prints the smallest run that fails.
+simulate: setup
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 # Hostile clients beside honest ones: every attack in full, with times.
 test-hostile: setup

@@ -8,7 +8,6 @@ a rank computes.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +23,7 @@ from pagedray.errors import WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.engine.engine_clock import EngineClock
     from cluster.engine.executor import Executor
     from cluster.engine.faults.death_budget import DeathBudget
     from cluster.scheduling.event import TokenEvent
@@ -63,8 +63,9 @@ class Controller(StepLoop):
         sink: EventSink,
         *,
         death_budget: DeathBudget | None = None,
+        clock: EngineClock | None = None,
     ) -> None:
-        super().__init__(executor, _STEP_BOUNDS_S, death_budget)
+        super().__init__(executor, _STEP_BOUNDS_S, death_budget, clock)
         self._outlet = _Outlet(sink)
         self._scheduler = Scheduler(
             config=config.scheduler,
@@ -74,7 +75,7 @@ class Controller(StepLoop):
             max_model_len=config.max_model_len,
             enable_prefix_cache=config.cache.enable_prefix_cache,
         )
-        self._inquiry = DeathInquiry(self._scheduler)
+        self._inquiry = DeathInquiry(self._scheduler, self._clock)
         self._output_watch = OutputWatch()
         self._mask_patience = MaskPatience()
         self._waits_for_masks = False
@@ -163,14 +164,14 @@ class Controller(StepLoop):
         was_idle = not self._in_flight
         if plan is not None:
             self._executor.submit_plan(plan)
-            self._in_flight.append(time.perf_counter())
+            self._in_flight.append(self._clock.now_s())
         if was_idle and self._scheduler.has_structures:
             self._make_masks()
         if self._in_flight and (plan is None or len(self._in_flight) >= MAX_PLANS_IN_FLIGHT):
             output = self._executor.collect_output()
             # A step begins when its plan was sent and the step before has ended.
             began_s = max(self._in_flight.popleft(), self._step_ended_s)
-            self._step_ended_s = time.perf_counter()
+            self._step_ended_s = self._clock.now_s()
             step_s = self._step_ended_s - began_s
             self._take(output, step_s)
             if self._scheduler.has_structures:
@@ -203,7 +204,7 @@ class Controller(StepLoop):
         # Ranks are read outside the lock, which must not be held for long.
         acknowledged_step = self._executor.acknowledged_step
         with self._wake:
-            now_s = time.monotonic()
+            now_s = self._clock.now_s()
             ended = self._scheduler.expire_requests(now_s)
             if self._inquiry.is_active:
                 ended += self._inquiry.examine()
@@ -233,7 +234,7 @@ class Controller(StepLoop):
             self._count_step(step_s)
             self._num_generated_tokens += len(output.token_ids)
             if is_watched or self._scheduler.num_nonfinite_sequences != num_bad:
-                self._output_watch.note_events(events, time.monotonic())
+                self._output_watch.note_events(events, self._clock.now_s())
                 events = client_events(events)
         self._outlet.publish(events)
 
@@ -243,7 +244,7 @@ class Controller(StepLoop):
         Raises WorkerError, which ends the engine, if tests have failed for too long.
         """
         with self._wake:
-            request = self._output_watch.next_test(time.monotonic())
+            request = self._output_watch.next_test(self._clock.now_s())
             if request is not None:
                 self._scheduler.add_request(request)
 

@@ -8,7 +8,6 @@ thread may submit.
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cluster.engine.embedding_job import EmbeddingRequest
+    from cluster.engine.engine_clock import EngineClock
     from cluster.engine.executor import Executor
     from cluster.engine.faults.death_budget import DeathBudget
     from pagedray.config import EngineConfig
@@ -60,8 +60,9 @@ class Embedder(StepLoop):
         executor: Executor,
         *,
         death_budget: DeathBudget | None = None,
+        clock: EngineClock | None = None,
     ) -> None:
-        super().__init__(executor, _STEP_BOUNDS_S, death_budget)
+        super().__init__(executor, _STEP_BOUNDS_S, death_budget, clock)
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._max_num_tokens = config.scheduler.max_num_batched_tokens
         self._vector_size = config.model.vector_size
@@ -92,7 +93,7 @@ class Embedder(StepLoop):
         with self._wake:
             self._check_open()
             if self._lethal:
-                self._lethal.check(request.texts, request.tenant, time.monotonic())
+                self._lethal.check(request.texts, request.tenant, self._clock.now_s())
             self._backlog.check_room(request.tenant, request.num_tokens)
             self._backlog.add_request(request.tenant, request.num_tokens)
             share = self._waiting.open_share(request.tenant)
@@ -157,8 +158,8 @@ class Embedder(StepLoop):
 
     def _step(self) -> None:
         with self._wake:
-            self._backlog.tick(time.monotonic())
-            self._drop_ended(time.monotonic())
+            self._backlog.tick(self._clock.now_s())
+            self._drop_ended(self._clock.now_s())
             batch = self._batch = self._next_batch()
             if not batch:
                 self._wake.wait(_POLL_S)
@@ -269,7 +270,7 @@ class Embedder(StepLoop):
             )
             job = next(job for job in self._jobs if job.id == culprit)
             self._num_culprits += 1
-            self._lethal.note_request(job.request.texts, job.request.tenant, time.monotonic())
+            self._lethal.note_request(job.request.texts, job.request.tenant, self._clock.now_s())
             self._leave(job, LethalRequestError())
         if has_changed or has_died:
             for job in self._jobs:
@@ -297,10 +298,10 @@ class Embedder(StepLoop):
 
     def _run(self, plan: EmbedPlan) -> NDArray[np.float32]:
         """Return the vectors of a plan's texts. Raises WorkerError."""
-        began_s = time.perf_counter()
+        began_s = self._clock.now_s()
         self._next_step += 1
         output = self._executor.embed_texts(plan)
-        self._count_step(time.perf_counter() - began_s)
+        self._count_step(self._clock.now_s() - began_s)
         return np.frombuffer(output.vectors, dtype=np.float32).reshape(-1, self._vector_size)
 
     def _end_requests(self, error: EngineError) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.engine.duration_histogram import DurationHistogram
+from cluster.engine.engine_clock import EngineClock
 from cluster.engine.faults.death_budget import DeathBudget
 from cluster.engine.faults.watchdog import ProgressClock, Watchdog, position_of
 from pagedray.errors import (
@@ -43,11 +43,16 @@ class StepLoop(ABC):
     """
 
     def __init__(
-        self, executor: Executor, step_bounds_s: Sequence[float], death_budget: DeathBudget | None
+        self,
+        executor: Executor,
+        step_bounds_s: Sequence[float],
+        death_budget: DeathBudget | None,
+        clock: EngineClock | None = None,
     ) -> None:
         """`step_bounds_s` are the bounds of the histogram of step durations."""
         self._executor = executor
-        self._wake = threading.Condition()
+        self._clock = clock or EngineClock()
+        self._wake = self._clock.make_condition()
         self._error: EngineError | None = None
         self._is_stopping = False
         self._is_replacing = False
@@ -159,7 +164,7 @@ class StepLoop(ABC):
         Raises WorkerError once the budget of deaths is spent, StartupError and ShuttingDownError.
         """
         self._is_replacing = True
-        started_s = time.monotonic()
+        started_s = self._clock.now_s()
         with self._wake:
             has_narrowed = self._note_death()
             num_open = self._num_open
@@ -171,7 +176,7 @@ class StepLoop(ABC):
             self._begin_epoch()
             self._replacements["hang" if isinstance(error, HungRankError) else "death"] += 1
         self._is_replacing = False
-        logger.info("All ranks are ready again after %.1f s.", time.monotonic() - started_s)
+        logger.info("All ranks are ready again after %.1f s.", self._clock.now_s() - started_s)
 
     def _restart_ranks(self) -> None:
         """Start new ranks, and others in place of those that die meanwhile."""
@@ -190,7 +195,7 @@ class StepLoop(ABC):
         if error.details:
             logger.warning("%s", error.details)
         pause_s = self._death_budget.note_death(
-            time.monotonic(), error, num_steps=self._num_steps, has_narrowed=has_narrowed
+            self._clock.now_s(), error, num_steps=self._num_steps, has_narrowed=has_narrowed
         )
         logger.warning("%s %s", error, what)
         with self._wake:

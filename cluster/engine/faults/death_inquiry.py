@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +15,7 @@ from pagedray.request import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from cluster.engine.engine_clock import EngineClock
     from cluster.scheduling.event import TokenEvent
     from cluster.scheduling.scheduler import Scheduler
     from pagedray.request import Request
@@ -34,8 +34,9 @@ class DeathInquiry:
     Used under the controller's lock.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, clock: EngineClock) -> None:
         self._scheduler = scheduler
+        self._clock = clock
         self._suspects = Suspects()
         self._lethal = LethalRequests()
         self._has_probe = False
@@ -49,7 +50,7 @@ class DeathInquiry:
     def check(self, request: Request) -> None:
         """Raise LethalRequestError or OverloadedError if a request is likely to kill its ranks."""
         if self._lethal:
-            self._lethal.check(_content_of(request), request.tenant, time.monotonic())
+            self._lethal.check(_content_of(request), request.tenant, self._clock.now_s())
 
     def note_death(self) -> bool:
         """Note a death, before the scheduler is reset; return whether it narrowed a search."""
@@ -90,7 +91,7 @@ class DeathInquiry:
     def _end(self, culprit: str) -> list[TokenEvent]:
         self.num_culprits += 1
         request = self._scheduler.request_of(culprit)
-        self._lethal.note_request(_content_of(request), request.tenant, time.monotonic())
+        self._lethal.note_request(_content_of(request), request.tenant, self._clock.now_s())
         logger.error(
             "Request %s of tenant %r ended with an error: the ranks died whenever it ran, and work "
             "without it.",

@@ -1,0 +1,196 @@
+"""Defects that the simulation must find, each a change of one method.
+
+They are of the kinds that bookkeeping has: a missing line, a bound that is off by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cluster.engine.controller import Controller
+from cluster.scheduling.blocks.prefix_cache import PrefixCache
+from cluster.scheduling.kv_manager import KvManager
+from cluster.scheduling.preemptor import Preemptor
+from cluster.scheduling.scheduler import Scheduler
+from cluster.scheduling.sequence_table import SequenceTable
+from cluster.scheduling.suspects import Suspects
+from cluster.serving.engine_client import EngineStream
+from pagedray.channel import StepChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PLANTED_BUGS", "PlantedBug"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedBug:
+    """A text in the source of a method, and what it becomes."""
+
+    name: str
+    owner: type[Any]  # Any: the class of the method
+    method: str
+    right: str
+    wrong: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Have the class the wrong method."""
+        original = self.owner.__dict__[self.method]
+        source = textwrap.dedent(inspect.getsource(original))
+        assert source.count(self.right) == 1, f"{self.name}: the source has changed"
+        names: dict[str, Any] = {}
+        exec(source.replace(self.right, self.wrong), original.__globals__, names)
+        setattr(self.owner, self.method, names[self.method])
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, original)
+
+
+def _bug(name: str, owner: type[Any], method: str, right: str, wrong: str) -> PlantedBug:
+    return PlantedBug(name=name, owner=owner, method=method, right=right, wrong=wrong)
+
+
+PLANTED_BUGS = (
+    _bug(
+        "a cached block is used and not owned",
+        KvManager,
+        "admit",
+        "for block in hits:",
+        "for block in hits[:-1]:",
+    ),
+    _bug(
+        "a prompt that is wholly cached computes nothing",
+        KvManager,
+        "_num_shareable",
+        "(len(sequence.token_ids) - 1)",
+        "len(sequence.token_ids)",
+    ),
+    _bug(
+        "tenants share prefixes",
+        PrefixCache,
+        "root",
+        'tenant.encode("utf-8", "surrogatepass")',
+        "b''",
+    ),
+    _bug(
+        "a block may be taken while it is copied out",
+        KvManager,
+        "swap_out",
+        "self.pool.pin(source)",
+        "pass",
+    ),
+    _bug(
+        "a copied block is free a step too early",
+        KvManager,
+        "acknowledge",
+        "self._swaps[0].step <= step",
+        "self._swaps[0].step <= step + 1",
+    ),
+    _bug(
+        "blocks of the CPU pool are never released",
+        KvManager,
+        "release",
+        "self.cpu_pool.release(block)",
+        "pass",
+    ),
+    _bug(
+        "siblings write into the same block",
+        KvManager,
+        "fork",
+        "if last_position % self.block_size == 0:",
+        "if True:",
+    ),
+    _bug(
+        "a sequence whose shared blocks were evicted is swapped in",
+        KvManager,
+        "swap_in",
+        "if len(hits) < sequence.num_left_behind:",
+        "if False:",
+    ),
+    _bug(
+        "a sequence runs before its blocks have arrived",
+        SequenceTable,
+        "run_arrived",
+        "if sequence.ready_step <= step",
+        "if True",
+    ),
+    _bug(
+        "rows are lost", SequenceTable, "_end_row", "self._free_rows.append(sequence.row)", "pass"
+    ),
+    _bug(
+        "a request that is dropped stays in the queue's count",
+        SequenceTable,
+        "remove_sequence",
+        "if active.is_queued:",
+        "if False:",
+    ),
+    _bug(
+        "tokens in flight count after new ranks have started",
+        SequenceTable,
+        "_reset_sequence",
+        "sequence.length = len(sequence.token_ids)",
+        "pass",
+    ),
+    _bug(
+        "a preempted sequence keeps what it has computed",
+        Preemptor,
+        "_preempt",
+        "sequence.forget_computed()",
+        "pass",
+    ),
+    _bug(
+        "the token after an end is delivered",
+        Scheduler,
+        "update",
+        "if sequence.state is finished or (late and sequence in late):",
+        "if late and sequence in late:",
+    ),
+    _bug(
+        "plans of dead ranks stay in flight",
+        Controller,
+        "_begin_epoch",
+        "self._in_flight.clear()",
+        "pass",
+    ),
+    _bug(
+        "a late mask samples a token",
+        Scheduler,
+        "apply_masks",
+        "sequence.length -= 1",
+        "pass",
+    ),
+    _bug(
+        "a frame is read before its last byte",
+        StepChannel,
+        "_frame_size",
+        "len(self._received) >= size",
+        "len(self._received) >= size - 1",
+    ),
+    _bug(
+        "what a socket does not take is sent from its start",
+        StepChannel,
+        "post",
+        "frame = frame[num_sent:]",
+        "pass",
+    ),
+    _bug(
+        "a request that kills its ranks is never ended",
+        Suspects,
+        "take_culprits",
+        "return culprits",
+        "return []",
+    ),
+    _bug(
+        "a stream does not end with its request",
+        EngineStream,
+        "_end",
+        "if not indices:",
+        "if False:",
+    ),
+)

@@ -1,0 +1,184 @@
+"""What happens in a simulated run: drawn from a seed, and made smaller while it still fails."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import Field, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pagedray.config import Preemption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["ClientPlan", "FaultPlan", "Scenario", "make_scenario", "shrink"]
+
+FaultKind = Literal["death", "hang", "failure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientPlan:
+    """A client and its request."""
+
+    number: int
+    """Also the seed of its request, from 1."""
+    arrival_s: float = 0.0
+    prompt: tuple[int, ...] = (1,)
+    tenant: str = ""
+    priority: int = 0
+    n: int = 1
+    max_tokens: int = 4
+    ignores_eos: bool = True
+    is_masked: bool = False
+    deadline_s: float | None = None
+    """After its arrival."""
+    read_pause_s: float = 0.0
+    """How long it waits before it reads again."""
+    cancels_after: int | None = None
+    """Tokens after which it goes away."""
+    finishes_after: int | None = None
+    """Tokens of a sequence after which it ends it, as with a stop string."""
+    bad_length: int | None = None
+    """The length at which its logits are not finite."""
+    lethal_length: int | None = None
+    """The length at which its ranks die, each time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """Something that befalls a rank."""
+
+    time_s: float
+    rank: int
+    kind: FaultKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run; equal ones are equal in everything that happens."""
+
+    seed: int
+    clients: tuple[ClientPlan, ...]
+    faults: tuple[FaultPlan, ...] = ()
+    num_ranks: int = 1
+    block_size: int = 4
+    num_blocks: int = 24
+    num_cpu_blocks: int = 0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 60
+    max_queued_requests: int = 100
+    preemption: Preemption = "auto"
+    has_prefix_cache: bool = True
+    step_s: float = 0.01
+    channel_delay_s: float = 0.0
+
+
+def make_scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    draws = random.Random(seed)
+    block_size = draws.choice((1, 2, 4))
+    num_blocks = draws.randint(16, 40) // block_size + 2
+    max_model_len = num_blocks * block_size - draws.randint(0, 9)
+    num_ranks = draws.choice((1, 1, 2))
+    num_clients = draws.randint(1, 12)
+    has_masks = draws.random() < 0.3
+    faults = [
+        FaultPlan(
+            time_s=draws.random() * 1.5,
+            rank=draws.randrange(num_ranks),
+            kind=draws.choice(get_args(FaultKind)),
+        )
+        for _ in range(draws.choice((0, 0, 0, 1, 2)))
+    ]
+    return Scenario(
+        seed=seed,
+        clients=tuple(
+            _make_client(draws, number, most_tokens=max_model_len - 1, has_masks=has_masks)
+            for number in range(1, num_clients + 1)
+        ),
+        faults=tuple(sorted(faults, key=lambda fault: fault.time_s)),
+        num_ranks=num_ranks,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_cpu_blocks=draws.choice((0, 4, 16, 40)),
+        max_num_seqs=draws.randint(1, 5),
+        max_num_batched_tokens=draws.choice((1, 3, 5, 8, 30)),
+        max_model_len=max_model_len,
+        max_queued_requests=draws.choice((2, 100)),
+        preemption=draws.choice(("swap", "swap", "recompute", "auto")),
+        has_prefix_cache=draws.random() < 0.75,
+        step_s=draws.choice((0.001, 0.01)),
+        channel_delay_s=draws.choice((0.0, 0.002, 0.02)),
+    )
+
+
+def _make_client(
+    draws: random.Random, number: int, *, most_tokens: int, has_masks: bool
+) -> ClientPlan:
+    stem = draws.choice(([1] * 30, [1, 2] * 15, [2] * 30))
+    prompt = stem[: draws.randint(0, 12)] + [
+        draws.randint(0, 4) for _ in range(draws.randint(1, 6))
+    ]
+    return ClientPlan(
+        number=number,
+        arrival_s=draws.choice((0.0, draws.random() * 0.3)),
+        prompt=tuple(prompt[:most_tokens]),
+        tenant=draws.choice(("", "", "other")),
+        priority=draws.choice((0, 0, 0, 1)),
+        n=draws.choice((1, 1, 1, 2, 4)),
+        max_tokens=draws.choice((1, 4, 12, 30)),
+        ignores_eos=draws.random() < 0.6,
+        is_masked=has_masks and draws.random() < 0.6,
+        deadline_s=draws.random() * 0.3 if draws.random() < 0.1 else None,
+        read_pause_s=draws.choice((0.0, 0.0, 0.05)),
+        cancels_after=draws.randint(0, 8) if draws.random() < 0.15 else None,
+        finishes_after=draws.randint(1, 8) if draws.random() < 0.15 else None,
+        bad_length=len(prompt) + draws.randint(0, 6) if draws.random() < 0.05 else None,
+        lethal_length=len(prompt) + draws.randint(0, 6) if draws.random() < 0.02 else None,
+    )
+
+
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """Return a scenario that fails too, and of which no simpler neighbour does."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for simpler in _simpler(scenario):
+            if fails(simpler):
+                scenario, is_smaller = simpler, True
+                break
+    return scenario
+
+
+def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+    """Yield scenarios with less in them, those with much less first."""
+    clients, faults = scenario.clients, scenario.faults
+    if len(clients) > 3:
+        half = len(clients) // 2
+        yield replace(scenario, clients=clients[:half])
+        yield replace(scenario, clients=clients[half:])
+    for index in range(len(clients)):
+        if len(clients) > 1:
+            yield replace(scenario, clients=clients[:index] + clients[index + 1 :])
+    for index in range(len(faults)):
+        yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
+    for field in fields(Scenario):
+        is_free = field.name in ("num_ranks", "channel_delay_s")
+        if is_free and _value(scenario, field) != field.default:
+            without = tuple(fault for fault in faults if fault.rank == 0)
+            yield replace(scenario, faults=without, **_default_of(field))
+    for index, client in enumerate(clients):
+        for field in fields(ClientPlan):
+            is_free = field.name not in ("number", "prompt")
+            if is_free and _value(client, field) != field.default:
+                simple = replace(client, **_default_of(field))
+                yield replace(scenario, clients=(*clients[:index], simple, *clients[index + 1 :]))
+
+
+def _default_of(field: Field[Any]) -> dict[str, Any]:  # Any: the type of the field
+    return {field.name: field.default}
+
+
+def _value(record: Scenario | ClientPlan, field: Field[Any]) -> object:  # Any: as above
+    return getattr(record, field.name)

@@ -1,0 +1,305 @@
+"""Ranks in virtual time behind the framing of the step channel.
+
+Rank 0 is the worker of `tests/scheduling/fake_worker.py`, which checks what it reads; the others
+acknowledge steps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster.engine.executor import Executor, RankHealth
+from pagedray.batch import StepAck, StepMasks, StepOutput, StepPlan, WorkerFailure
+from pagedray.channel import StepChannel
+from pagedray.config import CacheSize
+from pagedray.errors import HungRankError, WorkerError
+from tests.scheduling.fake_worker import FakeWorker
+from tests.simulation.virtual_socket import connect_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pagedray.batch import ControllerMessage, EmbedOutput, EmbedPlan, WorkerMessage
+    from tests.simulation.scenario import FaultPlan, Scenario
+    from tests.simulation.world import World
+
+__all__ = ["SimulatedRanks"]
+
+_HANG_S = 1.0
+"""Time after which a rank that does not answer counts as hung."""
+_RESTART_S = 0.2
+
+
+class SimulatedRanks(Executor):
+    """A group of ranks, and what befalls them."""
+
+    def __init__(
+        self, scenario: Scenario, world: World, *, held_rows: Callable[[], set[int]]
+    ) -> None:
+        """`held_rows` returns the rows that sequences have after the plan that is being sent."""
+        self._scenario = scenario
+        self._world = world
+        self._held_rows = held_rows
+        self._draws = random.Random(scenario.seed)
+        self.tenants: dict[int, str] = {0: "\0"}
+        """By seed; the engine's own requests have seed 0."""
+        self.bad_sequences: set[tuple[int, int]] = set()
+        """Seed and index of sequences that read bad values."""
+        self.num_deaths = 0
+        self._ranks: list[_Rank] = []
+        for fault in scenario.faults:
+            # The time of a world does not start at 0.
+            world.call_later(fault.time_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+        self._start()
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(
+            num_blocks=self._scenario.num_blocks,
+            num_cpu_blocks=self._scenario.num_cpu_blocks,
+            block_bytes=0,
+        )
+
+    @property
+    def attention_providers(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    @property
+    def acknowledged_step(self) -> int:
+        self._receive()
+        step = min(rank.acknowledged_step for rank in self._ranks)
+        self._ranks[0].finish_swaps(step)
+        return step
+
+    def submit_plan(self, plan: StepPlan) -> None:
+        self._ranks[0].held_rows.append(self._held_rows())
+        self._post(plan)
+
+    def send_masks(self, masks: StepMasks) -> None:
+        self._post(masks)
+
+    def collect_output(self) -> StepOutput:
+        first = self._ranks[0]
+        while True:
+            self._receive()
+            if first.outputs:
+                return first.outputs.popleft()
+            for rank in self._ranks:
+                rank.has_news = False
+            self._world.run_until(
+                lambda: any(rank.has_news for rank in self._ranks),
+                min(rank.hang_s for rank in self._ranks),
+            )
+
+    def embed_texts(self, plan: EmbedPlan) -> EmbedOutput:
+        raise AssertionError("These ranks have a decoder.")
+
+    def observe_ranks(self, now_s: float) -> RankHealth:
+        return RankHealth()
+
+    def restart_ranks(self) -> None:
+        self.num_deaths += 1
+        for rank in self._ranks:
+            rank.die()
+        self._world.run_until(lambda: False, self._world.now_s() + _RESTART_S)
+        self._start()
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.die()
+
+    def _start(self) -> None:
+        scenario = self._scenario
+        self._ranks = [
+            _Rank(number, scenario, self._world, self._draws, self._make_worker())
+            for number in range(scenario.num_ranks)
+        ]
+
+    def _make_worker(self) -> FakeWorker:
+        scenario = self._scenario
+        return FakeWorker(
+            block_size=scenario.block_size,
+            num_blocks=scenario.num_blocks,
+            num_cpu_blocks=scenario.num_cpu_blocks,
+            max_num_seqs=scenario.max_num_seqs,
+            tenants=self.tenants,
+            bad_lengths={
+                client.number: client.bad_length
+                for client in scenario.clients
+                if client.bad_length is not None
+            },
+            bad_positions={},
+            bad_sequences=self.bad_sequences,
+            block_copy_s=scenario.step_s,
+            token_s=scenario.step_s / 8,
+        )
+
+    def _post(self, message: StepPlan | StepMasks) -> None:
+        for rank in self._ranks:
+            rank.post(message)
+
+    def _receive(self) -> None:
+        """Read what has arrived. Raises WorkerError if a rank is gone, has failed or hangs."""
+        for rank in self._ranks:
+            rank.receive()
+            if self._world.now_s() >= rank.hang_s:
+                raise HungRankError("A rank does not answer.")
+
+    def _befall(self, fault: FaultPlan) -> None:
+        rank = self._ranks[fault.rank]
+        if fault.kind == "death":
+            rank.die()
+        elif fault.kind == "hang":
+            rank.is_hung = True
+        else:
+            rank.fail()
+
+
+class _Rank:
+    """A process of the group and the controller's end of its channel."""
+
+    def __init__(
+        self,
+        number: int,
+        scenario: Scenario,
+        world: World,
+        draws: random.Random,
+        worker: FakeWorker,
+    ) -> None:
+        self._number = number
+        self._world = world
+        self._draws = draws
+        self._worker = worker
+        self._step_s = scenario.step_s
+        self._lethal: Mapping[int, int] = {
+            client.number: client.lethal_length
+            for client in scenario.clients
+            if client.lethal_length is not None
+        }
+        one, other = connect_sockets(world, draws, delay_s=scenario.channel_delay_s)
+        one.on_arrival, other.on_arrival = self._note_news, self._serve
+        self.channel: StepChannel[ControllerMessage, WorkerMessage] = StepChannel(
+            one,  # type: ignore[arg-type]  # it has what channels use
+            StepOutput | StepAck | WorkerFailure,
+        )
+        self._own_end: StepChannel[WorkerMessage, ControllerMessage] = StepChannel(
+            other,  # type: ignore[arg-type]
+            StepPlan | StepMasks,
+        )
+        self.outputs: deque[StepOutput] = deque()
+        self.held_rows: deque[set[int]] = deque()
+        """Of plans that rank 0 has not run."""
+        self.acknowledged_step = -1
+        self.hang_s = math.inf
+        """When it counts as hung unless it answers."""
+        self._posted_step = -1
+        self.is_hung = False
+        self.has_news = False
+        self._is_dead = False
+        self._is_busy = False
+        self._plans: deque[StepPlan] = deque()
+        self._masks: dict[int, bytes] = {}
+        self._masked_rows: dict[int, bool] = {}
+        self._seeds: dict[int, int] = {}
+
+    def post(self, message: StepPlan | StepMasks) -> None:
+        """Send a message to the rank. Raises WorkerError if it is gone."""
+        if self._posted_step == self.acknowledged_step:
+            self.hang_s = self._world.now_s() + _HANG_S
+        self._posted_step = message.step
+        self.channel.post(message)
+        while not self.channel.flush():
+            pass
+
+    def receive(self) -> None:
+        """Take what has arrived at the controller. Raises WorkerError."""
+        for message in self.channel.received():
+            if isinstance(message, WorkerFailure):
+                raise WorkerError("A rank failed.", details=message.text)
+            assert isinstance(message, StepOutput | StepAck)
+            assert message.step == self.acknowledged_step + 1
+            self.acknowledged_step = message.step
+            is_idle = message.step == self._posted_step
+            self.hang_s = math.inf if is_idle else self._world.now_s() + _HANG_S
+            if isinstance(message, StepOutput):
+                self.outputs.append(message)
+
+    def finish_swaps(self, step: int) -> None:
+        """Make the copies of steps that every rank has finished."""
+        self._worker.finish_swaps(step)
+
+    def die(self) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            self._own_end.close()
+
+    def fail(self) -> None:
+        """End as a rank does that has no memory left."""
+        if not self._is_dead and not self.is_hung:
+            self._own_end.post(WorkerFailure("OutOfMemoryError"))
+            self._is_dead = True
+
+    def _note_news(self) -> None:
+        self.has_news = True
+
+    def _serve(self) -> None:
+        """Take what has arrived at the rank, and begin a step."""
+        if self._is_dead or self.is_hung:
+            return
+        for message in self._own_end.received():
+            if isinstance(message, StepPlan):
+                self._plans.append(message)
+            else:
+                assert isinstance(message, StepMasks)
+                self._masks[message.step] = message.words
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._is_busy or not self._plans:
+            return
+        plan = self._plans[0]
+        for start in plan.starts:
+            self._masked_rows[start.row] = start.is_masked
+            self._seeds[start.row] = start.seed
+        masked = [
+            one.row for one in plan.sequences if one.is_sampled and self._masked_rows[one.row]
+        ]
+        if masked and plan.step not in self._masks:
+            return
+        self._plans.popleft()
+        late_rows: set[int] = set()
+        if masked:
+            words = self._masks.pop(plan.step)
+            assert len(words) == len(masked)
+            late_rows = {row for row, word in zip(masked, words, strict=True) if not word}
+        self._is_busy = True
+        delay_s = self._step_s * (0.5 + self._draws.random())
+        self._world.call_later(delay_s, lambda: self._end_step(plan, late_rows))
+
+    def _end_step(self, plan: StepPlan, late_rows: set[int]) -> None:
+        if self._is_dead or self.is_hung:
+            return
+        for one in plan.sequences:
+            length = one.first_position + one.num_tokens
+            if self._lethal.get(self._seeds[one.row]) == length:
+                self.die()
+                return
+        if self._number == 0:
+            worker = self._worker
+            worker.late_rows[plan.step] = late_rows
+            worker.send(plan, self.held_rows.popleft(), set())
+            worker.execute()
+            worker.bad_outputs.clear()
+            self._send(worker.outputs.popleft())
+        else:
+            self._send(StepAck(plan.step))
+        self._is_busy = False
+        self._begin_step()
+
+    def _send(self, message: StepOutput | StepAck) -> None:
+        self._own_end.post(message)
+        while not self._own_end.flush():
+            pass
