@@ -1,4 +1,4 @@
-"""What `pagedray simulate` predicts for runs that were measured on an H200.
+"""What `pagedray simulate` predicts for runs that were measured on an H200, and for long prompts.
 
     python -m bench.simulation --output bench/results/simulation.json
 
@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.engine import WORKLOADS, Workload
+from bench.virtual_cases import decodes_beside_prompt
 from cluster.simulation.step_cost import LLAMA_8B_H200
 from cluster.simulation.virtual_replica import VirtualReplica, distinct_prompt
 from pagedray.config import CacheSize, SchedulerConfig
@@ -40,12 +41,21 @@ def main() -> int:
         name = f"{workload.name}, {workload.num_requests}"
         print(f"| {name} | {measured:,.2f} | {simulated:,.2f} | {simulated / measured:.3f} |")
         rows.append({"workload": name, "measured": measured, "simulated": simulated})
+    paced = []
+    print("\n| target of time between tokens, ms | p99, ms | the prompt's time to first token, s |")
+    print("| --- | ---: | ---: |")
+    for target_ms in (None, 15.0, 25.0, 50.0):
+        times, ttft_s = decodes_beside_prompt(itl_target_ms=target_ms)
+        p99_ms = times[len(times) * 99 // 100] * 1e3
+        print(f"| {target_ms} | {p99_ms:.1f} | {ttft_s:.2f} |")
+        paced.append({"itl_target_ms": target_ms, "p99_itl_ms": p99_ms, "ttft_s": ttft_s})
     if options.output:
         report = {
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "rows": rows,
+            "beside_prompt_of_128000": paced,
         }
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from bench.virtual_time import BLOCK_S, STEP_S, TOKEN_S, make_replica
-from cluster.simulation.virtual_replica import VirtualCall, distinct_prompt
+from cluster.simulation.step_cost import LLAMA_8B_H200
+from cluster.simulation.virtual_replica import VirtualCall, VirtualReplica, distinct_prompt
+from pagedray.config import CacheSize, SchedulerConfig
 
 if TYPE_CHECKING:
     from pagedray.config import Preemption
@@ -18,6 +21,7 @@ __all__ = [
     "WORKLOADS",
     "Flood",
     "Workload",
+    "decodes_beside_prompt",
     "first_token_times",
     "throughput_of_pool",
     "throughput_of_preemption",
@@ -119,6 +123,42 @@ def wait_behind_large(*, num_newcomers: int) -> tuple[VirtualCall, list[VirtualC
     ]
     replica.run()
     return large, newcomers
+
+
+def decodes_beside_prompt(
+    *, itl_target_ms: float | None, num_prompt_tokens: int = 128_000
+) -> tuple[list[float], float]:
+    """Return the times between tokens while a long prompt is computed, sorted, and its TTFT.
+
+    32 sequences decode beside it, with the step times of Llama 8B on an H200. In seconds.
+    """
+    replica = VirtualReplica(
+        SchedulerConfig(
+            max_num_seqs=NUM_ROWS,
+            max_num_batched_tokens=8192,
+            max_queued_tokens=10**9,
+            itl_target_ms=itl_target_ms,
+        ),
+        CacheSize(num_blocks=50_000, num_cpu_blocks=0, block_bytes=0),
+        LLAMA_8B_H200,
+        max_model_len=num_prompt_tokens + 1000,
+    )
+    decodes = [
+        replica.submit(distinct_prompt(number, 200), num_output_tokens=10**5)
+        for number in range(32)
+    ]
+    prompt = replica.submit(
+        distinct_prompt(32, num_prompt_tokens), num_output_tokens=1, arrival_s=1.0
+    )
+    while prompt.end_s is None:
+        replica.run(num_steps=1)
+    times = sorted(
+        later_s - earlier_s
+        for call in decodes
+        for earlier_s, later_s in pairwise(call.token_times_s)
+        if later_s > prompt.arrival_s
+    )
+    return times, prompt.ttft_s
 
 
 def throughput_of_pool(part: float, *, has_limit: bool, preemption: Preemption = "auto") -> float:

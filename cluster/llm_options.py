@@ -63,6 +63,8 @@ class LLMOptions(TypedDict, total=False):
     max_queued_requests: int
     max_queued_tokens: int
     preemption: Preemption
+    itl_target_ms: float | None
+    """Time between tokens that prompts should not exceed; None is any."""
     load_format: Literal["auto", "dummy", "safetensors"]
     attention_backend: str
     enforce_eager: bool

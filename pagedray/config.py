@@ -5,6 +5,7 @@ Command lines are read in `cluster.cli.parser`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,6 +92,8 @@ class SchedulerConfig:
     """Maximum number of waiting prompt tokens; a tenant's only request may exceed it."""
     preemption: Preemption = "auto"
     """How a sequence is preempted: swapped to the CPU pool, recomputed later, or the cheaper."""
+    itl_target_ms: float | None = None
+    """Time that a step with running sequences should take at most; None is any."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -101,6 +104,8 @@ class SchedulerConfig:
         ):
             _check_at_least(name, getattr(self, name), 1)
         _check_at_least("max_model_len", self.max_model_len, 2)
+        if self.itl_target_ms is not None and not 0.0 < self.itl_target_ms < math.inf:
+            raise StartupError(f"itl_target_ms must be above 0, not {self.itl_target_ms}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

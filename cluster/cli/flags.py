@@ -186,6 +186,13 @@ _GROUPS = {
             get_args(Preemption),
         ),
         _Flag(
+            "itl_target_ms",
+            "Time between tokens that prompts should not make longer: chunks of them follow what "
+            "steps are measured to take. (default: no limit)",
+            float,
+            "MS",
+        ),
+        _Flag(
             "structure_compile_s",
             "CPU time limit for compiling a JSON schema, regular expression or grammar.",
             float,

@@ -79,6 +79,7 @@ class EngineOptions:
     max_queued_requests: int = _DEFAULTS["max_queued_requests"]
     max_queued_tokens: int = _DEFAULTS["max_queued_tokens"]
     preemption: Preemption = _DEFAULTS["preemption"]
+    itl_target_ms: float | None = _DEFAULTS["itl_target_ms"]
     load_format: LoadFormat = _DEFAULTS["load_format"]
     attention_backend: str = _DEFAULTS["attention_backend"]
     enforce_eager: bool = _DEFAULTS["enforce_eager"]

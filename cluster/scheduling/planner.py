@@ -8,6 +8,7 @@ may pass a sequence that finds too few blocks, and `preemptor` who loses its row
 
 from collections import deque
 
+from cluster.scheduling.costs.pace import Pace
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.kv_manager import KvManager
 from cluster.scheduling.passed_items import PassedItems
@@ -36,8 +37,11 @@ class Planner:
         *,
         config: SchedulerConfig,
         swap_costs: SwapCosts,
+        pace: Pace | None,
     ) -> None:
+        """Without a pace, steps may take any time."""
         self._kv = kv
+        self._pace = pace
         self._table = sequence_table
         self._config = config
         self._room = RoomRule(kv, sequence_table)
@@ -65,6 +69,11 @@ class Planner:
         prefills = self._plan_decodes(draft)
         # A token each was set aside.
         draft.budget += len(entitled)
+        if self._pace is not None:
+            self._pace.begin_step(
+                num_tokens=len(draft.singles),
+                num_pairs=sum(one.first_position + 1 for one in draft.singles),
+            )
         for num_left, sequence in zip(range(len(entitled))[::-1], entitled, strict=True):
             self._start(sequence, draft, budget=draft.budget - num_left)
         if table.swapped and not draft.is_held:
@@ -113,7 +122,7 @@ class Planner:
             prefills.sort(key=lambda sequence: sequence.share.time)
         left = deque(prefills)
         passed = PassedItems(self._table.waiting)
-        while draft.budget:
+        while draft.budget and self._has_time:
             head = self._next_waiting(draft, passed)
             if head is not None and not (left and _is_before(left[0], head)):
                 if not self._start_if_room(head, draft):
@@ -125,6 +134,11 @@ class Planner:
             else:
                 break
         passed.put_back()
+
+    @property
+    def _has_time(self) -> bool:
+        """Whether the step may have more tokens of prompts."""
+        return self._pace is None or self._pace.num_tokens(0) >= 1
 
     def _next_waiting(self, draft: PlanDraft, passed: PassedItems) -> Sequence | None:
         """Return the next waiting sequence that might start, or None."""
@@ -179,6 +193,11 @@ class Planner:
         """Plan as many of a sequence's known tokens as `budget` allows."""
         share = sequence.share
         num_tokens = min(budget, sequence.length - sequence.num_computed)
+        if self._pace is not None:
+            # One that has just started has at least a token.
+            first_position = sequence.num_computed
+            num_tokens = int(min(num_tokens, max(self._pace.num_tokens(first_position), 1)))
+            self._pace.add_tokens(num_tokens, first_position=first_position)
         num_computed = sequence.num_computed + num_tokens
         draft.add_chunk(sequence, num_tokens, self._kv.extend(sequence, num_computed))
         sequence.num_computed = num_computed

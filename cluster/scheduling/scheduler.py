@@ -16,6 +16,8 @@ import msgspec
 
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.blocks.prefix_cache import PrefixCache, PromptKeys
+from cluster.scheduling.costs.pace import Pace
+from cluster.scheduling.costs.step_times import StepTimes
 from cluster.scheduling.costs.swap_costs import SwapCosts
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.event import TokenEvent
@@ -96,9 +98,16 @@ class Scheduler:
         self._admission = Admission(self._kv, self._backlog, max_model_len=max_model_len)
         self.recovery = FaultRecovery(self._table)
         """What may run after a fault."""
-        self._swap_costs = SwapCosts()
-        self._measures_costs = num_cpu_blocks > 0 and config.preemption == "auto"
-        self._planner = Planner(self._kv, self._table, config=config, swap_costs=self._swap_costs)
+        step_times = StepTimes()
+        self._swap_costs = SwapCosts(step_times)
+        self._pace = None
+        if config.itl_target_ms is not None:
+            self._pace = Pace(config.itl_target_ms / 1e3, step_times)
+        has_choice = num_cpu_blocks > 0 and config.preemption == "auto"
+        self._measures_costs = has_choice or self._pace is not None
+        self._planner = Planner(
+            self._kv, self._table, config=config, swap_costs=self._swap_costs, pace=self._pace
+        )
         self._in_flight: deque[_Flight] = deque()
         self._deadlines = Deadlines(self._table.requests)
         self._step = 0
@@ -375,7 +384,7 @@ class Scheduler:
             )
 
     def _measure(self, plan: StepPlan, output: StepOutput) -> None:
-        """Record how long copies and tokens took, if that decides how to preempt."""
+        """Record how long copies and tokens took."""
         if plan.swap_outs or plan.swap_ins:
             num_blocks = len(plan.swap_outs) + len(plan.swap_ins)
             self._swap_costs.note_swaps(num_blocks, output.swap_s)
@@ -383,11 +392,19 @@ class Scheduler:
         has_prompt = plan.sequences and plan.sequences[0].num_tokens > 1
         if not output.forward_s or not (has_prompt or plan.step % _STEPS_PER_MEASUREMENT == 0):
             return
-        num_tokens = num_pairs = 0
+        num_tokens = num_pairs = num_prompt_tokens = 0
         for sequence in plan.sequences:
             number = sequence.num_tokens
             num_tokens += number
+            num_prompt_tokens += number if number > 1 else 0
             num_pairs += number * sequence.first_position + number * (number + 1) // 2
+        if self._pace is not None and has_prompt:
+            self._pace.note_step(
+                num_tokens=num_tokens,
+                num_pairs=num_pairs,
+                num_prompt_tokens=num_prompt_tokens,
+                seconds=output.forward_s,
+            )
         self._swap_costs.note_step(
             num_tokens=num_tokens, num_pairs=num_pairs, seconds=output.forward_s
         )

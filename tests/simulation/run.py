@@ -282,5 +282,6 @@ def _config(scenario: Scenario) -> EngineConfig:
             max_num_batched_tokens=scenario.max_num_batched_tokens,
             max_queued_requests=scenario.max_queued_requests,
             preemption=scenario.preemption,
+            itl_target_ms=scenario.itl_target_ms,
         ),
     )

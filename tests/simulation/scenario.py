@@ -71,6 +71,7 @@ class Scenario:
     preemption: Preemption = "auto"
     has_prefix_cache: bool = True
     step_s: float = 0.01
+    itl_target_ms: float | None = None
     channel_delay_s: float = 0.0
 
 
@@ -110,6 +111,7 @@ def make_scenario(seed: int) -> Scenario:
         has_prefix_cache=draws.random() < 0.75,
         step_s=draws.choice((0.001, 0.01)),
         channel_delay_s=draws.choice((0.0, 0.002, 0.02)),
+        itl_target_ms=draws.choice((None, None, 0.1, 10.0)),
     )
 
 
@@ -164,7 +166,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
     for field in fields(Scenario):
-        is_free = field.name in ("num_ranks", "channel_delay_s")
+        is_free = field.name in ("num_ranks", "channel_delay_s", "itl_target_ms")
         if is_free and _value(scenario, field) != field.default:
             without = tuple(fault for fault in faults if fault.rank == 0)
             yield replace(scenario, faults=without, **_default_of(field))

@@ -1,5 +1,7 @@
 """The controller, scheduler, client and channel in virtual time, among faults of every kind."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -20,6 +22,17 @@ def failures(seeds: range) -> dict[int, str]:
 
 def test_every_client_gets_its_tokens_and_nothing_is_left() -> None:
     assert failures(range(NUM_SEEDS)) == {}
+
+
+def test_the_program_runs_seeds_in_other_processes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", "--seeds", "2", "--processes", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=True,
+    )
+    assert done.stdout.startswith("0 of 2 seeds fail")
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def simulate(parsed: argparse.Namespace) -> int:
         max_queued_requests=parsed.max_queued_requests,
         max_queued_tokens=parsed.max_queued_tokens,
         preemption=parsed.preemption,
+        itl_target_ms=parsed.itl_target_ms,
     )
     cache_size = CacheSize(
         num_blocks=parsed.num_blocks, num_cpu_blocks=parsed.num_cpu_blocks, block_bytes=0

@@ -75,6 +75,12 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         help="How a sequence is preempted when blocks run out.",
     )
     group.add_argument(
+        "--itl-target-ms",
+        type=number(1e-3, 1e9),
+        metavar="MS",
+        help="Time between tokens that prompts should not make longer. (default: no limit)",
+    )
+    group.add_argument(
         "--no-prefix-cache", action="store_true", help="Compute equal prefixes again."
     )
     for flag, low, high, default, what in (

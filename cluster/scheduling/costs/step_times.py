@@ -5,6 +5,7 @@ computed token and one that it attends to. The three are the non-negative least 
 steps, of which later ones count more.
 """
 
+import math
 from itertools import combinations
 
 __all__ = ["StepTimes"]
@@ -25,12 +26,14 @@ _SUBSETS = ((1,), (0,), (2,), *combinations(range(3), 2), (0, 1, 2))
 class StepTimes:
     """A fit of step times that forgets old steps."""
 
-    __slots__ = ("_products", "_squares", "_targets")
+    __slots__ = ("_products", "_squares", "_targets", "_weights")
 
     def __init__(self) -> None:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
         self._squares = 0.0
+        self._weights: _Vector | None = None
+        """The fit; None if a step was noted since."""
 
     @property
     def is_measured(self) -> bool:
@@ -39,6 +42,7 @@ class StepTimes:
 
     def note_step(self, *, num_tokens: int, num_pairs: int, seconds: float) -> None:
         """Add a step."""
+        self._weights = None
         features = (1.0, num_tokens * _TOKEN_UNIT, num_pairs * _PAIR_UNIT)
         self._squares = _KEPT * self._squares + seconds * seconds
         for i, feature in enumerate(features):
@@ -52,8 +56,31 @@ class StepTimes:
         _, token_s, pair_s = self._fit()
         return num_tokens * _TOKEN_UNIT * token_s + num_pairs * _PAIR_UNIT * pair_s
 
+    def step_s(self, *, num_tokens: int, num_pairs: int) -> float:
+        """Return how long a step takes; 0 if none was measured."""
+        return self._fit()[0] + self.marginal_s(num_tokens=num_tokens, num_pairs=num_pairs)
+
+    def num_tokens_within(self, seconds: float, *, first_position: int) -> float:
+        """Return how many tokens of a prompt prolong a step by so much, from a position on."""
+        if seconds <= 0.0:
+            return 0
+        _, token_s, pair_s = self._fit()
+        pair_s *= _PAIR_UNIT
+        # Token i from there on attends to `first_position` + i + 1.
+        linear, square = token_s * _TOKEN_UNIT + pair_s * (first_position + 0.5), pair_s / 2
+        if not linear:
+            return math.inf
+        # The root of square * n * n + linear * n - seconds, also if `square` is 0.
+        root = math.sqrt(linear * linear + 4.0 * square * seconds)
+        return int(2.0 * seconds / (linear + root))
+
     def _fit(self) -> _Vector:
         """Return the weights of the features, none of which is negative."""
+        if self._weights is None:
+            self._weights = self._find_weights()
+        return self._weights
+
+    def _find_weights(self) -> _Vector:
         best, least = [0.0] * 3, self._squares
         for subset in _SUBSETS:
             found = self._fit_subset(subset)

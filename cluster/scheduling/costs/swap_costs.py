@@ -18,9 +18,10 @@ class SwapCosts:
 
     __slots__ = ("_num_unmeasured", "_step_times", "_swap")
 
-    def __init__(self) -> None:
+    def __init__(self, step_times: StepTimes | None = None) -> None:
+        """`step_times` may have other users; steps are noted there."""
         self._swap = _MovingRate()
-        self._step_times = StepTimes()
+        self._step_times = step_times or StepTimes()
         self._num_unmeasured = 0
 
     def note_swaps(self, num_blocks: int, seconds: float) -> None:

@@ -54,3 +54,21 @@ def test_no_time_is_negative() -> None:
     for num_tokens, seconds in ((100, 0.03), (1000, 0.02), (2000, 0.01)):
         times.note_step(num_tokens=num_tokens, num_pairs=num_tokens, seconds=seconds)
     assert times.marginal_s(num_tokens=1000, num_pairs=1000) >= 0.0
+
+
+@pytest.mark.parametrize("first_position", [0, 5000])
+def test_tokens_within_a_time_take_at_most_that_time(first_position: int) -> None:
+    times, rng = StepTimes(), random.Random(3)
+    for _ in range(50):
+        num_tokens, num_pairs = rng.randint(1, 2000), rng.randint(2000, 10**7)
+        seconds = 0.01 + 3e-5 * num_tokens + 1e-8 * num_pairs
+        times.note_step(num_tokens=num_tokens, num_pairs=num_pairs, seconds=seconds)
+
+    def seconds_of(number: int) -> float:
+        num_pairs = number * first_position + number * (number + 1) // 2
+        return times.marginal_s(num_tokens=number, num_pairs=num_pairs)
+
+    number = times.num_tokens_within(0.02, first_position=first_position)
+    assert seconds_of(int(number)) <= 0.02 < seconds_of(int(number) + 1)
+    assert times.step_s(num_tokens=0, num_pairs=0) == pytest.approx(0.01, rel=1e-3)
+    assert times.num_tokens_within(-1.0, first_position=first_position) == 0
