@@ -35,7 +35,7 @@ def main() -> int:
         rows.append({"replicas": num_replicas, "us": round(seconds * 1e6, 1)})
     if options.output:
         report = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python -m bench.router", *sys.argv[1:]]),
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "rows": rows,

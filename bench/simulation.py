@@ -51,7 +51,7 @@ def main() -> int:
         paced.append({"itl_target_ms": target_ms, "p99_itl_ms": p99_ms, "ttft_s": ttft_s})
     if options.output:
         report = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python -m bench.simulation", *sys.argv[1:]]),
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "rows": rows,
