@@ -168,10 +168,7 @@ async def overload(
     """Return the figures of the peak, of ten times the peak, and of the recovery."""
     client = make_client(server, num_tokens)
     calm_s = sorted([await _probe(client) for _ in range(_NUM_FIRST_PROBES)])
-    # The queue fills at the start of each phase, which is not measured.
-    pace = asyncio.create_task(_tokens_per_s(server, peak_s * 0.2, peak_s * 0.8))
-    await _closed_loop(client, peak_s)
-    peak_per_s = await pace
+    peak_per_s = await _closed_loop(client, server, peak_s)
     await _until_idle(server)
     rss_mib = [server.rss_mib()]
     pace = asyncio.create_task(_tokens_per_s(server, overload_s * 0.1, overload_s * 0.9))
@@ -182,9 +179,7 @@ async def overload(
     goodput_per_s = await pace
     recovered_s = await _recovery(client, calm_s[-1])
     # The peak is measured again, since the machine's speed varies.
-    pace = asyncio.create_task(_tokens_per_s(server, peak_s * 0.2, peak_s * 0.8))
-    await _closed_loop(client, peak_s)
-    later_peak_per_s = await pace
+    later_peak_per_s = await _closed_loop(client, server, peak_s)
     await _until_idle(server)
     await client.close()
     return {
@@ -224,12 +219,16 @@ async def _probe(client: Client) -> float:
 async def _tokens_per_s(server: MeasuredServer, wait_s: float, seconds: float) -> float:
     """Return the tokens per second that the server generates during `seconds` after `wait_s`.
 
-    Every accepted request is served completely, so each token is part of a response.
+    It takes longer if there is no token until then, as in a short run on a slow machine. Every
+    accepted request is served completely, so each token is part of a response.
     """
     await asyncio.sleep(wait_s)
     began_s, num_before = time.perf_counter(), await asyncio.to_thread(server.num_generated_tokens)
-    await asyncio.sleep(seconds)
-    ended_s, num_after = time.perf_counter(), await asyncio.to_thread(server.num_generated_tokens)
+    num_after = num_before
+    while num_after == num_before:
+        await asyncio.sleep(seconds)
+        num_after = await asyncio.to_thread(server.num_generated_tokens)
+    ended_s = time.perf_counter()
     return (num_after - num_before) / (ended_s - began_s)
 
 
@@ -239,7 +238,10 @@ async def _until_idle(server: MeasuredServer) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _closed_loop(client: Client, seconds: float) -> None:
+async def _closed_loop(client: Client, server: MeasuredServer, seconds: float) -> float:
+    """Keep the server busy for `seconds` and return the tokens per second that it generated."""
+    # The queue fills at the start, which is not measured.
+    pace = asyncio.create_task(_tokens_per_s(server, seconds * 0.2, seconds * 0.8))
     phase = _Phase()
 
     async def work() -> None:
@@ -247,12 +249,13 @@ async def _closed_loop(client: Client, seconds: float) -> None:
             await phase.ask(client)
 
     tasks = [asyncio.create_task(work()) for _ in range(_CLOSED_LOOP_CLIENTS)]
-    await asyncio.wait(tasks, timeout=seconds)
+    peak_per_s = await pace
     for task in tasks:
         task.cancel()
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError):
             await task
+    return peak_per_s
 
 
 async def _open_loop(
