@@ -7,6 +7,10 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
+# Before torch is imported anywhere. Threads that spin while they wait take the cores from the
+# other process that runs tests.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 import pytest
 import torch
 

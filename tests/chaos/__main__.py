@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from pagedray.descriptor_limit import raise_descriptor_limit
 from tests.chaos.faults.catalog import FAULTS
 from tests.chaos.history.checker import check
@@ -30,10 +28,13 @@ from tests.chaos.schedule import applicable
 from tests.chaos.targets.server_target import ServerTarget
 from tests.chaos.targets.small_disk import SmallDisk
 from tests.load.report import run_environment
+from tests.process_ends import still_running
 from tests.system.server_process import TINY_LLAMA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import psutil
 
     from tests.chaos.faults.fault import Fault
     from tests.chaos.history.verdict import Verdict
@@ -212,8 +213,7 @@ def _serve_target(options: argparse.Namespace, keys_path: Path) -> Target:
 
 def _alive(processes: list[psutil.Process]) -> list[str]:
     """Return the processes that have not ended, shortly after their server did."""
-    _, alive = psutil.wait_procs(processes, timeout=10.0)
-    return [f"{one.pid} {one.name()}" for one in alive]
+    return [f"{one.pid} {one.name()}" for one in still_running(processes, 10.0)]
 
 
 def _report(verdict: Verdict, output: Path | None, history_path: Path) -> int:

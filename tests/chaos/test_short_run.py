@@ -19,7 +19,7 @@ def test_streams_survive_other_clients_and_a_history_that_lost_one_is_rejected(
     tmp_path: Path,
 ) -> None:
     faults = ("--faults", "DisconnectClients", "CutConnections")
-    times = ("--seconds", "5", "--every", "1")
+    times = ("--seconds", "2.5", "--every", "1")
     folder = ("--folder", str(tmp_path))
     assert main(["--executor", "local", *SMALL, *faults, *times, *folder]) == 0
     events = list(read_history(tmp_path / "history.jsonl"))

@@ -41,8 +41,8 @@ class Attack(ABC):
     """Whether the server requires keys."""
     max_descriptors: ClassVar[int | None] = None
     """The limit of open files of the server; None is that of this process."""
-    fast_s: ClassVar[float] = 0.5
-    """How long it runs in `make test`."""
+    fast_s: ClassVar[float] = 0.25
+    """How long it runs in its short form."""
     full_s: ClassVar[float] = 5.0
     """How long it runs in `make test-hostile`."""
     max_growth_mib: ClassVar[float] = 64.0

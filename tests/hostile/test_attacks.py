@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
     from tests.hostile.attack import Attack
 
-_BEFORE_S = 0.2
 _LONG_PROMPT = {"model": "tiny-llama", "prompt": "word " * 500, "max_tokens": 1}
 """A prompt that a thread tokenizes."""
-_FLOOD_S = 2.0
+_FLOOD_S = 0.5
 _SLOW = (
     "allowed_preflights",
+    "cache_salts",
+    "cancelled_calls",
+    "costly_grammar",
     "dns_rebinding",
     "echoed_tools",
     "held_headers",
+    "idle_connections",
+    "many_tool_calls",
     "new_health_checks",
     "prompt_reports",
     "valid_calls",
@@ -74,7 +78,7 @@ async def test_attack_harms_nobody_else(
     attack = ATTACKS[name]()
     trial = Trial(server_for(attack), attacker)
     await trial.warm_up(0.0)
-    outcome = await trial.run(attack, seconds=attack.fast_s, before_s=_BEFORE_S, after_s=0.0)
+    outcome = await trial.run(attack, seconds=attack.fast_s, before_s=0.0, after_s=0.0)
     assert outcome.damage() == []
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import httpx
-import psutil
 
 from tests.fakes import wait_for
+from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import psutil
 
     from tests.system.server_process import ServerProcess
 
@@ -40,8 +42,7 @@ def check_streams_finish(server: ServerProcess, log: Path, *, daemon: str) -> No
 
 def assert_ended(processes: list[psutil.Process]) -> None:
     """Fail unless the processes end within a minute."""
-    _, alive = psutil.wait_procs(processes, timeout=60.0)
-    assert alive == []
+    assert still_running(processes, 60.0) == []
 
 
 def _is_ready(server: ServerProcess) -> bool:

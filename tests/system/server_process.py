@@ -116,6 +116,7 @@ class ServerProcess:
                 "serve",
                 str(self.folder),
                 "--device=cpu",
+                "--num-threads=1",
                 f"--grpc-port={self.grpc_port}",
                 f"--http-port={self.http_port}",
                 *self.arguments,

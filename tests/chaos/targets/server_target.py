@@ -18,6 +18,7 @@ from pagedray.v1 import pagedray_pb2 as pb
 from pagedray.v1 import pagedray_pb2_grpc
 from tests.chaos.history.events import ServerExited, ServerStarted
 from tests.chaos.targets.target import Holdings, Target, tracebacks_in
+from tests.process_ends import still_running
 from tests.system.server_process import ROOT, TINY_LLAMA, free_port, serve_command
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class ServerTarget(Target):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        psutil.wait_procs(family, timeout=10.0)
+        still_running(family, 10.0)
         self._log.close()
 
     def servers(self) -> list[psutil.Process]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.process_ends import still_running
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -60,7 +62,7 @@ class Loading:
         """End both processes."""
         self.process.kill()
         self.process.communicate()
-        self.watchdog.wait(5.0)
+        assert still_running([self.watchdog], 5.0) == []
 
 
 @pytest.fixture
@@ -89,18 +91,18 @@ def test_a_process_that_does_not_load_in_time_is_killed(loading: Loading) -> Non
     assert "did not load within 1 s" in errors
 
 
-@pytest.mark.parametrize("loading", [{"load": "time.sleep(3)", "silence_s": 2.0}], indirect=True)
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(2)", "silence_s": 1.5}], indirect=True)
 def test_a_process_that_loads_for_longer_than_the_limit_goes_on(loading: Loading) -> None:
     assert loading.ended() == (0, "loaded\n", "")
-    loading.watchdog.wait(5.0)
+    assert still_running([loading.watchdog], 5.0) == []
 
 
-@pytest.mark.parametrize("loading", [{"load": "time.sleep(1.5)", "silence_s": 2.0}], indirect=True)
+@pytest.mark.parametrize("loading", [{"load": "time.sleep(1.0)", "silence_s": 1.5}], indirect=True)
 def test_a_pause_of_both_processes_is_no_hang(loading: Loading) -> None:
     pids = (loading.process.pid, loading.watchdog.pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(2.0)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     assert loading.ended() == (0, "loaded\n", "")
@@ -110,8 +112,8 @@ def test_a_pause_of_both_processes_is_no_hang(loading: Loading) -> None:
 def test_no_watchdog_is_left_once_the_process_has_loaded_or_died(loading: Loading) -> None:
     assert loading.process.stdout is not None
     assert loading.process.stdout.readline() == "loaded\n"
-    loading.watchdog.wait(5.0)
+    assert still_running([loading.watchdog], 5.0) == []
     other = Loading("time.sleep(60)")
     other.process.kill()
-    other.watchdog.wait(5.0)
+    assert still_running([other.watchdog], 5.0) == []
     other.close()

@@ -7,11 +7,11 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 import yaml
 
 from tests.fakes import wait_for
+from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ROOT, ServerProcess
 
@@ -66,8 +66,7 @@ def test_sigint_ends_streams_after_two_seconds() -> None:
         assert server.interrupt(timeout_s=60.0) == 0
         ends = {stream.end for stream in streams.ended(60.0)}
         assert ends <= {"UNAVAILABLE", "FINISH_REASON_LENGTH"}
-    _, alive = psutil.wait_procs(family, timeout=10.0)
-    assert alive == []
+    assert still_running(family, 10.0) == []
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
-import psutil
 import pytest
 
 from tests.fakes import wait_for
+from tests.process_ends import still_running
 from tests.system.grpc_streams import GrpcStream, GrpcStreams
 from tests.system.server_process import ServerProcess
 
@@ -98,8 +98,7 @@ def test_hang_that_lasts_ends_the_server_after_its_streams(daemon: str, tmp_path
             assert streams.ended(EXIT_S) == [finished(900)] * NUM_STREAMS
         assert server.wait(EXIT_S) == 1
     assert "hangs. Dead ranks cannot be replaced, so the server stops." in lines(log)[-1]
-    _, alive = psutil.wait_procs(processes, timeout=30.0)
-    assert alive == []
+    assert still_running(processes, 30.0) == []
 
 
 @pytest.mark.slow

@@ -36,7 +36,12 @@ def runner() -> Iterator[asyncio.Runner]:
 def engine(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
     """On Ray, as by default."""
     found = AsyncLLM(
-        TINY_LLAMA, device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, show_progress=False
+        TINY_LLAMA,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        num_blocks=NUM_BLOCKS,
+        show_progress=False,
     )
     yield found
     found.shutdown()
@@ -45,7 +50,12 @@ def engine(runner: asyncio.Runner) -> Iterator[AsyncLLM]:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(
-        TINY_LLAMA, device="cpu", dtype="float32", executor="local", show_progress=False
+        TINY_LLAMA,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        executor="local",
+        show_progress=False,
     ) as found:
         yield found
 

@@ -34,6 +34,7 @@ def llm() -> Iterator[LLM]:
         dtype="float",
         distributed_executor_backend="mp",
         device="cpu",
+        num_threads=1,
         gpu_memory_utilization=0.5,
         enable_prefix_caching=True,
         max_model_len="0.5K",
