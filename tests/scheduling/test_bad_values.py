@@ -51,7 +51,16 @@ def add_request(harness: Harness, rng: random.Random) -> None:
     )
 
 
-@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 10))
+@pytest.mark.parametrize(
+    "first_seed",
+    [
+        *range(0, NUM_SEEDS // 2, 10),
+        *(
+            pytest.param(first, marks=pytest.mark.slow)
+            for first in range(NUM_SEEDS // 2, NUM_SEEDS, 10)
+        ),
+    ],
+)
 def test_no_new_request_finds_a_block_that_is_known_to_be_bad(first_seed: int) -> None:
     # The worker checks it.
     for seed in range(first_seed, first_seed + 10):

@@ -112,7 +112,16 @@ def live(seed: int, *, restrictions: float = 0.0, structures: float = 0.0) -> Ha
     return harness
 
 
-@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 10))
+@pytest.mark.parametrize(
+    "first_seed",
+    [
+        *range(0, NUM_SEEDS // 2, 10),
+        *(
+            pytest.param(first, marks=pytest.mark.slow)
+            for first in range(NUM_SEEDS // 2, NUM_SEEDS, 10)
+        ),
+    ],
+)
 def test_every_sequence_ends_as_if_it_had_been_alone(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):
         live(seed)
@@ -123,7 +132,7 @@ def test_barred_requests_lose_nothing_and_continue() -> None:
         live(seed, restrictions=5.0)
 
 
-@pytest.mark.parametrize("first_seed", [0, 12])
+@pytest.mark.parametrize("first_seed", [0, pytest.param(12, marks=pytest.mark.slow)])
 def test_late_masks_change_no_token_and_delay_no_sequence_forever(first_seed: int) -> None:
     harnesses = [
         live(seed, structures=0.6, restrictions=2.0 * (seed % 2))

@@ -9,6 +9,8 @@ from bench.virtual_cases import (
     throughput_of_preemption,
 )
 
+SLOW: tuple[Workload, ...] = ("shared prefix", "long prompts")
+
 
 @pytest.mark.parametrize("has_limit", [True, False])
 def test_a_pool_that_is_too_small_costs_little_throughput(has_limit: bool) -> None:
@@ -18,7 +20,10 @@ def test_a_pool_that_is_too_small_costs_little_throughput(has_limit: bool) -> No
     assert small > 0.95 * fitting
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(one, marks=[pytest.mark.slow] if one in SLOW else []) for one in WORKLOADS],
+)
 def test_auto_is_as_good_as_the_better_of_swapping_and_recomputing(workload: Workload) -> None:
     swapped, recomputed, chosen = (
         throughput_of_preemption(workload, preemption)

@@ -26,6 +26,7 @@ __all__ = [
     "DEVICE",
     "FEATURES",
     "HEADS",
+    "SLOW_FEATURES",
     "TOLERANCE",
     "PagedCase",
     "Shape",
@@ -57,6 +58,16 @@ FEATURES: dict[str, dict[str, Any]] = {  # Any: the options differ in type
     "sinks and left window": {"has_sinks": True, "window_left": 11, "window_right": -1},
     "sinks and cap": {"has_sinks": True, "soft_cap": 1.5, "scale": 1.0},
 }
+SLOW_FEATURES = (
+    "scale",
+    "right window",
+    "left window",
+    "ALiBi both ways",
+    "cap and ALiBi",
+    "sinks and left window",
+    "sinks and cap",
+)
+"""Those whose parts others have."""
 HEADS = [(4, 4), (3, 1), (6, 2), (10, 2), (7, 1), (8, 1), (20, 1)]
 """Query heads and KV heads: 1, 3, 5, 7, 8 per KV head, and more than a small tile has."""
 

@@ -4,18 +4,29 @@ import pytest
 import torch
 
 from attention.kernels.triton.tuning import PagedAttentionTuning
-from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape
+from tests.attention.kernels.paged_case import (
+    FEATURES,
+    HEADS,
+    SLOW_FEATURES,
+    PagedCase,
+    Shape,
+    or_slow,
+)
 
 SMALL = PagedAttentionTuning(tile_vectors=16, tile_keys=16, num_warps=4, num_stages=2)
+DEFAULT_FEATURES = ("causal", "two-sided window", "ALiBi and window", "cap and window", "sinks")
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", or_slow(list(FEATURES), slow=SLOW_FEATURES))
 def test_every_feature_equals_the_reference(feature: str) -> None:
     case = PagedCase(Shape(), [37, 5, 21])
     case.check_chunks([9, 5, 1], FEATURES[feature], SMALL)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature",
+    or_slow(list(FEATURES), slow=[one for one in FEATURES if one not in DEFAULT_FEATURES]),
+)
 def test_default_tuning_equals_the_reference(feature: str) -> None:
     PagedCase(Shape(), [70, 3]).check_chunks([19, 2], FEATURES[feature])
 

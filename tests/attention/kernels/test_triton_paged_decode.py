@@ -4,15 +4,24 @@ import pytest
 import torch
 
 from attention.kernels.triton.tuning import default_num_splits
-from tests.attention.kernels.paged_case import FEATURES, HEADS, PagedCase, Shape, or_slow
+from tests.attention.kernels.paged_case import (
+    FEATURES,
+    HEADS,
+    SLOW_FEATURES,
+    PagedCase,
+    Shape,
+    or_slow,
+)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", or_slow(list(FEATURES), slow=SLOW_FEATURES))
 def test_every_feature_equals_the_reference(feature: str) -> None:
     PagedCase(Shape(), [37, 1, 130]).check_decode(FEATURES[feature])
 
 
-@pytest.mark.parametrize("num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7]))
+@pytest.mark.parametrize(
+    "num_splits", or_slow([1, 2, 3, 4, 5, 6, 7, 8, 11], slow=[2, 4, 5, 6, 7, 8])
+)
 @pytest.mark.parametrize("feature", ["causal", "window", "sinks"])
 def test_every_number_of_splits_equals_the_reference(feature: str, num_splits: int) -> None:
     shape = Shape(num_heads=2, num_kv_heads=1)

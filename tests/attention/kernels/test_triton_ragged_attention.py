@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from attention.kernels.triton.tuning import PagedAttentionTuning
-from tests.attention.kernels.paged_case import FEATURES, PagedCase, Shape
+from tests.attention.kernels.paged_case import FEATURES, SLOW_FEATURES, PagedCase, Shape, or_slow
 
 SMALL = PagedAttentionTuning(tile_vectors=16, tile_keys=16, num_warps=4, num_stages=2)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", or_slow(list(FEATURES), slow=SLOW_FEATURES))
 def test_every_feature_equals_the_reference(feature: str) -> None:
     PagedCase(Shape(), [21, 19, 5]).check_ragged([9, 19, 1], FEATURES[feature], SMALL)
 

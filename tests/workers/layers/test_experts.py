@@ -233,7 +233,7 @@ def test_grouped_experts_compute_what_single_ones_do(num_rows: int, config: Expe
     torch.testing.assert_close(grouped, single, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow), 40])
 @torch.inference_mode()
 def test_products_in_mxfp4_are_those_of_dequantized_weights(num_rows: int) -> None:
     pytest.importorskip("triton")

@@ -1,5 +1,8 @@
 """Sums over the experts of each row, against torch in float64."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -10,10 +13,34 @@ from attention.kernels.triton.experts import (
     default_expert_tuning,
     expert_sums,
 )
-from tests.attention.kernels.paged_case import DEVICE
+from tests.attention.kernels.paged_case import DEVICE, or_slow
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 TUNING = ExpertTuning(tile_pairs=16, tile_columns=16, tile_depth=32, num_warps=2, num_stages=2)
+SOME = [
+    (1, torch.float32, TUNING),
+    (1, torch.bfloat16, None),
+    (7, torch.float16, None),
+    (7, torch.bfloat16, TUNING),
+    (60, torch.float32, None),
+    (60, torch.float16, TUNING),
+]
+"""Each number of rows and each type, with each tuning."""
+OTHERS = [
+    case for case in itertools.product((1, 7, 60), TOLERANCES, (None, TUNING)) if case not in SOME
+]
+
+
+def few_rows_and_many(few: int, many: int) -> list[Any]:  # Any: parameters of pytest
+    """Return few rows with tiles and many with the default, and the slow opposite."""
+    slow = [(few, None), (many, TUNING)]
+    return or_slow([(few, TUNING), (many, None), *slow], slow=slow)
+
+
+def name_of(value: object) -> str:
+    """Return the name of a parameter."""
+    names = {None: "default", TUNING: "tiles"}
+    return names[value] if value is None or isinstance(value, ExpertTuning) else str(value)
 
 
 class ExpertCase:
@@ -74,9 +101,9 @@ class ExpertCase:
         torch.testing.assert_close(actual, self.expected(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 7, 60])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "tuning"), or_slow([*SOME, *OTHERS], slow=OTHERS), ids=name_of
+)
 def test_sums_equal_those_of_float64(
     num_rows: int, dtype: torch.dtype, tuning: ExpertTuning | None
 ) -> None:
@@ -94,16 +121,18 @@ def test_any_number_of_experts_is_summed(num_rows: int, num_experts: int) -> Non
     case.check()
 
 
-@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
-@pytest.mark.parametrize("num_rows", [2, 50])
+@pytest.mark.parametrize(("num_rows", "tuning"), few_rows_and_many(2, 50), ids=name_of)
 def test_the_parts_of_two_ranks_add_up(num_rows: int, tuning: ExpertTuning | None) -> None:
     case = ExpertCase(num_rows)
     total = case.sums_of(slice(0, 2), tuning) + case.sums_of(slice(2, 5), tuning)
     torch.testing.assert_close(total.double(), case.expected(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
-@pytest.mark.parametrize("num_rows", [2, 50])
+@pytest.mark.parametrize(
+    ("num_rows", "tuning"),
+    or_slow([(2, None), (50, TUNING), (2, TUNING), (50, None)], slow=[(2, TUNING), (50, None)]),
+    ids=name_of,
+)
 def test_rows_of_other_ranks_experts_are_zero(num_rows: int, tuning: ExpertTuning | None) -> None:
     case = ExpertCase(num_rows, num_chosen=1)
     case.experts.fill_(4)
@@ -116,7 +145,7 @@ def test_all_rows_of_one_expert_are_summed() -> None:
     case.check()
 
 
-@pytest.mark.parametrize("num_rows", [3, 90])
+@pytest.mark.parametrize("num_rows", or_slow([3, 90], slow=[3]))
 def test_default_tuning_computes_the_same(num_rows: int) -> None:
     ExpertCase(num_rows, hidden_size=72, inner_size=80).check(None)
 
@@ -136,8 +165,7 @@ def test_every_default_tile_computes_the_same(num_rows: int) -> None:
     ExpertCase(num_rows, hidden_size=64, inner_size=40, dtype=torch.bfloat16).check(None)
 
 
-@pytest.mark.parametrize("tuning", [None, TUNING], ids=["default", "tiles"])
-@pytest.mark.parametrize("num_rows", [5, 50])
+@pytest.mark.parametrize(("num_rows", "tuning"), few_rows_and_many(5, 50), ids=name_of)
 def test_a_value_that_is_not_finite_stays_in_its_row(
     num_rows: int, tuning: ExpertTuning | None
 ) -> None:

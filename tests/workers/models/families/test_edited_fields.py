@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SAMPLE = 10
+SAMPLE = 5
 """Edits of each configuration that run each time; all of them are slow tests."""
 # The section is not read; transformers does not find the tensors of some classes without a type,
 # and does not apply MPT's maximum.
