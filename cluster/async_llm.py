@@ -237,7 +237,7 @@ class AsyncLLM:
         async with await _opened(client, requests) as stream:
             async for events in stream:
                 for event in events:
-                    collectors[event.request_id].push_event(event)
+                    collectors[event.request_id].push_events([event])
         return [first_logprobs(collectors[one.id].generation()) for one in requests]
 
     async def _validated(self, prompt: SaltedPrompt, params: RequestParams) -> Request:
@@ -291,7 +291,7 @@ async def _results(
     is_delta = kind is RequestOutputKind.DELTA
     async for events in stream:
         for event in events:
-            output = collector.push_event(event)
+            output = collector.push_events([event])
             if output.finish_reason is not None and event.finish_reason is None:
                 # A stop string ended it, which the engine does not see.
                 stream.finish_sequence(event.request_id, event.index)

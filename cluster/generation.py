@@ -191,18 +191,18 @@ class Collector:
     def is_finished(self) -> bool:
         return all(stream.is_finished for stream in self._streams)
 
-    def push_event(self, event: TokenEvent) -> SequenceOutput:
-        """Add an event and return its output."""
-        stream = self._streams[event.index]
+    def push_events(self, events: Sequence[TokenEvent]) -> SequenceOutput:
+        """Add the next events of one sequence and return their output."""
+        index = events[0].index
+        stream = self._streams[index]
         if stream.is_finished:
-            return SequenceOutput(index=event.index, text="", token_ids=())
-        self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
-        for part in event.prompt_logprobs:
-            self._prompt_logprobs += map(self._described, part.tokens(), self._prompt_ids(part))
-        output = stream.add_events([event])
-        self._progress[event.index].add(
-            output, map(self._described, output.logprobs, output.token_ids)
-        )
+            return SequenceOutput(index=index, text="", token_ids=())
+        for event in events:
+            self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+            for part in event.prompt_logprobs:
+                self._prompt_logprobs += map(self._described, part.tokens(), self._prompt_ids(part))
+        output = stream.add_events(events)
+        self._progress[index].add(output, map(self._described, output.logprobs, output.token_ids))
         return output
 
     def generation(self) -> Generation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tqdm import tqdm
@@ -34,7 +35,7 @@ from pagedray.errors import InvalidRequestError, OverloadedError
 from pagedray.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -185,7 +186,7 @@ class LLM:
             self._controller.submit_request(request)
             while not collector.is_finished:
                 for event in buffer.take_events():
-                    if text := self._push(collector, event).text:
+                    if text := self._push(collector, [event]).text:
                         yield text
         finally:
             self._controller.abort_request(request.id)
@@ -359,11 +360,12 @@ class LLM:
         with tqdm(total=num_open, unit="prompt", disable=not show_progress) as bar:
             while num_open:
                 # A queue filled by other calls drains without an event for this one.
-                for event in buffer.take_events(None if held is None else _HELD_POLL_S):
-                    collector = collectors[event.request_id]
+                taken = buffer.take_events(None if held is None else _HELD_POLL_S)
+                for events in _by_sequence(taken):
+                    collector = collectors[events[0].request_id]
                     if collector.is_finished:
                         continue
-                    self._push(collector, event)
+                    self._push(collector, events)
                     if collector.is_finished:
                         num_open -= 1
                         bar.update()
@@ -379,12 +381,20 @@ class LLM:
                 return request
         return None
 
-    def _push(self, collector: Collector, event: TokenEvent) -> SequenceOutput:
-        output = collector.push_event(event)
-        if output.finish_reason is not None and event.finish_reason is None:
+    def _push(self, collector: Collector, events: Sequence[TokenEvent]) -> SequenceOutput:
+        output, last = collector.push_events(events), events[-1]
+        if output.finish_reason is not None and last.finish_reason is None:
             # A stop string ended it, which the engine does not see.
-            self._controller.finish_sequence(event.request_id, event.index)
+            self._controller.finish_sequence(last.request_id, last.index)
         return output
+
+
+def _by_sequence(events: Iterable[TokenEvent]) -> Collection[Sequence[TokenEvent]]:
+    """Return the events of each sequence, which are converted to text at once."""
+    found: defaultdict[tuple[str, int], list[TokenEvent]] = defaultdict(list)
+    for event in events:
+        found[event.request_id, event.index].append(event)
+    return found.values()
 
 
 def _ignore_progress(what: str, fraction: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attention.kernels.quantized_rows import QuantizedRows
 from workers.layers.expert_tensors import ExpertTensors
 from workers.layers.mxfp4_experts import expert_product_class
 from workers.layers.router import Router
@@ -64,8 +65,14 @@ class ExpertLayer(Layer):
             device=device,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Return False: the router reads the rows as they are."""
+        del num_rows
+        return False
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]` for `[num_tokens, hidden_size]`."""
+        assert not isinstance(x, QuantizedRows)
         out = self._product(x, self._router(x))
         if self._shared is not None:
             out.add_(self._shared(x))

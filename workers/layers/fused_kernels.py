@@ -14,16 +14,21 @@ import torch
 from attention.kernels.cpu.token_rows import AddNorm, Rotate
 
 if TYPE_CHECKING:
+    from attention.kernels.quantized_rows import QuantizedRows
     from pagedray.model_config import Activation
 
 __all__ = [
     "AddNormKernel",
     "GateKernel",
     "HeadNormKernel",
+    "QuantizedAddNormKernel",
+    "QuantizedGateKernel",
     "RotateKernel",
     "add_norm_kernel",
     "gate_kernel",
     "head_norm_kernel",
+    "quantized_add_norm_kernel",
+    "quantized_gate_kernel",
     "rotate_kernel",
 ]
 
@@ -31,6 +36,10 @@ AddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Adds the second tensor, if any, to the first in place, and returns the norm of the sum."""
 GateKernel = Callable[[torch.Tensor], torch.Tensor]
 """Returns `f(first half of the columns) * second half`, `[num_tokens, columns / 2]`."""
+QuantizedAddNormKernel = Callable[[torch.Tensor, torch.Tensor | None], "QuantizedRows"]
+"""As `AddNormKernel`, and quantizes the norm."""
+QuantizedGateKernel = Callable[[torch.Tensor], "QuantizedRows"]
+"""As `GateKernel`, and quantizes the product."""
 HeadNormKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Returns the norm of `[num_tokens, num_heads, head_size]`, scaled by `[num_heads, head_size]`."""
 RotateKernel = Callable[[torch.Tensor, torch.Tensor], None]
@@ -67,6 +76,29 @@ def add_norm_kernel(
     return AddNorm.make(weight, eps)
 
 
+def quantized_add_norm_kernel(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+    overlaps: bool,
+) -> QuantizedAddNormKernel | None:
+    """Return the kernel of `add_norm_kernel` that quantizes the norm."""
+    if weight.device.type != "cuda":
+        return None
+    from attention.kernels.triton.token_rows import quantized_add_norm
+
+    return partial(
+        quantized_add_norm,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        is_centred=is_centred,
+        overlaps=overlaps,
+    )
+
+
 def head_norm_kernel(eps: float, device: torch.device) -> HeadNormKernel | None:
     """Return the kernel of RMSNorm of each head."""
     if device.type != "cuda":
@@ -95,6 +127,17 @@ def gate_kernel(activation: Activation, device: torch.device) -> GateKernel | No
     """Return the kernel that applies the activation to the gate and multiplies."""
     if device.type != "cuda":
         return None
-    from attention.kernels.triton.token_rows import gated
+    from attention.kernels.triton.gate import gated
 
     return partial(gated, kind=activation)
+
+
+def quantized_gate_kernel(
+    activation: Activation, device: torch.device
+) -> QuantizedGateKernel | None:
+    """Return the kernel of `gate_kernel` that quantizes the product."""
+    if device.type != "cuda":
+        return None
+    from attention.kernels.triton.gate import quantized_gated
+
+    return partial(quantized_gated, kind=activation)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.kernels.quantized_rows import QuantizedRows
 from workers.layers.formats.make_kernel import make_format_kernel
 from workers.layers.weight import Layer, MatrixPart, WeightShard, part_of
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagedray.weight_format import Quantization
+    from workers.layers.linear_kernels import LinearKernel
     from workers.parallel.group import ParallelGroup
 
 __all__ = ["ColumnParallelLinear", "Columns", "RowParallelLinear", "columns_of"]
@@ -60,6 +62,10 @@ def columns_of(names: Sequence[str], layers: Sequence[tuple[int, slice]]) -> lis
     return columns
 
 
+def _product(kernel: LinearKernel, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    return kernel.of_quantized(x) if isinstance(x, QuantizedRows) else kernel(x)
+
+
 class ColumnParallelLinear(Layer):
     """Each rank computes some output columns of one or several layers, in one GEMM."""
 
@@ -85,9 +91,13 @@ class ColumnParallelLinear(Layer):
             device=device,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        return self._kernel.takes_quantized(num_rows)
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Return `[num_tokens, columns of this rank]` for `[num_tokens, in_size]`."""
-        return self._kernel(x)
+        return _product(self._kernel, x)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """Return `silu(first half) * second half` of this rank's columns.
@@ -158,12 +168,16 @@ class RowParallelLinear(Layer):
             device=device,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        return self._kernel.takes_quantized(num_rows)
+
+    def __call__(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Return `[num_tokens, out_size]` for `[num_tokens, in_size / number of ranks]`.
 
         It is equal on all ranks, or this rank's partial output.
         """
-        partial = self._kernel(x)
+        partial = _product(self._kernel, x)
         return self._group.all_reduce(partial) if self._reduces else partial
 
     def weight_shards(self) -> Iterator[WeightShard]:

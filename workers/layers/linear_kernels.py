@@ -19,6 +19,7 @@ from workers.layers.weight import WeightShard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from attention.kernels.quantized_rows import QuantizedRows
     from workers.layers.weight import MatrixPart
 
 __all__ = [
@@ -89,6 +90,15 @@ class LinearKernel(ABC):
             return self._gate(columns)
         gate, other = columns.chunk(2, dim=1)
         return functional.silu(gate).mul_(other)
+
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Whether `of_quantized` computes what a call would for this number of rows."""
+        del num_rows
+        return False
+
+    def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
+        """Return `[num_rows, out_size]`; only if `takes_quantized`."""
+        raise NotImplementedError
 
     def finalize(self) -> None:  # noqa: B027  # A dense weight stays as it is.
         """Convert the loaded weight into the layout of the kernel."""

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.nn import functional
 
-from workers.layers.fused_kernels import add_norm_kernel, head_norm_kernel
+from workers.layers.fused_kernels import (
+    add_norm_kernel,
+    head_norm_kernel,
+    quantized_add_norm_kernel,
+)
 from workers.layers.weight import Layer, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attention.kernels.quantized_rows import QuantizedRows
     from workers.parallel.group import ParallelGroup
+    from workers.parallel.one_shot import OneShotAllReduce
 
 __all__ = ["LayerNorm", "OffsetRMSNorm", "QKNorm", "RMSNorm", "ResidualNorm"]
 
@@ -59,29 +65,51 @@ class ResidualNorm(Layer):
             overlaps=overlaps,
             dtype=dtype,
         )
+        self._quantized_kernel = quantized_add_norm_kernel(
+            self._weight, self._bias, eps, is_centred=self._is_centred, overlaps=overlaps
+        )
+
+    def quantized(
+        self, stream: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor | QuantizedRows:
+        """As the call, and quantizes the norm if one kernel does both."""
+        if self._quantized_kernel is None or self._one_shot(delta) is not None:
+            return self(stream, delta)
+        return self._quantized_kernel(stream, self._summed(delta))
 
     def __call__(self, stream: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to the stream, in place, and return the stream's norm.
 
         All are `[num_tokens, hidden_size]`.
         """
-        if delta is not None and self._sums_over is not None:
-            one_shot = self._sums_over.one_shot
-            if one_shot is not None and one_shot.takes(delta):
-                return one_shot.add_norm(
-                    stream,
-                    delta,
-                    self._weight,
-                    self._bias,
-                    self._eps,
-                    is_centred=self._is_centred,
-                )
-            delta = self._sums_over.all_reduce(delta)
+        one_shot = self._one_shot(delta)
+        if delta is not None and one_shot is not None:
+            return one_shot.add_norm(
+                stream,
+                delta,
+                self._weight,
+                self._bias,
+                self._eps,
+                is_centred=self._is_centred,
+            )
+        delta = self._summed(delta)
         if self._kernel is not None:
             return self._kernel(stream, delta)
         if delta is not None:
             stream.add_(delta)
         return self._normed(stream)
+
+    def _one_shot(self, delta: torch.Tensor | None) -> OneShotAllReduce | None:
+        """Return what sums `delta` and computes the norm in one kernel, if that is faster."""
+        if delta is None or self._sums_over is None:
+            return None
+        one_shot = self._sums_over.one_shot
+        return one_shot if one_shot is not None and one_shot.takes(delta) else None
+
+    def _summed(self, delta: torch.Tensor | None) -> torch.Tensor | None:
+        if delta is None or self._sums_over is None:
+            return delta
+        return self._sums_over.all_reduce(delta)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         yield _shard(f"{self._name}.weight", self._weight, dummy=self._dummy_weight)

@@ -30,5 +30,9 @@ class StreamSum(Layer):
             return stream
         return stream.add_(delta if self._sums_over is None else self._sums_over.all_reduce(delta))
 
+    def quantized(self, stream: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """As the call: without a norm, nothing is gained by quantizing here."""
+        return self(stream, delta)
+
     def weight_shards(self) -> Iterator[WeightShard]:
         return iter(())

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from attention.abstract import AttentionBackend
+    from attention.kernels.quantized_rows import QuantizedRows
     from pagedray.model_config import ModelConfig
     from workers.layers.experts import ExpertLayer
     from workers.layers.mlp import MLP
@@ -37,6 +38,18 @@ def decoder_layer_class(config: ModelConfig) -> type[DecoderLayer]:
 def summed_by_norm(config: ModelConfig, group: ParallelGroup) -> ParallelGroup | None:
     """Return the group if the norm behind a layer sums the parts of that layer's output."""
     return group if config.names.mlp_post_norm is None else None
+
+
+def _normed(
+    norm: ResidualNorm | StreamSum,
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    reader: DecoderSelfAttention | MLP | ExpertLayer | ScaledLayer,
+) -> torch.Tensor | QuantizedRows:
+    """Return the norm of the stream, quantized if its reader would quantize it."""
+    if reader.takes_quantized(len(residual)):
+        return norm.quantized(residual, delta)
+    return norm(residual, delta)
 
 
 class DecoderLayer(CompositeLayer):
@@ -108,11 +121,11 @@ class DecoderLayer(CompositeLayer):
         An output is this rank's part of a sum if `summed_by_norm` has a group. All are
         `[num_tokens, hidden_size]`; `residual` changes in place.
         """
-        hidden = self._attention_norm(residual, delta)
+        hidden = _normed(self._attention_norm, residual, delta, self._attention)
         delta = self._attention(hidden, rotation, attention)
         if self._attention_post_norm is not None:
             delta = self._attention_post_norm(delta)
-        delta = self._mlp(self._mlp_norm(residual, delta))
+        delta = self._mlp(_normed(self._mlp_norm, residual, delta, self._mlp))
         if self._mlp_post_norm is not None:
             delta = self._mlp_post_norm(delta)
         return delta

@@ -24,6 +24,10 @@ class ScaledLayer(CompositeLayer):
         self._layer = layer
         self._scale = scale
 
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Whether the layer takes this number of rows as `QuantizedRows`, too."""
+        return self._layer.takes_quantized(num_rows)
+
     # Any: the parameters of the layer.
     def __call__(self, *arguments: Any) -> torch.Tensor:
         """Return the scaled output."""

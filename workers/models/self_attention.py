@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attention.abstract import AttentionBackend
+    from attention.kernels.quantized_rows import QuantizedRows
     from pagedray.model_config import ModelConfig
     from workers.layers.rope import Rotation
     from workers.layers.weight import Layer
@@ -128,9 +129,13 @@ class DecoderSelfAttention(CompositeLayer):
             device=device,
         )
 
+    def takes_quantized(self, num_rows: int) -> bool:
+        """Whether a call with this number of rows takes them as `QuantizedRows`, too."""
+        return self._qkv.takes_quantized(num_rows)
+
     def __call__(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | QuantizedRows,
         rotation: Rotation,
         attention: StepAttention,
     ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gates of token rows: the work between the GEMMs of a layer.
+"""Norms and rotary embeddings of token rows: work between the GEMMs of a layer.
 
 Each kernel reads its rows once and computes in float32, where torch would run several kernels that
 read and round them in between.
@@ -6,7 +6,7 @@ read and round them in between.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,14 +18,15 @@ from attention.kernels.triton.dependent_launch import (
     launch_options,
     wait_for_inputs,
 )
+from attention.kernels.triton.gemm.fp8_rows import empty_quantized, store_quantized
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["Gate", "activation", "add_norm", "gated", "norm_heads", "rotate_heads"]
+if TYPE_CHECKING:
+    from attention.kernels.quantized_rows import QuantizedRows
 
-Gate = Literal["silu", "gelu", "gelu_tanh"]
+__all__ = ["add_norm", "norm_heads", "quantized_add_norm", "rotate_heads"]
 
 _HEADS_PER_PROGRAM = 8
-_GATE_TILE = 1024
 
 
 @triton.jit
@@ -35,6 +36,7 @@ def _add_norm(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     stream_stride: tl.tensor,
     delta_stride: tl.tensor,
     eps: tl.tensor,
@@ -42,13 +44,15 @@ def _add_norm(
     has_delta: tl.constexpr,
     has_bias: tl.constexpr,
     is_centred: tl.constexpr,
+    is_quantized: tl.constexpr,
     is_dependent: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Add delta to one row of the residual stream in place, and write its norm.
 
-    Launched by `add_norm`; grid `(num_rows,)`. Pointers: stream, delta, out `[num_rows, size]`;
-    weight, bias `[size]`, all of the model's dtype.
+    Launched by `add_norm` and `quantized_add_norm`; grid `(num_rows,)`. Pointers: stream, delta,
+    out `[num_rows, size]`; weight, bias `[size]`; scales `[num_rows]` float32 if `is_quantized`.
+    All others are of the model's dtype, but `out` in fp8 if `is_quantized`.
     """
     wait_for_inputs(is_dependent)
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +70,11 @@ def _add_norm(
     normed *= tl.load(weight + elements, mask=is_element, other=0.0).to(tl.float32)
     if has_bias:
         normed += tl.load(bias + elements, mask=is_element, other=0.0).to(tl.float32)
-    tl.store(out + row * size + elements, normed.to(out.dtype.element_ty), mask=is_element)
+    normed = normed.to(stream.dtype.element_ty)
+    if is_quantized:
+        store_quantized(normed.to(tl.float32), out, scales, row, elements, size)
+    else:
+        tl.store(out + row * size + elements, normed, mask=is_element)
 
 
 def add_norm(
@@ -84,10 +92,54 @@ def add_norm(
     The norm is RMSNorm, or LayerNorm if `is_centred`, which subtracts the mean. With `overlaps`, it
     starts while the kernel before it ends, which must be of the same stream: not one of NCCL.
     """
+    out = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+    _launch_add_norm(
+        stream, delta, weight, bias, eps, out, None, is_centred=is_centred, overlaps=overlaps
+    )
+    return out
+
+
+def quantized_add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centred: bool,
+    overlaps: bool = False,
+) -> QuantizedRows:
+    """Return what `quantize_rows` makes of `add_norm`, by one kernel."""
+    rows = empty_quantized(*stream.shape, dtype=stream.dtype, device=stream.device)
+    _launch_add_norm(
+        stream,
+        delta,
+        weight,
+        bias,
+        eps,
+        rows.values,
+        rows.scales,
+        is_centred=is_centred,
+        overlaps=overlaps,
+    )
+    return rows
+
+
+def _launch_add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    *,
+    is_centred: bool,
+    overlaps: bool,
+) -> None:
     num_rows, size = stream.shape
     assert stream.stride(1) == 1
     assert delta is None or (delta.shape == stream.shape and delta.stride(1) == 1)
-    out = torch.empty((num_rows, size), dtype=stream.dtype, device=stream.device)
     if num_rows:
         tile = next_power_of_two(size)
         _add_norm[(num_rows,)](
@@ -96,6 +148,7 @@ def add_norm(
             weight,
             weight if bias is None else bias,
             out,
+            out if scales is None else scales,
             stream.stride(0),
             0 if delta is None else delta.stride(0),
             eps,
@@ -103,12 +156,12 @@ def add_norm(
             has_delta=delta is not None,
             has_bias=bias is not None,
             is_centred=is_centred,
+            is_quantized=scales is not None,
             tile=tile,
             num_warps=min(16, max(4, tile // 512)),
             is_dependent=can_depend(stream.device),
             **(launch_options(stream.device) if overlaps else {}),
         )
-    return out
 
 
 @triton.jit
@@ -228,68 +281,3 @@ def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tens
             num_warps=4,
             **dependent_launch(heads.device),
         )
-
-
-@triton.jit
-def _logistic(x: tl.tensor) -> tl.tensor:
-    """Return the logistic function of each element."""
-    # Beyond this the exponential would overflow, and the quotient is zero anyway.
-    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 80.0)))
-
-
-@triton.jit
-def activation(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """Return the activation `kind`, a `Gate`, of each element, float32."""
-    if kind == "silu":
-        return x * _logistic(x)
-    if kind == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    # (1 + tanh(u)) / 2 is the logistic function of 2 u.
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * _logistic(2.0 * inner)
-
-
-@triton.jit
-def _gated(
-    columns: tl.tensor,
-    out: tl.tensor,
-    row_stride: tl.tensor,
-    size: tl.constexpr,
-    kind: tl.constexpr,
-    is_dependent: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    """Write `tile` elements of the gated product of one row.
-
-    Launched by `gated`; grid `(num_rows, tiles of a row)`. Pointers: columns
-    `[num_rows, 2 * size]`, out `[num_rows, size]`.
-    """
-    wait_for_inputs(is_dependent)
-    row = tl.program_id(0).to(tl.int64)
-    elements = tl.program_id(1) * tile + tl.arange(0, tile)
-    is_element = elements < size
-    gate = tl.load(columns + row * row_stride + elements, mask=is_element, other=0.0)
-    other = tl.load(columns + row * row_stride + size + elements, mask=is_element, other=0.0)
-    product = activation(gate.to(tl.float32), kind) * other.to(tl.float32)
-    tl.store(out + row * size + elements, product.to(out.dtype.element_ty), mask=is_element)
-
-
-def gated(columns: torch.Tensor, kind: Gate) -> torch.Tensor:
-    """Return `activation(first half of the columns) * second half`, `[num_rows, size]`."""
-    num_rows, both = columns.shape
-    size = both // 2
-    assert columns.stride(1) == 1
-    out = torch.empty((num_rows, size), dtype=columns.dtype, device=columns.device)
-    if num_rows:
-        tile = min(_GATE_TILE, next_power_of_two(size))
-        _gated[(num_rows, triton.cdiv(size, tile))](
-            columns,
-            out,
-            columns.stride(0),
-            size=size,
-            kind=kind,
-            tile=tile,
-            num_warps=4,
-            **dependent_launch(columns.device),
-        )
-    return out

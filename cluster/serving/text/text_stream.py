@@ -104,8 +104,21 @@ class TextStream:
         """Return the output of the next events."""
         assert not self.is_finished
         # Nothing follows the event that ends the sequence.
-        if self._has_stops or events[-1].finish_reason is not None:
+        *before, last = events
+        if self._has_stops or (last.finish_reason is not None and not before):
             return self._add_one_by_one(events)
+        if last.finish_reason is None:
+            return self._add_at_once(events)
+        first, ended = self._add_at_once(before), self._add_one_by_one([last])
+        return msgspec.structs.replace(
+            ended,
+            text=first.text + ended.text,
+            token_ids=first.token_ids + ended.token_ids,
+            logprobs=first.logprobs + ended.logprobs,
+        )
+
+    def _add_at_once(self, events: Sequence[TokenEvent]) -> SequenceOutput:
+        """Return the output of events of which none can end the sequence."""
         event = events[0]
         token_ids, logprobs = event.token_ids, event.logprobs
         if len(events) > 1:

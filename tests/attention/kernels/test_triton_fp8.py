@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch.nn import functional
 
+from attention.kernels.triton.gate import gated, quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gemm.skinny import (
@@ -15,7 +18,11 @@ from attention.kernels.triton.gemm.skinny import (
     skinny_gated,
     skinny_gemm,
 )
+from attention.kernels.triton.token_rows import add_norm, quantized_add_norm
 from tests.attention.kernels.paged_case import DEVICE
+
+if TYPE_CHECKING:
+    from attention.kernels.quantized_rows import QuantizedRows
 
 TUNING = SkinnyGemmTuning(tile_columns=16, tile_depth=32, num_warps=2, num_stages=3)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -51,25 +58,59 @@ def without_rounding(num_rows: int, size: int) -> torch.Tensor:
 def test_each_row_is_divided_by_its_own_scale(dtype: torch.dtype) -> None:
     values = without_rounding(5, 100)
     factors = torch.tensor([[2.0**power] for power in (-7, -1, 0, 3, 20)], device=DEVICE)
-    found, scales = quantize_rows((values * factors).to(dtype), None)
-    assert torch.equal(scales, factors)
-    assert torch.equal(found.float(), values)
+    found = quantize_rows((values * factors).to(dtype), None)
+    assert torch.equal(found.scales, factors)
+    assert torch.equal(found.values.float(), values)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    values, scales = quantize_rows(torch.zeros(2, 40, device=DEVICE), None)
-    assert not values.float().any()
-    assert bool(scales.isfinite().all())
+    found = quantize_rows(torch.zeros(2, 40, device=DEVICE), None)
+    assert not found.values.float().any()
+    assert bool(found.scales.isfinite().all())
 
 
 def test_a_given_scale_is_used_and_limits_the_values() -> None:
     values = without_rounding(3, 40)
     x = values * 0.5
     x[1, 7], x[2, 3] = 1e4, -1e4
-    found, scales = quantize_rows(x, torch.tensor([0.5], device=DEVICE))
+    found = quantize_rows(x, torch.tensor([0.5], device=DEVICE))
     values[1, 7], values[2, 3] = 448.0, -448.0
-    assert scales.tolist() == [[0.5]] * 3
-    assert torch.equal(found.float(), values)
+    assert found.scales.tolist() == [[0.5]] * 3
+    assert torch.equal(found.values.float(), values)
+
+
+def assert_equal_rows(found: QuantizedRows, rows: torch.Tensor, exact: torch.Tensor) -> None:
+    """Check rows that a kernel computed and quantized in one go against the two one by one."""
+    expected = quantize_rows(rows, None)
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales)
+    assert found.dtype == rows.dtype
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    scales = torch.where(largest == 0, 1.0, largest / 448)
+    torch.testing.assert_close(found.scales.double(), scales, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_products_are_quantized(dtype: torch.dtype) -> None:
+    columns = rows_of(4, 200, dtype)
+    columns[2] = 0.0
+    gate, other = columns.double().chunk(2, dim=1)
+    assert_equal_rows(
+        quantized_gated(columns, "silu"), gated(columns, "silu"), functional.silu(gate) * other
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_norms_are_quantized_and_the_stream_is_the_sum(has_delta: bool, dtype: torch.dtype) -> None:
+    stream, delta = rows_of(4, 100, dtype), rows_of(4, 100, dtype) if has_delta else None
+    weight = torch.randn(100).to(dtype).to(DEVICE)
+    sums = stream.clone()
+    rows = add_norm(sums, delta, weight, None, 1e-6, is_centred=False)
+    found = quantized_add_norm(stream, delta, weight, None, 1e-6, is_centred=False)
+    assert torch.equal(stream, sums)
+    exact = functional.rms_norm(stream.double(), (100,), weight.double(), 1e-6)
+    assert_equal_rows(found, rows, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

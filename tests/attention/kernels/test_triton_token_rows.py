@@ -4,13 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attention.kernels.triton.token_rows import (
-    Gate,
-    add_norm,
-    gated,
-    norm_heads,
-    rotate_heads,
-)
+from attention.kernels.triton.gate import Gate, gated
+from attention.kernels.triton.token_rows import add_norm, norm_heads, rotate_heads
 from tests.attention.kernels.paged_case import DEVICE
 
 # One bit of the type's last place; Triton's interpreter cuts bfloat16 off where a GPU rounds it.

@@ -10,6 +10,7 @@ from pagedray.errors import DeviceError
 from workers.layers.formats.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
+    from attention.kernels.quantized_rows import QuantizedRows
     from workers.layers.formats.fp8_weight import Fp8Weight
 
 __all__ = ["BlockFp8Linear", "Fp8Linear"]
@@ -58,21 +59,28 @@ class Fp8Linear(QuantizedLinear):
             return skinny_gemm(x, fp8.values, self.bias, self._tuning, scales=fp8.scales)
         return self._product(x)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with quantized rows, by the library."""
-        from attention.kernels.triton.gemm.fp8_rows import quantize_rows
+    def takes_quantized(self, num_rows: int) -> bool:
+        from attention.kernels.triton.gemm.skinny import MAX_ROWS
 
+        return num_rows > MAX_ROWS and self._fp8.input_scale is None
+
+    def of_quantized(self, rows: QuantizedRows) -> torch.Tensor:
         fp8 = self._fp8
-        rows, row_scales = quantize_rows(x, fp8.input_scale)
         return torch._scaled_mm(
-            rows,
+            rows.values,
             fp8.values.t(),
-            scale_a=row_scales,
+            scale_a=rows.scales,
             scale_b=fp8.scales.t(),
             bias=self.bias,
-            out_dtype=x.dtype,
+            out_dtype=rows.dtype,
             use_fast_accum=True,
         )
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with rows that are quantized here, by the library."""
+        from attention.kernels.triton.gemm.fp8_rows import quantize_rows
+
+        return self.of_quantized(quantize_rows(x, self._fp8.input_scale))
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.gemv import gemv_gated
@@ -100,6 +108,10 @@ class BlockFp8Linear(Fp8Linear):
                 f"{name} has scales for blocks of {stored.depth} inputs, but on GPUs products in "
                 f"fp8 need blocks of {', '.join(map(str, _DEPTHS))}; use weights in bfloat16."
             )
+
+    def takes_quantized(self, num_rows: int) -> bool:
+        del num_rows
+        return False
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm

@@ -6,13 +6,48 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.quantized_rows import QuantizedRows
 from attention.kernels.triton.dependent_launch import dependent_launch, wait_for_inputs
 from attention.kernels.triton.tuning import next_power_of_two
 
-__all__ = ["quantize_blocks", "quantize_rows"]
+__all__ = ["empty_quantized", "quantize_blocks", "quantize_rows", "store_quantized"]
 
 _FP8_MAX = tl.constexpr(448.0)
 _BLOCKS_PER_PROGRAM = 32
+
+
+@triton.jit
+def store_quantized(
+    values: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    elements: tl.tensor,
+    size: tl.constexpr,
+) -> None:
+    """Write one row, float32 and zero beyond its size, with a scale of its own.
+
+    Pointers: out `[num_rows, size]` in fp8, scales `[num_rows]` float32.
+    """
+    scale = tl.max(tl.abs(values), axis=0) / _FP8_MAX
+    # A row of zeros has any scale.
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    _store_scaled(values, scale, out, scales, row, elements, size)
+
+
+@triton.jit
+def _store_scaled(
+    values: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    elements: tl.tensor,
+    size: tl.constexpr,
+) -> None:
+    scaled = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
+    tl.store(out + row * size + elements, scaled.to(out.dtype.element_ty), mask=elements < size)
+    tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -38,35 +73,38 @@ def _quantize_rows(
     is_element = elements < size
     values = tl.load(x + row * row_stride + elements, mask=is_element, other=0.0).to(tl.float32)
     if has_input_scale:
-        scale = tl.load(input_scale)
+        _store_scaled(values, tl.load(input_scale), out, scales, row, elements, size)
     else:
-        scale = tl.max(tl.abs(values), axis=0) / _FP8_MAX
-        # A row of zeros has any scale.
-        scale = tl.where(scale == 0.0, 1.0, scale)
-    scaled = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
-    tl.store(out + row * size + elements, scaled.to(out.dtype.element_ty), mask=is_element)
-    tl.store(scales + row, scale)
+        store_quantized(values, out, scales, row, elements, size)
 
 
-def quantize_rows(
-    x: torch.Tensor, input_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[num_rows, size]` in float8_e4m3fn, and the scales of the rows, `[num_rows, 1]`.
+def empty_quantized(
+    num_rows: int, size: int, *, dtype: torch.dtype, device: torch.device
+) -> QuantizedRows:
+    """Return uninitialized rows of this size, of inputs in `dtype`."""
+    return QuantizedRows(
+        torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((num_rows, 1), dtype=torch.float32, device=device),
+        dtype,
+    )
+
+
+def quantize_rows(x: torch.Tensor, input_scale: torch.Tensor | None) -> QuantizedRows:
+    """Quantize the rows of `x`, `[num_rows, size]`, whose columns are contiguous.
 
     A row becomes its values divided by its scale, which is `input_scale`, `[1]`, if there is one,
-    and else makes the row's largest magnitude the largest value. Scales are float32.
+    and else makes the row's largest magnitude the largest value.
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1
-    out = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    rows = empty_quantized(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
         tile = next_power_of_two(size)
         _quantize_rows[(num_rows,)](
             x,
-            scales if input_scale is None else input_scale,
-            out,
-            scales,
+            rows.scales if input_scale is None else input_scale,
+            rows.values,
+            rows.scales,
             x.stride(0),
             size=size,
             has_input_scale=input_scale is not None,
@@ -74,7 +112,7 @@ def quantize_rows(
             num_warps=min(16, max(4, tile // 512)),
             **dependent_launch(x.device),
         )
-    return out, scales
+    return rows
 
 
 @triton.jit

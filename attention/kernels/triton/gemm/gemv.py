@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from attention.kernels.triton.dependent_launch import can_depend, launch_options, wait_for_inputs
+from attention.kernels.triton.gate import activation
 from attention.kernels.triton.gemm.int4 import half_tile
 from attention.kernels.triton.gemm.row_product import add_row_product, weight_vectors
-from attention.kernels.triton.token_rows import activation
 
 __all__ = ["GemvTuning", "default_gemv_tuning", "gemv", "gemv_gated"]
 

@@ -17,8 +17,8 @@ from attention.kernels.triton.dependent_launch import (
     launch_options,
     wait_for_inputs,
 )
+from attention.kernels.triton.gate import activation
 from attention.kernels.triton.gemm.row_product import scale_and_zero
-from attention.kernels.triton.token_rows import activation
 from attention.kernels.triton.tuning import next_power_of_two
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.triton.token_rows import activation
+from attention.kernels.triton.gate import activation
 
 __all__ = [
     "MAX_ROWS",

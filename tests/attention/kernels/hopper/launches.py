@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.kernels.triton.experts import choose_experts, expert_sums, mxfp4_row_bytes
+from attention.kernels.triton.gate import quantized_gated
 from attention.kernels.triton.gemm.block_fp8 import block_fp8_gemm
 from attention.kernels.triton.gemm.fp8_rows import quantize_blocks, quantize_rows
 from attention.kernels.triton.gemm.gemv import default_gemv_tuning, gemv, gemv_gated
@@ -26,7 +27,12 @@ from attention.kernels.triton.gemm.skinny import (
 from attention.kernels.triton.options import AttentionOptions
 from attention.kernels.triton.paged_attention import paged_attention
 from attention.kernels.triton.paged_decode import num_scratch_elements, paged_decode
-from attention.kernels.triton.token_rows import add_norm, norm_heads, rotate_heads
+from attention.kernels.triton.token_rows import (
+    add_norm,
+    norm_heads,
+    quantized_add_norm,
+    rotate_heads,
+)
 from attention.kernels.triton.tuning import default_decode_tuning
 
 if TYPE_CHECKING:
@@ -123,10 +129,14 @@ def row(format: str) -> None:
 
 
 def quantized() -> None:
-    """Quantize rows with a scale each, and with one for all."""
+    """Quantize rows with a scale each, and with one for all, and what kernels compute."""
     for size in (4096, 14336):
         quantize_rows(tensor(256, size), None)
         quantize_rows(tensor(256, size), tensor(1, dtype=torch.float32))
+        quantized_gated(tensor(256, 2 * size), "silu")
+        quantized_add_norm(
+            tensor(256, size), tensor(256, size), tensor(size), None, 1e-5, is_centred=False
+        )
 
 
 def blocks() -> None:
